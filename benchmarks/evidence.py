@@ -121,8 +121,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not options.table:
         start = make_start(options.out)
-        for seed in options.seeds:  # a whole table of one seed comes first
-            run_arms(options.out, start, options.arms, seed, options.jobs)
+        run_arms(options.out, start, options.arms, options.seeds, options.jobs)
     for line in table(options.results):
         print(line)
 
@@ -182,12 +181,16 @@ def is_flat(curve: Sequence[float]) -> bool:
     return max(curve[-FLAT_REPORTS:]) < max(curve[:-FLAT_REPORTS]) + FLAT_GAIN
 
 
-def run_arms(out: Path, start: Path, names: Sequence[str], seed: int, jobs: int) -> None:
-    """Go on from the start in these ways. Those of the length of others come behind them."""
-    behind = [name for name in names if ARMS[name].as_long_as is not None]
+def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+    """Go on from the start in these ways, one seed after another.
+
+    Those of the length of others come behind all of them.
+    """
+    runs = [(name, seed) for seed in seeds for name in names]
+    behind = [(name, seed) for name, seed in runs if ARMS[name].as_long_as is not None]
     with ThreadPoolExecutor(jobs) as pool:
-        for some in ([name for name in names if name not in behind], behind):
-            list(pool.map(lambda name: run_arm(out, start, name, seed), some))
+        for some in ([one for one in runs if one not in behind], behind):
+            list(pool.map(lambda one: run_arm(out, start, *one), some))
 
 
 def run_arm(out: Path, start: Path, name: str, seed: int) -> None:

@@ -26,8 +26,8 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from launch.demo.model import make_demo_model
-from learner.held_out import require_lengths
-from learner.image_files import image_size, known_images
+from learner.data.fitting import require_lengths
+from learner.data.image_files import fingerprints, image_size, known_images
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset, image_names, load_dataset
 from shared.prompts import DEFAULT_USER_PROMPT, Prompts
@@ -67,7 +67,7 @@ def decoded(file: Path) -> Dataset:
 
 
 def known(file: Path) -> Dataset:
-    facts = known_images(file, image_names(file))
+    facts = known_images(file, fingerprints(file, image_names(file)))
     return load_dataset(
         file, on_bad_row="error", sort_objects=True, check_images=True, known_images=facts
     )

@@ -1,4 +1,4 @@
-r"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
+r"""Turns a stock Qwen-VL checkpoint into one with the 1,000 coord tokens.
 
     python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
+from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
@@ -114,7 +115,7 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 def _read_stock(options: AddOptions) -> tuple[Any, Any]:
     """Read configuration and processor of the stock checkpoint."""
-    remedy = "give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"
+    remedy = "give the folder of a downloaded Qwen-VL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
     processor = None
@@ -204,7 +205,7 @@ def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Ite
     image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
     tokens = high // _pixels_per_token(image_processor)
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
-    model.save_pretrained(folder)
+    save_as_published(model, folder, dict(CheckpointWeights(model).tensors()))
     processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
     # Check what was written, not what was meant to be.

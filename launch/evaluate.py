@@ -45,7 +45,7 @@ from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
 from shared.sent_requests import PictureShelf
-from shared.weight_sync.transports import Sharing, choose_transport
+from shared.weight_sync.transports import Device, Sharing, choose_transport
 
 if TYPE_CHECKING:
     from learner.held_out import HeldOut
@@ -155,6 +155,7 @@ def run(
     from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
+    from launch.preflight import position_problems
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
     from launch.runtime.ray_connection import cluster_nodes
@@ -166,12 +167,15 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with start_up.stage("checks"):
+        if problems := list(position_problems(config)):
+            raise ConfigError(problems)
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
         held_out = HeldOut(config, datasets, load_tokens(config))
-    if skipped := sum(dataset.num_skipped for dataset in held_out.datasets):
+    datasets = [fitting.samples for fitting in held_out.fittings]
+    if skipped := sum(dataset.num_skipped for dataset in datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
-    with Cluster(config, ImageNeeds.from_datasets(*held_out.datasets), start_up) as cluster:
+    with Cluster(config, ImageNeeds.from_datasets(*datasets), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
@@ -270,7 +274,8 @@ _OF_A_MODEL: Mapping[str, Any] = {
 def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of an evaluation without a run, with absolute paths.
 
-    The number type is float32 where the checkpoint's is, else bfloat16.
+    The number type is float32 where the checkpoint's is, else bfloat16; sequences are no longer
+    than it has positions for; on CPU engines compile nothing.
 
     Raises:
         ConfigError: no checkpoint, or a problem of the overrides.
@@ -294,8 +299,14 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: {file} cannot be read ({error}); {remedy}") from error
     is_float32 = "float32" in (saved.get("dtype"), saved.get("torch_dtype"))
+    longest = _OF_A_MODEL["global_max_length"]
+    positions = saved.get("text_config", saved).get("max_position_embeddings", longest)
+    # Compiling for minutes does not pay for one report.
+    vllm = {"enforce_eager": device_here() is Device.CPU}
     mapping = {
         **_OF_A_MODEL,
+        "global_max_length": min(longest, positions),
+        "rollout_matching": {**_OF_A_MODEL["rollout_matching"], "vllm": vllm},
         "model": {
             "path": str(options.model),
             "dtype": "float32" if is_float32 else "bfloat16",

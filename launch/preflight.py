@@ -52,6 +52,7 @@ from launch.runtime.resume import resumed
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
 from learner.model.parts import model_part
+from rollout_actors.engine.settings import model_type
 from shared.config import RunConfig
 from shared.config.derive import (
     EngineLocation,
@@ -67,7 +68,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.model_families import ModelPart
+from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
@@ -151,7 +152,7 @@ def preflight(
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
         report.collect(_adapter_problems(config, shape))
-        report.collect(_position_problems(config))
+        report.collect(position_problems(config))
         report.collect(teacher_problems(config, waits=waits_for_servers))
 
     nodes = report.attempt(lambda: nodes_of(config))
@@ -161,6 +162,7 @@ def preflight(
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
+            report.collect(_family_problems(config, placement))
             memory = memory_of(placement.device)
             report.collect(_memory(config, placement, shape, memory, len(nodes), report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
@@ -192,32 +194,42 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(*(datasets if learnable is None else learnable))
+    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
 
 
 def _learnable(
     config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
 ) -> tuple[list[Dataset], list[Dataset]]:
-    """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut."""
-    from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
+    """Keep the samples that the learner would keep.
+
+    Say in `lines` how many objects are shown small, and warn there of answers that will be cut.
+    """
+    from learner.data.fitting import (
+        describe_cut_answers,
+        describe_small_objects,
+        require_train_lengths,
+    )
+    from learner.held_out import HeldOut
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
     encoder = PromptEncoder.from_config(config, tokens.processor)
     fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
-    answered = list(fitting) if num_b_steps(config) else []
-    held_out = HeldOut(config, val, tokens).datasets if val else []
-    answered += [Fitting(dataset, []) for dataset in held_out]
-    for samples in answered:
+    held_out = HeldOut(config, val, tokens).fittings if val else []
+    for key, fittings in (("data.train", fitting), ("data.val", held_out)):
+        if fittings:
+            small = describe_small_objects(key, fittings, encoder.picture_resize)
+            lines.append(f"objects   {small}")
+    for one in [*(fitting if num_b_steps(config) else []), *held_out]:
         warning = describe_cut_answers(
-            samples,
+            one,
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             answer_format=config.answer_format.for_pictures(encoder.picture_resize),
         )
         if warning is not None:
             lines.append(f"warning   {warning}")
-    return [one.samples for one in fitting], held_out
+    return [one.samples for one in fitting], [one.samples for one in held_out]
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:
@@ -263,7 +275,7 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _position_problems(config: RunConfig) -> Iterator[str]:
+def position_problems(config: RunConfig) -> Iterator[str]:
     """Compare the longest sequence with the model's positions: vLLM starts no engine for more."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     text = model.get("text_config", model)
@@ -281,6 +293,24 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{key}: {longest} tokens are more than the {positions} positions of"
             f" {config.model.path} (max_position_embeddings); lower it"
+        )
+
+
+def _family_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+    """Name what vLLM does not do with the checkpoint's family."""
+    kind = model_type(config.model.path)
+    on_cpu = placement.device is Device.CPU and starts_engines(config)
+    if on_cpu and kind in HYBRID_MODEL_TYPES and config.model.dtype != "bfloat16":
+        yield (
+            f"model.dtype: {config.model.dtype}, and vLLM 0.32 computes the linear attention of a"
+            f" {kind} model on CPU in bfloat16 alone; set it to bfloat16, or"
+            " rollout_matching.rollout_backend: hf"
+        )
+    if on_cpu and kind in EXPERT_MODEL_TYPES and config.rollout_matching.vllm.enable_lora:
+        yield (
+            "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of a"
+            f" {kind} model by Triton alone, which a CPU has not; set it to false, and merged"
+            " weights are sent"
         )
 
 

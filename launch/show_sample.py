@@ -23,13 +23,14 @@ from launch.cli import explained, read_arguments
 from launch.runtime.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages
-from learner.image_files import image_size
+from learner.data.augment import Augmentation
+from learner.data.image_files import image_size
+from learner.data.samples import load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
-from learner.samples import load_samples
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.derive import maskiou_gate
@@ -140,14 +141,16 @@ def _find_line(
 
 
 def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
-    """Return the line's sample with its images' bytes."""
+    """Return the line's sample with its images' bytes, changed as it was in the run."""
     # One page needs no check of all images of the file.
     data = config.data.model_copy(update={"check_images": False})
     unchecked = config.model_copy(update={"data": data})
     for source in config.data.sources("train"):
         for sample in load_samples(unchecked, source):
             if sample.sample_id == line["sample_id"]:
-                return sample.with_image_data()
+                if "augmentation" not in line:
+                    return sample.with_image_data()
+                return Augmentation(**line["augmentation"]).applied(sample)
     raise ConfigError(
         f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
         " what the run learned from"

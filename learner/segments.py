@@ -108,7 +108,7 @@ class PromptEncoder:
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
         self._processor = processor
-        self._prompts = prompts
+        self.prompts = prompts
         # Where no row has a text of its own, prompts differ in their number of images alone.
         self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
         self._ids_of = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
@@ -178,7 +178,7 @@ class PromptEncoder:
 
     def text(self, sample: Sample) -> str:
         """Write the prompt by the chat template, one placeholder per image."""
-        return self._text_of(len(sample.images), *self._prompts.texts(sample))
+        return self._text_of(len(sample.images), *self.prompts.texts(sample))
 
     def _write(self, num_images: int, system_prompt: str | None, user_prompt: str) -> str:
         messages = detection_messages(num_images, system_prompt, user_prompt)

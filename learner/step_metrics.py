@@ -94,6 +94,12 @@ class StepMetrics:
         if source is not None:
             self.totals.add(f"source/num_samples/{source}", 1)
 
+    def add_augmented(self, *, is_changed: bool, num_dropped: int) -> None:
+        """Count a sample that was drawn, and its objects of which too little is left."""
+        self.totals.add("augment/num_samples", float(is_changed))
+        self.totals.add("augment/num_unchanged", float(not is_changed))
+        self.totals.add("augment/num_dropped_objects", num_dropped)
+
     def add_rollout(
         self,
         rollout: Rollout,

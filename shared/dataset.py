@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-import codecs
+import itertools
 import json
 import logging
-import shlex
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
+from shared.data.file_rows import FileRows, RowRules, RowTable, TableBuilder, decode_row, readable
 from shared.errors import BadRows, RecordError
-from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample, load_record
+from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class Joined(Sequence[Sample]):
+    """Samples of several data sets behind each other."""
+
+    def __init__(self, parts: Sequence[Sequence[Sample]]) -> None:
+        self._parts = parts
+        self._starts = list(itertools.accumulate(map(len, parts), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
+        if isinstance(index, slice):
+            return tuple(self[row] for row in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part][index - self._starts[part]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +53,22 @@ class Dataset(Sequence[Sample]):
     """The usable rows of one file, in its order."""
 
     path: Path
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
+    """`FileRows`, where they were read from a file."""
     skipped: tuple[str, ...] = ()
     """The reason why each bad row was left out: file, line, field and problem."""
+    key: str = ""
+    """Digest of all that decides the samples of the file, images included; empty: not known."""
 
     @property
     def num_skipped(self) -> int:
         return len(self.skipped)
+
+    @property
+    def table(self) -> RowTable:
+        """The numbers of its rows; of data sets that were read from a file."""
+        assert isinstance(self.samples, FileRows), f"{self.path} was not read"
+        return self.samples.table
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -44,21 +80,40 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
-        return self.samples[index]
+        found = self.samples[index]
+        return found if isinstance(found, Sample) else tuple(found)
 
-    @classmethod
-    def of(cls, path: Path, samples: Sequence[Sample], skipped: Sequence[str]) -> Dataset:
-        """Make a data set of the usable rows. Raises RecordError where there is none."""
-        if not samples:
-            problem = "is empty"
-            if skipped:
-                problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}"
-            remedy = "write one JSON object per line"
-            raise RecordError(problem, field="file", remedy=remedy, file=str(path))
-        return cls(path, tuple(samples), tuple(skipped))
+    def keep(self, rows: np.ndarray, skipped: Sequence[str]) -> Dataset:
+        """Return the data set of these rows, in ascending order.
+
+        Args:
+            skipped: why each of all rows of the file that are left out is.
+
+        Raises:
+            RecordError: none is left.
+        """
+        samples = self.samples
+        if len(rows) < len(samples):
+            if isinstance(samples, FileRows):
+                samples = samples.keep(rows)
+            else:
+                samples = tuple(samples[row] for row in rows.tolist())
+        return replace(self, samples=samples, skipped=tuple(skipped)).require_rows()
+
+    def require_rows(self) -> Dataset:
+        """Return the data set. Raises RecordError where it has no usable row."""
+        if self.samples:
+            return self
+        problem = "is empty"
+        if self.skipped:
+            problem = (
+                f"has no usable row: {len(self.skipped)} were bad, the first: {self.skipped[0]}"
+            )
+        remedy = "write one JSON object per line"
+        raise RecordError(problem, field="file", remedy=remedy, file=str(self.path))
 
 
-def note_skipped(error: RecordError) -> str:
+def note_skipped(error: RecordError | str) -> str:
     """Log that a bad row is left out, and return why."""
     _LOGGER.warning("bad row skipped: %s", error)
     return str(error)
@@ -93,32 +148,24 @@ def load_dataset(
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
     path = Path(path)
-    samples: list[Sample] = []
+    rules = RowRules(sort_objects, check_images, geometry, source)
+    table = TableBuilder()
     bad = BadRows()
     skipped: list[str] = []
     line_of: dict[str, int] = {}
-    for number, line in _lines(path):
+    for number, offset, line in _lines(path):
         try:
-            default_id = f"{path.stem}:{number}"
-            sample = load_record(
-                _decode(path, line),
-                root=path.parent,
-                require_images=check_images,
-                sort_objects=sort_objects,
-                default_id=default_id,
-                geometry=geometry,
-                image_size=image_size,
-                known_images=known_images,
+            mapping = decode_row(path, line)
+            sample = rules.sample(
+                path, number, mapping, image_size=image_size, known_images=known_images
             )
             if sample.sample_id in line_of:
+                row_id = sample.sample_id.removeprefix("" if source is None else f"{source}/")
                 raise RecordError(
-                    f"{sample.sample_id!r} is also on line {line_of[sample.sample_id]}",
+                    f"{row_id!r} is also on line {line_of[sample.sample_id]}",
                     field="sample_id",
                     remedy="give every row its own id",
                 )
-            row_id = sample.sample_id
-            if source is not None:
-                sample = replace(sample, sample_id=f"{source}/{row_id}", source=source)
             if require is not None:
                 require(sample)
         except RecordError as error:
@@ -128,16 +175,17 @@ def load_dataset(
             else:
                 skipped.append(note_skipped(located))
             continue
-        line_of[row_id] = number
-        samples.append(sample)
+        line_of[sample.sample_id] = number
+        table.add(offset, line, number, sample, mapping["images"])
     bad.raise_if_any()
-    return Dataset.of(path, samples, skipped)
+    rows = FileRows(path, table.table(), rules)
+    return Dataset(path, rows, tuple(skipped)).require_rows()
 
 
 def image_names(path: Path) -> set[str]:
     """Collect the image paths of a JSONL file of records; `load_dataset` reports bad rows."""
     names: set[str] = set()
-    for _, line in _lines(path):
+    for _, _, line in _lines(path):
         try:
             images = json.loads(line)["images"]
             if isinstance(images, list):
@@ -147,60 +195,14 @@ def image_names(path: Path) -> set[str]:
     return names
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, without their ends, numbered from 1."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
-    except OSError as error:
-        remedy = "correct the path, or make the data first"
-        raise RecordError(
-            f"cannot be read: {error.strerror}", field="file", remedy=remedy, file=str(path)
-        ) from error
-
-
-def _decode(path: Path, line: bytes) -> Any:
-    """Parse one line strictly: no byte order mark, no key twice, no absurd number."""
-    if line.startswith(codecs.BOM_UTF8):
-        command = f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
-        problem = "begins with a byte order mark, which JSON does not have"
-        raise _bad_row(problem, f"save the file as UTF-8 without it: {command}")
-    try:
-        return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 at byte {error.start + 1}"
-        remedy = "save the file as UTF-8"
-        raise _bad_row(problem, remedy) from error
-    except json.JSONDecodeError as error:
-        problem = f"is not JSON at column {error.colno}: {error.msg}"
-        raise _bad_row(problem, "write one JSON object per line") from error
-    except RecursionError as error:
-        problem = "is nested too deeply to be read"
-        raise _bad_row(problem, "flatten it; a row needs three levels") from error
-
-
-def _bad_row(problem: str, remedy: str) -> RecordError:
-    return RecordError(problem, field="row", remedy=remedy)
-
-
-def _integer(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError as error:
-        # Python reads integers of 4,300 digits at most (sys.set_int_max_str_digits).
-        problem = f"has an integer of {len(digits)} digits, {digits[:8]}..."
-        raise _bad_row(problem, "write a number of sensible size") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise RecordError("is given twice in one object", field=twice, remedy="keep one")
-    return mapping
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number (from 1), offset and bytes, without their ends, of lines that are not blank."""
+    offset = 0
+    with readable(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, offset, line.rstrip(b"\r\n")
+            offset += len(line)
 
 
 class SampleStream(Iterator[int]):
@@ -226,13 +228,14 @@ class SampleStream(Iterator[int]):
         self._seed = seed
         self._shuffle = shuffle
         self._number = number
-        self._epoch = 0
+        self.epoch = 0
+        """Of the last index."""
         self._offset = 0
         self._order = self._epoch_order()
 
     def __next__(self) -> int:
         if self._offset == self._num_samples:
-            self._epoch += 1
+            self.epoch += 1
             self._offset = 0
             self._order = self._epoch_order()
         index = int(self._order[self._offset])
@@ -241,7 +244,7 @@ class SampleStream(Iterator[int]):
 
     def move_to(self, position: int) -> None:
         """Go on behind the first `position` indices of the stream."""
-        self._epoch, self._offset = divmod(position, self._num_samples)
+        self.epoch, self._offset = divmod(position, self._num_samples)
         self._order = self._epoch_order()
 
     def take(self, n: int) -> list[int]:
@@ -252,20 +255,35 @@ class SampleStream(Iterator[int]):
         """Return the indices of the epoch in order: int64 [num_samples]."""
         if not self._shuffle:
             return np.arange(self._num_samples)
-        words = (self._seed, self._epoch, self._number)
+        words = (self._seed, self.epoch, self._number)
         generator = np.random.Generator(np.random.PCG64(words if self._number else words[:2]))
         return generator.permutation(self._num_samples)
 
 
-class MixedStream(Iterator[tuple[int, int]]):
-    """Places of samples in several data sets without end: the data set's number, and the index.
+class Draw(NamedTuple):
+    """A sample as a run draws it.
 
-    As many in a row as all weights together have exactly `weights[i]` of data set i, whose indices
-    are those of its own `SampleStream`. Of the first n, for any n, `n * weights[i] / sum(weights)`
-    are of it, rounded up or down. Of one data set the indices are its stream's.
+    Example: the third row of the first file, for the second time: `Draw(0, 2, epoch=1)`.
+    """
 
-    Example: `MixedStream([9, 2], [2, 1], seed=0, shuffle=False).take(6)` is `[(0, 0), (0, 1),
-    (1, 0), (0, 2), (0, 3), (1, 1)]`.
+    source: int
+    """Number of its data set."""
+    row: int
+    """Its place there."""
+    epoch: int
+    """Of that data set, from 0."""
+
+
+class MixedStream(Iterator[Draw]):
+    """Draws from several data sets without end.
+
+    Of as many in succession as all weights together, exactly `weights[i]` are of data set i, whose
+    rows come in the order of its own `SampleStream`. Of the first n, for any n, `n * weights[i] /
+    sum(weights)` are of it, rounded up or down.
+
+    Example: `MixedStream([9, 2], [2, 1], seed=0, shuffle=False)` draws rows 0 and 1 of the first
+    data set, 0 of the second, 2 and 3 of the first, 1 of the second, and begins an epoch of the
+    second then.
     """
 
     def __init__(
@@ -278,20 +296,22 @@ class MixedStream(Iterator[tuple[int, int]]):
         self._block = _block([weight // divisor for weight in weights])
         self._offset = 0
 
-    def __next__(self) -> tuple[int, int]:
+    def __next__(self) -> Draw:
         number = self._block[self._offset]
         self._offset = (self._offset + 1) % len(self._block)
-        return number, next(self._streams[number])
+        stream = self._streams[number]
+        row = next(stream)
+        return Draw(number, row, stream.epoch)
 
     def move_to(self, position: int) -> None:
-        """Go on behind the first `position` places of the stream."""
+        """Go on behind the first `position` draws of the stream."""
         blocks, self._offset = divmod(position, len(self._block))
         for number, stream in enumerate(self._streams):
             in_block = self._block[: self._offset].count(number)
             stream.move_to(blocks * self._block.count(number) + in_block)
 
-    def take(self, n: int) -> list[tuple[int, int]]:
-        """Return the next `n` places."""
+    def take(self, n: int) -> list[Draw]:
+        """Return the next `n` draws."""
         return [next(self) for _ in range(n)]
 
 

@@ -166,6 +166,11 @@ source/num_valid_objects/<source> | sum | Valid predicted objects in rollouts of
 source/num_matched/<source> | sum | Matched pairs of this file's samples.
 source/match_rate/<source> | source/num_matched/<source> / source/num_ground_truth/<source> |
     Matched among the ground truth.
+# Augmentation (`data.augment`); absent without it. Rollouts of one sample are of one picture.
+augment/num_samples | sum | Samples that were changed.
+augment/num_unchanged | sum | Samples that stayed as they are, for nothing that was drawn fitted
+    `global_max_length`.
+augment/num_dropped_objects | sum | Objects of which a crop left too little (`min_visible`).
 # Rows.
 packing/num_segments | sum | Segments learned.
 packing/num_rows | sum | Rows: forwards, those of the step's first update.

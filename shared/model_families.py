@@ -8,10 +8,27 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 """`model_type` of checkpoints with a vision tower."""
 TEXT_MODEL_TYPES = ("qwen2", "qwen3")
 """`model_type` of those without, trained on trajectories alone: they are asked about no images."""
+
+NOT_TRAINED = {
+    "internvl": "its pictures come as tiles without the grid (image_grid_thw) by which prompts,"
+    " packed rows and the canary count their tokens here, and its placeholder is <IMG_CONTEXT>",
+    "qwen3_5_moe": "nobody has compared packed rows, syncs and files of its experts",
+}
+"""By `model_type` what is missing for families that somebody may well ask for."""
+HYBRID_MODEL_TYPES = ("qwen3_5",)
+"""Those of them with layers of linear attention, which keep a state and no keys and values."""
+EXPERT_MODEL_TYPES = ("qwen3_vl_moe",)
+"""Those of them whose tokens go through some of many experts."""
+TURNED_IN_FILES = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
+"""By `model_type` the ends of names of parameters whose last two dimensions change places in a
+checkpoint's files. transformers 5.19 turns them when it reads and not when it writes."""
+PARTS_OF_ENGINES = ("mtp.",)
+"""Beginnings of names of tensors that a checkpoint may hold for engines alone: the heads of Qwen3.5
+for speculative decoding, which transformers does not load and no run trains."""
 
 PLACEHOLDER_KEYS = (
     "image_token_id",

@@ -26,6 +26,7 @@ PHRASE_USER_PROMPT = (
     " format."
 )
 """In the words that Rex-Omni was asked in, which name the classes: `Detect cat, dog. Output ...`"""
+_BLANK = re.compile(r"\{(phrase|classes)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Prompts:
         data = config.data
         templates = data.prompts or (config.user_prompt,)
         return cls(templates, data.system_prompt, config.training.seed)
+
+    @property
+    def have_blanks(self) -> bool:
+        """Whether a template asks for something that a row must have."""
+        return any(_BLANK.search(template) for template in self.templates)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:
         """Return the sample's system message, if it has one, and its user message.
@@ -69,7 +75,7 @@ class Prompts:
             return value
 
         # In one pass: what a row has is no template, whatever it looks like.
-        return system, re.sub(r"\{(phrase|classes)\}", value_of, user)
+        return system, _BLANK.sub(value_of, user)
 
 
 def detection_messages(

@@ -294,7 +294,7 @@ def _text(mapping: Mapping[str, Any], field: str) -> str | None:
 def _size(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(field, f"is {_kind(value)}", "write the image's size in pixels, an integer")
-    if value < 1:
+    if not 1 <= value < 1 << 31:
         _refuse(field, f"is {value}", "write the image's size in pixels, at least 1")
     return value
 
@@ -428,10 +428,15 @@ def _load_desc(field: str, value: object) -> str:
     return value
 
 
+def in_reading_order(objects: Sequence[GroundTruthObject]) -> tuple[GroundTruthObject, ...]:
+    """Sort objects by least y, then least x."""
+    return tuple(sorted(objects, key=_reading_key))
+
+
 def _in_reading_order(
     objects: tuple[GroundTruthObject, ...], sort: bool
 ) -> tuple[GroundTruthObject, ...]:
-    ordered = tuple(sorted(objects, key=_reading_key))
+    ordered = in_reading_order(objects)
     if sort:
         return ordered
     for i in range(1, len(objects)):

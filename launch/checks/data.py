@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
+from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems
-from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
 from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
@@ -37,11 +39,12 @@ class ImageNeeds:
     """Width times height of the largest one; 0: not known."""
 
     @classmethod
-    def from_datasets(cls, *datasets: Dataset) -> ImageNeeds:
-        samples = [sample for dataset in datasets for sample in dataset]
+    def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
+        """`enlarged`: the greatest factor of their sides (`data.augment.scale`)."""
+        tables = [dataset.table for dataset in datasets]
         return cls(
-            max(len(sample.images) for sample in samples),
-            max(sample.width * sample.height for sample in samples),
+            max(int(np.diff(table.images_N1).max()) for table in tables),
+            max(int(np.ceil(table.sizes_N2 * enlarged).prod(axis=1).max()) for table in tables),
         )
 
 
@@ -58,9 +61,13 @@ class DataFacts:
     """About the environment; the run starts all the same."""
 
     @classmethod
-    def from_datasets(cls, train: Sequence[Dataset], val: Sequence[Dataset]) -> DataFacts:
+    def from_datasets(
+        cls, config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset]
+    ) -> DataFacts:
+        augment = config.data.augment
+        enlarged = 1.0 if augment is None else max(1.0, augment.scale[1])
         return cls(
-            ImageNeeds.from_datasets(*train, *val),
+            ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
             sum(one.num_skipped for one in train),
             sum(one.num_skipped for one in val),
         )
@@ -81,7 +88,7 @@ def check_data(config: RunConfig) -> DataFacts:
     """Check the data files, or the run's environment. Raises as the functions below."""
     if config.environment is not None:
         return check_environment(config, config.environment)
-    return DataFacts.from_datasets(*load_data(config))
+    return DataFacts.from_datasets(config, *load_data(config))
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:

@@ -29,7 +29,7 @@ from shared.config.derive import (
 )
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
-from shared.model_families import ModelPart, find_part
+from shared.model_families import PARTS_OF_ENGINES, VISION_MODEL_TYPES, ModelPart, find_part
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -121,7 +121,11 @@ class ModelShape:
                 parameters=_read_parameter_shapes(folder),
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
-                intermediate=text["intermediate_size"],
+                # Of experts, those that a token goes through.
+                intermediate=max(
+                    text["intermediate_size"],
+                    text.get("num_experts_per_tok", 0) * text.get("moe_intermediate_size", 0),
+                ),
                 heads=text["num_attention_heads"],
                 kv_heads=text["num_key_value_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
@@ -135,8 +139,8 @@ class ModelShape:
             ) from error
         if unknown := [name for name in shape.parameters if find_part(name) is None]:
             raise ConfigError(
-                f"model.path: {folder} holds {unknown[0]}, which no Qwen2.5-VL or Qwen3-VL has;"
-                " choose a checkpoint of one of them"
+                f"model.path: {folder} holds {unknown[0]}, which no model has of the types"
+                f" {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
             )
         return shape
 
@@ -160,7 +164,11 @@ def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, framework="np") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+            shapes |= {
+                name: tuple(file.get_slice(name).get_shape())
+                for name in file.offset_keys()
+                if not name.startswith(PARTS_OF_ENGINES)
+            }
     return shapes
 
 

@@ -20,7 +20,7 @@ from launch.import_data.source import (
     SourceImage,
     counted,
 )
-from learner.image_files import image_size
+from learner.data.image_files import image_size
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
 from shared.records import read_image

@@ -19,6 +19,7 @@ what is counted and logged stays with the learner's own thread, in the order of 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,12 +31,14 @@ import numpy as np
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_prompt, check_weight_versions
-from learner.held_out import HeldOut, require_train_lengths
+from learner.data.augment import Augmented, AugmentedAhead, Augmenter
+from learner.data.fitting import Fitting, fits_a_row, require_train_lengths
+from learner.data.samples import load_samples
+from learner.held_out import HeldOut
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import patience_of_learner
-from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import (
@@ -49,15 +52,16 @@ from learner.targets import (
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import maskiou_gate, policy_gradient
+from shared.config.model import DataSource
 from shared.config.pipeline import Channel
-from shared.dataset import MixedStream
+from shared.dataset import Draw, MixedStream
 from shared.errors import ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.grounding.scores import Criterion, f1, num_found
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.run_files import Span
-from shared.schedule import StepPlan
+from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import TrainingExample, group_advantages, has_signal
 
 
@@ -75,12 +79,11 @@ class RolloutMatching:
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
         self.settings = target_settings(config).for_pictures(self.encoder.picture_resize)
         self._sources = config.data.sources("train")
-        self.train = [
-            require_train_lengths(
-                config, load_samples(config, source), self.encoder, tokens.codec
-            ).samples
+        self._fittings = [
+            require_train_lengths(config, load_samples(config, source), self.encoder, tokens.codec)
             for source in self._sources
         ]
+        self.train = [fitting.samples for fitting in self._fittings]
         """A data set for each file of `data.train`."""
         self.held_out: HeldOut | None = None
         if held_out := [load_samples(config, source) for source in config.data.sources("val")]:
@@ -91,6 +94,12 @@ class RolloutMatching:
             seed=config.training.seed,
             shuffle=config.data.shuffle,
         )
+        self._schedule = RunSchedule(config)
+        self._augmented: AugmentedAhead | None = None
+        if config.data.augment is not None:
+            fits = partial(fits_a_row, config, self.encoder, tokens.codec)
+            augmenter = Augmenter(config.data.augment, config.training.seed, fits)
+            self._augmented = AugmentedAhead(partial(self._shown, augmenter=augmenter))
         self.ahead = Ahead()
         first = self.train[0][0]
         # Not drawn: the stream of samples stays the same with and without it.
@@ -110,22 +119,44 @@ class RolloutMatching:
             self.log = RolloutLog(folder, tokens.codec, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
+        share, draws = self._draws(plan, self._stream)
+        if self._augmented is None:
+            shown = {draw: self._shown(draw, None) for draw in draws}
+        else:
+            shown = self._augmented.take(draws)
+            for one in shown.values():
+                metrics.add_augmented(
+                    is_changed=one.augmentation is not None, num_dropped=one.num_dropped
+                )
+            if plan.step + 1 < self._schedule.max_steps:
+                # Made while engines and device are at work on this step.
+                _, coming = self._draws(
+                    self._schedule.plan(plan.step + 1), copy.deepcopy(self._stream)
+                )
+                self._augmented.begin(coming)
+        return RolloutMatchingStep(self, plan, share, [shown[draw] for draw in draws], metrics)
+
+    def _draws(self, plan: StepPlan, stream: MixedStream) -> tuple[range, list[Draw]]:
+        """Take a step's draws from the stream; return this rank's positions, and the draws there.
+
+        Rollouts of one sample have the same.
+        """
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         size = 1
         if plan.channel is Channel.B:
             size = self.config.stage2_ab.channel_b.rollouts_per_sample
-        places = self._stream.take(plan.num_samples // size)
-        drawn = []
-        for position in share:
-            number, index = places[position // size]
-            drawn.append(self.train[number][index])
+        draws = stream.take(plan.num_samples // size)
+        return share, [draws[position // size] for position in share]
+
+    def _shown(self, draw: Draw, augmenter: Augmenter | None) -> Augmented:
+        """Return the drawn sample as engines and learner are shown it."""
+        sample = self.train[draw.source][draw.row]
+        shown = Augmented(sample, None, 0) if augmenter is None else augmenter(sample, draw)
         # An image is read where it is sent and where it is encoded, and its digest compared. One
         # without a digest (`data.check_images` is off) is read here: both get the same bytes.
-        samples = [
-            sample if all(image.sha256 for image in sample.images) else sample.with_image_data()
-            for sample in drawn
-        ]
-        return RolloutMatchingStep(self, plan, share, samples, metrics)
+        if all(image.sha256 for image in shown.sample.images):
+            return shown
+        return shown._replace(sample=shown.sample.with_image_data())
 
     def held_out_requests(self, step: int) -> list[RolloutRequest]:
         assert self.held_out is not None, "there is a report only with data.val"
@@ -140,15 +171,11 @@ class RolloutMatching:
         self._stream.move_to(num_samples)
 
     def fingerprints(self) -> dict[str, str]:
-        held_out = () if self.held_out is None else self.held_out.samples
-        train = hashlib.sha256()
-        for source, samples in zip(self._sources, self.train, strict=True):
-            _add_samples(train, samples)
-            if source.name is not None:
-                train.update(f"{source.name} x {source.weight}".encode())
-        val = hashlib.sha256()
-        _add_samples(val, held_out)
-        return {"data.train": train.hexdigest(), "data.val": val.hexdigest()}
+        held_out = [] if self.held_out is None else self.held_out.fittings
+        return {
+            "data.train": _digest(self._sources, self._fittings),
+            "data.val": _digest(self.config.data.sources("val"), held_out),
+        }
 
     def require_same(self) -> None:
         """Each rank reads the data from its own node's disk."""
@@ -169,16 +196,24 @@ class RolloutMatching:
 
     def close(self) -> None:
         self.ahead.close()
+        if self._augmented is not None:
+            self._augmented.close()
         if self.log is not None:
             self.log.close()
 
 
-def _add_samples(digest: hashlib._Hash, samples: Sequence[Sample]) -> None:
-    """Add everything in the samples but the paths of their images."""
-    for one in samples:
-        images = [image.sha256 for image in one.images]
-        content = (one.sample_id, images, one.width, one.height, one.objects)
-        digest.update(repr(content).encode())
+def _digest(sources: Sequence[DataSource], fittings: Sequence[Fitting]) -> str:
+    """Digest everything in the samples but the paths of their images, and how files are mixed."""
+    digests = [fitting.measures.digest for fitting in fittings]
+    if not fittings:
+        return hashlib.sha256().hexdigest()
+    if sources[0].name is None:
+        return digests[0]
+    mixed = [
+        (source.name, source.weight, digest)
+        for source, digest in zip(sources, digests, strict=True)
+    ]
+    return hashlib.sha256(repr(mixed).encode()).hexdigest()
 
 
 class _Scored(NamedTuple):
@@ -190,19 +225,20 @@ class _Scored(NamedTuple):
 
 
 class RolloutMatchingStep:
-    """One step of one rank: `samples[i]` is at position `share[i]`."""
+    """One step of one rank: `shown[i]`, and `samples[i]`, is at position `share[i]`."""
 
     def __init__(
         self,
         algorithm: RolloutMatching,
         plan: StepPlan,
         share: range,
-        samples: list[Sample],
+        shown: list[Augmented],
         metrics: StepMetrics,
     ) -> None:
         self.plan = plan
         self.share = share
-        self.samples = samples
+        self.shown = shown
+        self.samples = [one.sample for one in shown]
         self.metrics = metrics
         self._algorithm = algorithm
         pipeline = algorithm.config.rollout_matching.pipeline
@@ -213,7 +249,7 @@ class RolloutMatchingStep:
         self._group: list[_Scored] = []
         """Rollouts of the sample whose rollouts have not all come, in the order of positions."""
         # Encoded while the engines generate.
-        self._prompts = algorithm.ahead.map(algorithm.encoder.encode, samples)
+        self._prompts = algorithm.ahead.map(algorithm.encoder.encode, self.samples)
 
     def requests(self) -> list[RolloutRequest]:
         if self.plan.channel is Channel.A:
@@ -380,4 +416,11 @@ class RolloutMatchingStep:
         self.metrics.add_sample(self.samples[index].source)
         if (log := self._algorithm.log) is not None:
             weights_L = self._text_weights.of(target)
-            log.write(rollout, self.samples[index], target, weights_L, self.share[index])
+            log.write(
+                rollout,
+                self.samples[index],
+                target,
+                weights_L,
+                self.share[index],
+                augmentation=self.shown[index].augmentation,
+            )

@@ -18,6 +18,7 @@ from learner.model.adapters import (
     merged_embedding,
     merged_weight,
 )
+from shared.model_families import TURNED_IN_FILES
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
@@ -46,10 +47,14 @@ class CheckpointWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._turned = turned_in_files(model)
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         for _, name, parameter in self._parameters():
-            yield name, parameter.dtype, parameter.shape
+            shape = parameter.shape
+            if name.endswith(self._turned):
+                shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
+            yield name, parameter.dtype, shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         layers = adapted_layers(self._model)
@@ -61,6 +66,8 @@ class CheckpointWeights:
                 yield name, merged_weight(layers[adapted])
             elif adapted != path and adapted in embeddings:
                 yield name, merged_embedding(embeddings[adapted])
+            elif name.endswith(self._turned):
+                yield name, parameter.detach().transpose(-1, -2).contiguous()
             else:
                 yield name, parameter.detach()
 
@@ -104,10 +111,26 @@ class CheckpointContent:
         if self.adapter is not None:
             # Beside merged weights, which load where nobody knows of adapters.
             self.adapter.save(folder / ADAPTER_FOLDER)
-        # A copy: transformers takes out of it what it has written.
-        self.model.save_pretrained(folder, state_dict=dict(self.weights))
+        save_as_published(self.model, folder, self.weights)
         _write_config(self.model.config, next(iter(self.weights.values())).dtype, folder)
         flush(*folder.glob("*"), *folder.glob(f"{ADAPTER_FOLDER}/*"))
+
+
+def turned_in_files(model: nn.Module) -> tuple[str, ...]:
+    """Return the ends of names whose last two dimensions change places in `model`'s files."""
+    config = getattr(model, "config", None)
+    return TURNED_IN_FILES.get(getattr(config, "model_type", ""), ())
+
+
+def save_as_published(model: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write weights and configuration as the family's own files have them, for any reader.
+
+    `weights` are those of `CheckpointWeights`.
+    """
+    # A copy: transformers takes out of it what it has written. Where tensors are turned, it would
+    # turn them back, and vLLM, which takes every file for one of the hub, would read them wrongly.
+    keeps = bool(turned_in_files(model))
+    model.save_pretrained(folder, state_dict=dict(weights), save_original_format=not keeps)
 
 
 def flush(*paths: Path) -> None:

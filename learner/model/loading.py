@@ -28,7 +28,13 @@ from learner.model.parts import freeze_parts
 from shared.config import RunConfig
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
-from shared.model_families import PLACEHOLDER_KEYS, TEXT_MODEL_TYPES, VISION_MODEL_TYPES
+from shared.model_families import (
+    HYBRID_MODEL_TYPES,
+    NOT_TRAINED,
+    PLACEHOLDER_KEYS,
+    TEXT_MODEL_TYPES,
+    VISION_MODEL_TYPES,
+)
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
 
@@ -99,7 +105,8 @@ def model_type_problem(
     kind = model_config.model_type
     if kind in types:
         return None
-    return f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
+    problem = f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
+    return problem + (f" ({kind}: {NOT_TRAINED[kind]})" if kind in NOT_TRAINED else "")
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
@@ -191,6 +198,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     project_patches_as_matrix(model)
     if config.model.attention == "auto":
         attend_by_segments(model)
+    if model.config.model_type in HYBRID_MODEL_TYPES:
+        # Imported for such a model alone: it brings transformers' module of the family.
+        from learner.model.linear_attention import keep_segments_apart
+
+        keep_segments_apart(model)
     if config.model.adapter is not None:
         apply_adapter(
             model,

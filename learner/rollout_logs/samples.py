@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
+from learner.data.augment import Augmentation
 from learner.rollout_logs.writer import StepLog, Text, log_entry, read_lines
 from learner.targets import ParsedAndMatched, Target, TokenRole
 from shared.config.pipeline import Channel
@@ -161,6 +162,22 @@ class TargetEntry(TypedDict):
     """Ascending. Absent where there is none (`matched_desc_weight`)."""
 
 
+class AugmentationEntry(TypedDict):
+    """What was done to the sample's pictures and objects, in this order (`data.augment`)."""
+
+    crop: Annotated[tuple[int, int, int, int], Field(strict=False)]
+    """Left, top, width and height of what was kept, in the picture's pixels."""
+    mirrored: bool
+    size: Annotated[tuple[int, int], Field(strict=False)]
+    """Width and height that it was resized to."""
+    colour: Annotated[tuple[float, float, float], Field(strict=False)]
+    """Factors of brightness, contrast and saturation."""
+    hue: float
+    """Turn of the hue; 1 is the whole circle."""
+    min_visible: float
+    """An object of whose area the crop left a smaller share, or nothing, was left out."""
+
+
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class RolloutRecord(TypedDict):
     """One sample of one step."""
@@ -176,6 +193,8 @@ class RolloutRecord(TypedDict):
     rollout: RolloutEntry | None
     reading: ReadingEntry | None
     target: TargetEntry
+    augmentation: NotRequired[AugmentationEntry]
+    """Absent where the sample is as its file has it; `ground_truth` is behind it."""
 
 
 class RolloutLog:
@@ -203,6 +222,8 @@ class RolloutLog:
         target: Target,
         weights_L: np.ndarray,
         position: int,
+        *,
+        augmentation: Augmentation | None = None,
     ) -> None:
         """Write the line of one sample; `rollout` is None exactly in channel A.
 
@@ -211,18 +232,19 @@ class RolloutLog:
         reading = target.reading
         codec = self._codec
         assert (rollout is None) == (reading is None), "a reading is of a rollout"
-        self._lines.write(
-            RolloutRecord(
-                step=self._step,
-                position=position,
-                channel=self._channel,
-                sample_id=sample.sample_id,
-                ground_truth=[log_entry(GroundTruthEntry, truth) for truth in sample.objects],
-                rollout=None if rollout is None else _rollout_entry(rollout, codec),
-                reading=None if reading is None else _reading_entry(reading, codec),
-                target=_target_entry(target, weights_L),
-            )
+        line = RolloutRecord(
+            step=self._step,
+            position=position,
+            channel=self._channel,
+            sample_id=sample.sample_id,
+            ground_truth=[log_entry(GroundTruthEntry, truth) for truth in sample.objects],
+            rollout=None if rollout is None else _rollout_entry(rollout, codec),
+            reading=None if reading is None else _reading_entry(reading, codec),
+            target=_target_entry(target, weights_L),
         )
+        if augmentation is not None:
+            line["augmentation"] = log_entry(AugmentationEntry, augmentation)
+        self._lines.write(line)
 
     def close(self) -> None:
         self._lines.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_actors.engine import warm_python
+from shared.model_families import HYBRID_MODEL_TYPES
 from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
@@ -98,9 +99,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU
-        # Generator does not use offset").
-        **({"enable_chunked_prefill": False} if settings.device is Device.CPU else {}),
+        **(_cpu_arguments(settings) if settings.device is Device.CPU else {}),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Stated, because inside a Ray placement group vLLM would choose "ray".
@@ -119,6 +118,18 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "logits_processors": [GUARD_PROCESSOR],
         **lora,
     }
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+    # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
+    # does not use offset").
+    arguments = {"enable_chunked_prefill": False}
+    # A folder that is no checkpoint is refused elsewhere.
+    is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
+    if is_checkpoint and model_type(settings.model_path) in HYBRID_MODEL_TYPES:
+        # Else vLLM keeps states of prefixes, which it does with chunked prefill alone.
+        arguments["enable_prefix_caching"] = False
+    return arguments
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:

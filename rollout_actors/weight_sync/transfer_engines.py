@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -85,6 +86,10 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            elif isinstance(module, RoutedExperts):
+                # The kernel multiplies with packed matrices, and a reload leaves them unpacked.
+                kernel = module.quant_method.moe_kernel
+                kernel.fused_experts.process_weights_after_loading(module)
 
 
 class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):

@@ -278,6 +278,7 @@ _OF_SAMPLES = (
     "data.sort_objects",
     "data.check_images",
     "data.answer_format",
+    "data.augment.",
     "data.system_prompt",
     "data.user_prompt",
     "data.prompts",

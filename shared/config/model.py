@@ -6,9 +6,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
-from shared.config.base import LIST_TAG, PATH_TAG, ConfigPath, Section, refusal
+from shared.config.base import LIST_TAG, PATH_TAG, ConfigPath, Fraction01, Section, refusal
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -110,6 +118,43 @@ def _kind(value: Any) -> str:
 _Listed = Annotated[tuple[_SourceT, ...], Field(strict=False), AfterValidator(_called_apart)]
 
 
+ScaleFactor = Annotated[PositiveFloat, Field(le=4.0)]
+
+
+class AugmentSection(Section):
+    """Changes to a training sample each time that it is drawn, by seed, epoch and its row.
+
+    What would not fit `global_max_length`, or leaves none of the objects, is drawn again. Held-out
+    samples stay as they are.
+    """
+
+    flip: Fraction01 = 0.0
+    """Probability of swapping left and right. A row whose own words (names, phrase, classes,
+    prompt) have "left" or "right" in them is never mirrored; not for prompts of the run that tell
+    them apart, or for other words that do."""
+    crop: Annotated[PositiveFloat, Field(le=1.0)] = 1.0
+    """Least share of either side that is kept; each side's share lies between it and 1, and the
+    place anywhere. Boxes and polygons are cut at the new border."""
+    scale: Annotated[tuple[ScaleFactor, ScaleFactor], Field(strict=False)] = (1.0, 1.0)
+    """Least and greatest factor of the picture's sides in pixels, at most 4, drawn evenly by its
+    logarithm."""
+    colour: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Brightness, contrast and saturation are multiplied by factors from 1 - it to 1 + it, and the
+    hue turns by at most a tenth of it (1 is the whole circle)."""
+    min_visible: Fraction01 = 0.25
+    """An object of which a crop leaves a smaller share of its area is not taught."""
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> AugmentSection:
+        least, most = self.scale
+        if least > most:
+            wrong = f"the least factor, {least:g}, is above the greatest, {most:g}"
+            raise refusal(wrong, "write the smaller one first", "scale")
+        if (self.flip, self.crop, self.scale, self.colour) == (0.0, 1.0, (1.0, 1.0), 0.0):
+            raise refusal("changes nothing", "set flip, crop, scale or colour, or remove it")
+        return self
+
+
 class DataSection(Section):
     """The JSONL files, and how their rows become samples (decision 31)."""
 
@@ -143,6 +188,8 @@ class DataSection(Section):
     all."""
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
+    augment: AugmentSection | None = None
+    """Changes to training pictures and their objects; null: none."""
     system_prompt: str | None = None
     """Text of the system message; null: no system message. A row's own `system` comes before it."""
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT

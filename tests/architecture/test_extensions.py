@@ -16,9 +16,9 @@ from tiny_qwen import stock_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
+from learner.data.samples import load_samples
 from learner.model.loading import load_model
 from learner.packing import packing_policy
-from learner.samples import load_samples
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import ground_truth_target, target_settings

@@ -28,9 +28,9 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Resources, plan_placement
 from launch.serve import ServeOptions, settings_of
 from launch.vf_eval.arguments import read_options
+from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from learner.samples import load_samples
 from rollout_actors.engine import ray_calls
 from shared.config import load_config
 from shared.config.checks.general import cross_check

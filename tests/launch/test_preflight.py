@@ -18,6 +18,7 @@ from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
 from fastapi import FastAPI
 from PIL import Image
+from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems, version_problems
@@ -30,7 +31,7 @@ from launch.checks.servers import (
 from launch.loggers import sink
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
-from learner.samples import load_samples
+from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,9 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config, monkey
         assert f"place     rollout-actor-{index}: 0 GPU, 0.25 CPU, an engine of 1 device" in text
     assert "place     learner: 0 GPU, 0.25 CPU" in text
     assert "weights   travel by rollmatch_gloo" in text
+    assert (
+        "objects   no object of data.train (" in text and "objects   no object of data.val" in text
+    )
     assert "memory    learner rank: " in text and "optimizer" in text
     assert "memory    engine device: " in text and "6 are decoded" in text
     assert read == [run.data.train, run.data.val], "once"
@@ -366,6 +370,27 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     }
     (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+
+
+def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_5")
+    config = trajectory_config(stock, tmp_path / "run")
+    message = "float32, and vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU in"
+    assert any(message in problem for problem in preflight(config, **CPU_NODE).problems)
+    in_half = trajectory_config(stock, tmp_path / "run", model__dtype="bfloat16")
+    assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
+
+
+def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_vl_moe")
+    adapter = {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    changes = {"model__adapter": adapter, "rollout_matching__vllm__enable_lora": True}
+    config = trajectory_config(stock, tmp_path / "run", **changes)
+    message = "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of"
+    assert any(one.startswith(message) for one in preflight(config, **CPU_NODE).problems)
+    merged = changes | {"rollout_matching__vllm__enable_lora": False}
+    config = trajectory_config(stock, tmp_path / "run", **merged)
+    assert not any("enable_lora" in one for one in preflight(config, **CPU_NODE).problems)
 
 
 @pytest.mark.slow

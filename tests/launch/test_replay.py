@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def whole(demo_checkpoint, demo_data, tmp_path_factory):
-    """A run of channels A, B, B, B with segments that are carried and rollouts that are stale; it
-    has kept the checkpoints after its second and fourth step.
+    """A run of channels A, B, B, B with segments that are carried, rollouts that are stale and
+    pictures that are augmented; it has kept the checkpoints after its second and fourth step.
     """
     folder = tmp_path_factory.mktemp("replay") / "run"
     settings = {
@@ -41,6 +41,7 @@ def whole(demo_checkpoint, demo_data, tmp_path_factory):
         "rollout_matching__maskiou_gate_schedule": {"start": 0.1, "steps": 2},
         "telemetry__ray_metrics": False,
         "data__val": None,
+        "data__augment": {"flip": 0.5, "crop": 0.7, "scale": [0.7, 1.3], "colour": 0.3},
         "checkpoint__save_steps": 2,
         "checkpoint__save_minutes": None,
     }

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from launch.sample_pages.detection import Canvas, ShapeStyle
 from launch.show_sample import ShowOptions, main, show_sample
+from learner.data.samples import load_samples
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
-from learner.samples import load_samples
 from learner.targets import (
     TokenRole,
     ground_truth_target,

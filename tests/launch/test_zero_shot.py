@@ -1,9 +1,6 @@
 """A stock model's figures before anything is trained (issue 21, point 2)."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +9,17 @@ from tiny_qwen import make_stock_model
 from transformers import AutoProcessor
 
 from launch.cli import read_arguments
-from launch.evaluate import ModelOptions, model_config, report_folder
+from launch.evaluate import ModelOptions, main, model_config, report_folder
 from launch.reports.detection import make_report
+from launch.serve import device_here
+from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from learner.samples import load_samples
 from shared.errors import ConfigError
 from shared.grounding.evaluation import Evaluation
 from shared.prompts import DEFAULT_USER_PROMPT, LIST_USER_PROMPT
+from shared.weight_sync.transports import Device
 
-ROOT = Path(__file__).parents[2]
 SIZES = ["data.answer_format=qwen3_vl", "global_max_length=512"]
 SIZES += ["rollout_matching.max_new_tokens=64", "data.max_val_samples=4"]
 
@@ -85,20 +83,16 @@ def test_the_report_of_a_model_is_named_after_model_and_data(stock, demo_data, t
         model_config(nowhere, [])
 
 
-@pytest.mark.engine
-@pytest.mark.ray
-def test_one_command_evaluates_a_stock_model(stock, demo_data, tmp_path):
-    words = [f"model={stock}", f"data={demo_data / 'val.jsonl'}", "name=zero", *SIZES]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.evaluate", *words, f"telemetry.run_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "never opened with [" in done.stdout
-    report = json.loads((tmp_path / "evaluations" / "zero" / "report.json").read_text())
-    assert report["num_samples"] == 4
-    assert {"ap", "ap50"} <= report["coco"]["any_class"]["bbox"].keys()
+@pytest.mark.slow
+def test_a_model_is_asked_within_its_positions_and_longer_sequences_are_refused(
+    stock, demo_data, monkeypatch, capsys, tmp_path
+):
+    config = config_of(stock, demo_data)
+    assert config.global_max_length == 4096
+    assert config.rollout_matching.vllm.enforce_eager == (device_here() is Device.CPU)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    words = [f"model={stock}", f"data={demo_data / 'val.jsonl'}", "global_max_length=4097"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "data.answer_format=qwen3_vl", f"telemetry.run_dir={tmp_path}"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"global_max_length: 4097 tokens are more than the 4096 positions of {stock}" in told

@@ -6,17 +6,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from config_support import configuration
-from tiny_qwen import FAMILIES, make_stock_model
+from config_support import configuration, trajectory_config
+from tiny_qwen import FAMILIES, HIDDEN, TOWERS, make_stock_model
 from trajectory_support import picture
+from transformers import AutoModelForImageTextToText
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
+from launch.checks.memory import ModelShape
 from learner.collate import collate
-from learner.model.loading import load_model
+from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.loading import load_model, model_type_problem
+from learner.model.parts import trained_parameters
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import PromptEncoder, Segment
@@ -26,12 +32,16 @@ from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
 from shared.errors import LearnerError
+from shared.model_families import ModelPart
 
 # Patches of 8 pixels, two by two merged: none of them is square in windows, and no two are alike.
 IMAGE_SIZES = ((96, 64), (80, 112), (64, 64), (144, 48))
 
 
-CASES = [(family, attention) for family in FAMILIES for attention in ("auto", "sdpa", "eager")]
+CASES = [
+    *((family, attention) for family in TOWERS for attention in ("auto", "sdpa", "eager")),
+    *((family, "auto") for family in FAMILIES if family not in TOWERS),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -113,7 +123,72 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
             ).last_hidden_state[0]
             stop = start + len(alone)
             torch.testing.assert_close(packed[start:stop], alone, atol=5e-5, rtol=1e-4)
+            following_T = torch.tensor([*prompt.token_ids, *segment.target.token_ids][1:])
+            scores = [
+                loaded.model.lm_head(hidden_TE[:-1]).log_softmax(-1).gather(1, following_T[:, None])
+                for hidden_TE in (packed[start:stop], alone)
+            ]
+            torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
             start = stop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_with_a_merged_adapter_is_written_as_the_family_s_own(family, tmp_path):
+    """Names, shapes and values: what reads a stock checkpoint, reads this one."""
+    stock = make_stock_model(tmp_path / "stock", family)
+    # Of the layers that every family has: experts are no linear layers of transformers'.
+    adapter = {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "k_proj", "o_proj"]}
+    config = trajectory_config(stock, tmp_path / "run", model__adapter=adapter)
+    loaded = load_model(config, torch.device("cpu"))
+    assert {part for part, _ in trained_parameters(loaded.model)} == {ModelPart.LANGUAGE_MODEL}
+    ids_1T = torch.tensor([[*range(20, 60)]])
+    with torch.no_grad():
+        before = loaded.model(input_ids=ids_1T, use_cache=False).logits
+        for _, parameter in trained_parameters(loaded.model):
+            parameter += 0.05 * torch.randn(parameter.shape)
+        expected = loaded.model(input_ids=ids_1T, use_cache=False).logits
+    weights = dict(CheckpointWeights(loaded.model).tensors())
+    content = CheckpointContent(loaded.model, loaded.processor, weights)
+    (tmp_path / "saved").mkdir()
+    content.write_processor(tmp_path / "saved")
+    content.write_weights(tmp_path / "saved")
+    with torch.no_grad():
+        saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+        logits = saved(input_ids=ids_1T, use_cache=False).logits
+    assert (before - expected).abs().max() > 0.1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    shapes = ModelShape.read(tmp_path / "saved").parameters
+    assert shapes == ModelShape.read(stock).parameters
+    specs = {name: tuple(shape) for name, _, shape in CheckpointWeights(saved).specs()}
+    assert specs == {name: tuple(weights[name].shape) for name in specs}
+
+
+def test_experts_lie_in_files_and_syncs_as_the_hub_s_and_not_as_transformers_keeps_them(tmp_path):
+    """Qwen3-VL-MoE's own are [experts, in, out], which vLLM takes all of them for; transformers
+    5.19 keeps [experts, out, in], and writes them so."""
+    stock = make_stock_model(tmp_path, "qwen3_vl_moe")
+    shapes = ModelShape.read(stock).parameters
+    experts = "model.language_model.layers.0.mlp.experts"
+    assert shapes[f"{experts}.gate_up_proj"] == (4, HIDDEN, 2 * 96)
+    assert shapes[f"{experts}.down_proj"] == (4, 96, HIDDEN)
+    model = AutoModelForImageTextToText.from_pretrained(stock)
+    for name in ("gate_up_proj", "down_proj"):
+        kept = model.get_parameter(f"{experts}.{name}")
+        sent = dict(CheckpointWeights(model).tensors())[f"{experts}.{name}"]
+        assert torch.equal(sent, kept.transpose(1, 2)) and sent.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("internvl", "tiles without the grid"), ("qwen3_5_moe", "its experts"), ("llava", None)],
+)
+def test_a_family_that_is_not_trained_is_refused_by_name_with_what_is_missing(kind, reason):
+    problem = model_type_problem(Path("here"), SimpleNamespace(model_type=kind))
+    assert problem is not None
+    assert problem.startswith(f"model.path: here is a {kind} model; this run trains qwen2_5_vl, ")
+    assert (f"({kind}: " in problem) == (reason is not None)
+    assert (reason or "") in problem
 
 
 def canary_of(parts):

@@ -16,13 +16,15 @@ from scene_support import counts_of
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessor
 
-from learner.held_out import HeldOut, describe_cut_answers, require_lengths
+from learner.data.fitting import describe_cut_answers, require_lengths
+from learner.data.samples import load_samples
+from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from learner.samples import load_samples
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError, RolloutError
 from shared.grounding.formats import COORD_TOKENS_FORMAT
+from shared.grounding.json_list import PictureResize
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import layout_append, serialize_objects
@@ -101,7 +103,7 @@ def test_the_ground_truths_own_text_is_found_without_a_mistake(held_out):
     scenes = held.score([answered(held, at, text) for at, text in texts.items()])
     assert [scene.position for scene in scenes] == [2, 3, 4]
     for scene in scenes:
-        assert scene.sample is held.samples[scene.position]
+        assert scene.sample == held.samples[scene.position]
         assert counts_of(scene, iou_threshold=1.0).f1 == 1.0
         assert (scene.dropped, scene.truncated) == ((), False)
         assert all(image.data is None for image in scene.sample.images)
@@ -190,6 +192,8 @@ def codec():
 class PromptOfLength:
     """Has as many prompt tokens as the sample has columns, and refuses a sample of three."""
 
+    picture_resize = PictureResize(16, 1, 1 << 20)
+
     def num_tokens(self, sample):
         if sample.width == 3:
             problem = f"sample {sample.sample_id} has a picture of 3 x 5"
@@ -261,7 +265,7 @@ def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec, 
 def test_a_ground_truth_is_encoded_once_where_what_is_appended_fits_an_answer(codec):
     fitting = require(codec, sample("cat"), sample("dog"))
     encoder = Mock()
-    limit = max(fitting.appends) + 1
+    limit = int(fitting.measures.text_K.max()) + 1
     options = {"max_new_tokens": limit, "answer_format": COORD_TOKENS_FORMAT}
     assert describe_cut_answers(fitting, encoder, **options) is None
     assert not encoder.encode.called
@@ -275,7 +279,7 @@ def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_an
     samples = (sample("cat"), *bad, sample("dog", sample_id="last"))
     fitting = require(codec, *samples, on_bad_row="skip")
     assert [kept.sample_id for kept in fitting.samples] == ["scene", "last"]
-    assert len(fitting.appends) == 2
+    assert fitting.measures.rows_K.tolist() == [0, 3]
     before, of_thin, of_token = fitting.samples.skipped
     assert before == "a row"
     assert of_thin == "data/train.jsonl: images: sample thin has a picture of 3 x 5; crop it"

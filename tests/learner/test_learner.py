@@ -2,6 +2,8 @@
 decisions 6, 7, 10 and 24).
 """
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -11,12 +13,14 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
+from launch.show_sample import ShowOptions, show_sample
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
-from shared.config.pipeline import Channel
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, Channel
 from shared.errors import ConfigError, LearnerError, RolloutError
 from shared.schedule import RunSchedule
 from shared.seeds import request_seed
+from shared.sent_requests import PictureShelf
 
 pytestmark = pytest.mark.slow
 
@@ -216,6 +220,65 @@ def test_points_are_learned_on_both_channels_beside_boxes(config, demo_data, tmp
     found = [one["kind"] for line in lines for one in line["reading"]["objects"]]
     assert set(found) == {"bbox_2d", "point_2d"}
     assert reports[1].metrics["rollout/num_matched"] == len(found)
+
+
+AUGMENT = {"flip": 0.5, "crop": 0.6, "scale": [0.6, 1.2], "colour": 0.3, "min_visible": 0.5}
+
+
+def test_engines_and_learner_are_shown_the_same_augmented_picture_and_so_is_whoever_looks_at_it(
+    config,
+):
+    settings = config(data__augment=AUGMENT)
+    schedule = RunSchedule(settings)
+    learner = make_learner(settings)
+    rollouts = half_right(learner, schedule.plan(1))
+    step = learner.steps[0]
+    boxes = []
+    shelf = PictureShelf(lambda value: boxes.append(value) or len(boxes) - 1)
+    # As `half_right` asked: the requests of a step are made anew.
+    received = shelf.send(step.requests()).with_data(lambda refs: [boxes[ref] for ref in refs])
+    for request, sample in zip(received, step.samples, strict=True):
+        assert [image.data for image in request.images] == [image.data for image in sample.images]
+        assert hashlib.sha256(request.images[0].data).hexdigest() == request.images[0].sha256
+    augmented = [one.augmentation for one in step.shown]
+    assert len(set(augmented)) == 12 and None not in augmented
+    learner.accumulate(rollouts)
+    metrics = finish_step(learner).metrics
+    assert (metrics["augment/num_samples"], metrics["augment/num_unchanged"]) == (12, 0)
+    stored = {sample.sample_id: sample for sample in learner.algorithm.train[0]}
+    num_objects = sum(len(stored[sample.sample_id].objects) for sample in step.samples)
+    assert metrics["augment/num_dropped_objects"] == num_objects - sum(
+        len(sample.objects) for sample in step.samples
+    )
+    assert metrics["rollout/num_ground_truth"] < num_objects
+    (settings.telemetry.run_dir / "config.json").write_text(settings.model_dump_json())
+    page = show_sample(ShowOptions(run=settings.telemetry.run_dir, step=2, position=3)).read_text()
+    assert base64.b64encode(step.samples[3].images[0].data).decode() in page
+    # Of the place in the run, not of what went before.
+    other = make_learner(config(data__augment=AUGMENT))
+    other.algorithm.move_to(24)
+    other.algorithm.move_to(0)
+    other.next_requests(schedule.plan(1))
+    assert other.steps[0].samples == step.samples
+
+
+def test_a_sample_of_several_rollouts_is_augmented_once_and_every_rank_augments_alike(config):
+    several = {"stage2_ab__channel_b": {"rollouts_per_step": 12, "rollouts_per_sample": 3}}
+    pipeline = config().rollout_matching.pipeline.model_dump()
+    pipeline["objective"] = [*pipeline["objective"], EXAMPLE_POLICY_GRADIENT]
+    settings = config(
+        data__augment=AUGMENT,
+        rollout_matching__pipeline=pipeline,
+        rollout_matching__decoding={"temperature": 1.0},
+        **several,
+    )
+    learner = make_learner(settings)
+    learner.next_requests(RunSchedule(settings).plan(1))
+    step = learner.steps[0]
+    pictures = [sample.images[0].sha256 for sample in step.samples]
+    assert [pictures.count(one) for one in pictures] == [3] * 12
+    assert step.samples[0] is step.samples[2]
+    assert step.metrics.totals.as_dict()["augment/num_samples"] == 4
 
 
 def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 from trajectory_support import picture
 from transformers import AutoProcessor
 
@@ -22,7 +22,7 @@ SIZES = ((96, 64), (80, 112), (150, 45))
 COUNTS = [24, 35, 27]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TOWERS)
 def processor(request, tmp_path_factory):
     return AutoProcessor.from_pretrained(
         make_stock_model(tmp_path_factory.mktemp(request.param), request.param)

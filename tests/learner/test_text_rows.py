@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
 from learner.collate import collate
@@ -29,7 +29,7 @@ def segment(position: int, num_prompt: int, num_target: int) -> Segment:
 SEGMENTS = [segment(0, 7, 3), segment(1, 12, 1), segment(2, 5, 9)]
 
 
-@pytest.fixture(scope="module", params=["qwen3", *FAMILIES])
+@pytest.fixture(scope="module", params=["qwen3", *TOWERS])
 def parts(request, tmp_path_factory):
     torch.manual_seed(3)
     if request.param == "qwen3":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shared.dataset import Dataset, MixedStream, SampleStream, load_dataset
+from shared.dataset import Dataset, Draw, MixedStream, SampleStream, load_dataset
 from shared.errors import RecordError
 from shared.records import GeometryKind
 
@@ -62,7 +62,9 @@ def test_rows_are_a_sequence_in_file_order(write) -> None:
     assert ids(dataset) == ["train:1", "x", "train:5"]
     assert len(dataset) == 3
     assert dataset[2].width == 9
-    assert dataset[-1] is dataset[2]
+    assert dataset[-1] == dataset[2]
+    with pytest.raises(IndexError):
+        dataset[3]
     assert dataset[:2] == (dataset[0], dataset[1])
     assert (dataset.path, dataset.num_skipped, dataset.skipped) == (path, 0, ())
     assert dataset[0].images[0].path == path.parent / "a.png"
@@ -224,7 +226,7 @@ def test_several_files_are_drawn_by_their_weights_exactly_wherever_one_stops(see
     stream = MixedStream([7] * len(weights), weights, seed=5, shuffle=True)
     drawn: Counter[int] = Counter()
     for length in range(1, 2 * total + 1):
-        drawn[next(stream)[0]] += 1
+        drawn[next(stream).source] += 1
         for number, weight in enumerate(weights):
             # Its share, rounded down or up.
             assert length * weight // total <= drawn[number] <= -(-length * weight // total)
@@ -234,14 +236,15 @@ def test_several_files_are_drawn_by_their_weights_exactly_wherever_one_stops(see
 def test_each_file_has_an_order_and_epochs_of_its_own_and_one_alone_that_of_a_run_without_weights():
     stream = MixedStream([6, 6, 3], [4, 2, 2], seed=5, shuffle=True)
     drawn = stream.take(96)
-    indexes = [[index for number, index in drawn if number == one] for one in range(3)]
+    indexes = [[draw.row for draw in drawn if draw.source == one] for one in range(3)]
+    assert [draw.epoch for draw in drawn if draw.source == 2] == [at // 3 for at in range(24)]
     for of_file, size in zip(indexes, (6, 6, 3), strict=True):
         epochs = [of_file[start : start + size] for start in range(0, len(of_file), size)]
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     assert indexes[0][:24] != indexes[1][:24], "files of one size have different orders"
     assert indexes[0] == SampleStream(6, seed=5, shuffle=True).take(48)
     alone = MixedStream([6], [9], seed=5, shuffle=True).take(48)
-    assert alone == [(0, index) for index in indexes[0]]
+    assert alone == [Draw(0, index, at // 6) for at, index in enumerate(indexes[0])]
 
 
 @pytest.mark.parametrize("position", [0, 1, 7, 8, 50])

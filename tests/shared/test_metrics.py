@@ -23,7 +23,7 @@ from shared.metrics import (
 from shared.run_files import Span
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-FAMILIES = "loss policy coord_diag rollout reward source packing optim sync time"
+FAMILIES = "loss policy coord_diag rollout reward source augment packing optim sync time"
 
 
 def test_the_documentation_shows_the_table():

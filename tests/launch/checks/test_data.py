@@ -12,8 +12,8 @@ from config_support import configuration, trajectory_config
 from PIL import Image
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data
-from learner import image_files
-from learner.samples import load_samples
+from learner.data import image_files, kept
+from learner.data.samples import load_samples
 from shared.errors import ConfigError, RecordError
 from shared.records import image_facts
 from shared.trajectory import ExampleCounts
@@ -53,20 +53,24 @@ def test_sound_data_pass(config):
     assert facts.describe() == []
 
 
-def test_the_most_images_and_the_largest_are_those_of_training_and_validation(config, data):
+def test_the_most_images_and_the_largest_are_those_of_training_and_validation(
+    config, data, model, tmp_path
+):
     Image.new("RGB", (200, 101)).save(data / "val" / "large.png")
     change_row(data, 3, name="val.jsonl", images=["val/large.png"], width=200, height=101)
     three = [f"val/0000{number}.png" for number in (2, 3, 4)]
     change_row(data, 2, name="val.jsonl", images=three)
     change_row(data, 2, images=["train/00002.png", "train/00003.png"])
     assert check_data(config).images == ImageNeeds(3, 20_200)
+    enlarged = configuration(model, data, tmp_path / "run", data__augment={"scale": [0.5, 1.5]})
+    assert check_data(enlarged).images == ImageNeeds(3, 300 * 152)
 
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
     config, data, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(image_files, "QUICK_S", 0.0)
+    monkeypatch.setattr(kept, "QUICK_S", 0.0)
     for name in ("train.jsonl", "val.jsonl"):
         rows = (data / name).read_text().splitlines(keepends=True)
         (data / name).write_text("".join(rows[:5]))
@@ -82,7 +86,7 @@ def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
     assert capsys.readouterr().out == "".join(
         f"data      5 of 5 images of {name}.jsonl are checked\n" for name in ("train", "val")
     )
-    monkeypatch.setattr("learner.samples.image_size", decoded.append)
+    monkeypatch.setattr("learner.data.samples.image_size", decoded.append)
     assert check_data(config) == facts
     assert len(decoded) == 10
 
@@ -330,7 +334,7 @@ def test_a_text_model_is_shown_no_images(of_environment, model, kind):
     problem = refused(of_environment, max_images_per_prompt=1)
     assert problem.startswith("environment.max_images_per_prompt: ")
     assert f"model is a {kind} model, which sees no images; set it to 0, or choose " in problem
-    assert problem.endswith("(qwen2_5_vl, qwen3_vl)")
+    assert problem.endswith("(qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5)")
     assert of_environment().images == ImageNeeds(0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from config_support import configuration, trajectory_config
 from safetensors.torch import save_file
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
@@ -63,7 +63,7 @@ def engine_parts(run, shape, device=Device.CUDA, transport=TransportKind.GLOO):
     return engine_estimate(run, shape, 1, device, 16 * GIB, transport).parts
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TOWERS)
 def stock(request, tmp_path_factory):
     """A checkpoint of each family, with the tensor names of its own files."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -96,6 +96,13 @@ def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, change
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     if "model__adapter" not in changes:
         assert parts["weights"] == sum(parameter.nbytes for parameter in parameters)
+
+
+def test_heads_for_speculative_decoding_are_loaded_by_nobody_and_not_counted(tmp_path):
+    folder = make_stock_model(tmp_path, "qwen3_5")
+    expected = ModelShape.read(folder)
+    save_file({"mtp.fc.weight": torch.zeros(4, 8)}, folder / "model-mtp.safetensors")
+    assert ModelShape.read(folder) == expected
 
 
 @pytest.mark.slow
@@ -353,7 +360,7 @@ def test_a_folder_that_holds_no_weights_is_named(tmp_path):
 def test_a_model_of_another_family_is_refused_by_the_name_of_a_tensor(demo_checkpoint, tmp_path):
     (tmp_path / "config.json").write_text((demo_checkpoint / "config.json").read_text())
     save_file({"model.decoder.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    other = r"holds model\.decoder\.weight, which no Qwen2\.5-VL or Qwen3-VL has; choose"
+    other = r"holds model\.decoder\.weight, which no model has of the types qwen2_5_vl, .*; choose"
     with pytest.raises(ConfigError, match=rf"model\.path: .* {other}"):
         ModelShape.read(tmp_path)
 

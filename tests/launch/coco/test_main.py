@@ -15,7 +15,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from launch.coco.__main__ import main
-from learner.image_files import image_size
+from learner.data.image_files import image_size
 from shared.dataset import Dataset, load_dataset
 
 CATEGORIES = [

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from launch.import_data.__main__ import main
-from learner.image_files import image_size
+from learner.data.image_files import image_size
 from shared.dataset import Dataset, load_dataset
 from shared.prompts import Prompts
 

@@ -64,7 +64,11 @@ CASES = {
     "environment": {},
     "environment, three updates of a step": {"training__updates_per_batch": 3},
     "environment, drawn again": {"environment__refill_rounds": 2},
-    "bfloat16 masters": {"stage2_ab__schedule__warmup_steps": 3, "model__dtype": "bfloat16"},
+    "bfloat16 masters, augmented pictures": {
+        "stage2_ab__schedule__warmup_steps": 3,
+        "model__dtype": "bfloat16",
+        "data__augment": {"flip": 0.5, "crop": 0.7, "scale": [0.7, 1.3], "colour": 0.3},
+    },
 }
 
 

@@ -13,6 +13,7 @@ from learner.algorithms import base, rollout_matching
 from learner.algorithms.base import NUM_AHEAD, Ahead
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.algorithms.trajectories import TrajectoryBatch
+from learner.data.augment import Augmented
 from learner.targets import target_settings
 from shared.config.pipeline import Channel
 from shared.records import Sample
@@ -93,9 +94,9 @@ def matching(tmp_path, one_ahead, monkeypatch):
 
 
 def matching_step(matching, channel):
-    samples = [Sample(f"s{number}", (), 8, 8, ()) for number in range(3)]
+    shown = [Augmented(Sample(f"s{number}", (), 8, 8, ()), None, 0) for number in range(3)]
     return RolloutMatchingStep(
-        matching.algorithm, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock()
+        matching.algorithm, StepPlan(0, channel, 3, 0, False, False), range(3), shown, Mock()
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import trajectory_jobs
 from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 from trajectory_support import ALONE, begin, finish_step, make_learner, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -34,7 +34,7 @@ SIZES = ((96, 64), (64, 80), (48, 64))
 PATCHES = "model.visual.patch_embed.proj.weight"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TOWERS)
 def checkpoint(request, tmp_path_factory):
     return make_stock_model(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_qwen import FAMILIES, HIDDEN, make_stock_model
+from tiny_qwen import HIDDEN, TOWERS, make_stock_model
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -40,7 +40,7 @@ TEXT_MODELS = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausa
 
 
 def make_model(family: str, folder: Path) -> Any:
-    if family in FAMILIES:
+    if family in TOWERS:
         stock = make_stock_model(folder / "model", family)
         return AutoModelForImageTextToText.from_pretrained(stock).train()
     model, config = TEXT_MODELS[family]
@@ -97,7 +97,7 @@ def learned(model: Any, inputs: ModelInputs) -> dict[str, torch.Tensor]:
         ("qwen3", False, False),
         ("qwen3_vl", False, False),
         ("qwen3_vl", True, True),
-        *((family, True, False) for family in FAMILIES),
+        *((family, True, False) for family in TOWERS),
     ],
 )
 def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
@@ -119,7 +119,7 @@ def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*TEXT_MODELS, *FAMILIES])
+@pytest.mark.parametrize("family", [*TEXT_MODELS, *TOWERS])
 def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     attend_by_segments(model)
@@ -136,7 +136,7 @@ def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+@pytest.mark.parametrize("family", ["qwen3", *TOWERS])
 def test_generation_with_padding_and_a_cache_is_transformers_own_to_the_bit(
     family: str, tmp_path: Path
 ) -> None:

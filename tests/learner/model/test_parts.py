@@ -8,8 +8,12 @@ from tiny_qwen import FAMILIES
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from learner.model.parts import freeze_parts, model_part, trained_parameters
@@ -19,6 +23,8 @@ from shared.model_families import VISION_MODEL_TYPES, ModelPart
 CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig),
     "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig),
+    "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig),
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
 }
 
 
@@ -30,12 +36,13 @@ CLASSES = {
 def model(request):
     """Of the size that the family's configuration has by itself, without memory."""
     kind, config = CLASSES[request.param[0]]
-    small = {
-        "text_config": {"num_hidden_layers": 2},
-        "vision_config": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+    small: dict[str, dict] = {
+        # Of a Qwen3.5 three layers of linear attention, then one of the other kind.
+        "text_config": {"num_hidden_layers": 4 if request.param[0] == "qwen3_5" else 2},
+        "vision_config": {"depth": 3},
     }
-    if request.param[0] == "qwen2_5_vl":
-        small = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"depth": 3}}
+    if request.param[0].startswith("qwen3_vl"):
+        small["vision_config"]["deepstack_visual_indexes"] = [0, 1]
     with init_empty_weights():
         model = kind(config(**small, tie_word_embeddings=request.param[1]))
     model.tie_weights()

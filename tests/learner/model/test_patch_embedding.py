@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from config_support import configuration
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
@@ -18,7 +18,7 @@ from learner.model.loading import PatchProjection, load_model, project_patches_a
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
-@pytest.fixture(scope="module", params=["demo", *FAMILIES])
+@pytest.fixture(scope="module", params=["demo", *TOWERS])
 def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The vision tower of one family, as transformers loads it."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -131,6 +131,18 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     assert "enable_chunked_prefill" not in engine_arguments(settings_of(device=Device.CUDA))
 
 
+@pytest.mark.parametrize(("kind", "keeps"), [("qwen3_vl", True), ("qwen3_5", False)])
+def test_states_of_prefixes_are_not_kept_on_cpu_where_vllm_wants_chunked_prefill_for_them(
+    tmp_path: Path, kind: str, keeps: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    on_cpu = engine_arguments(small_settings(tmp_path))
+    assert ("enable_prefix_caching" not in on_cpu) == keeps
+    assert on_cpu.get("enable_prefix_caching", True) == keeps
+    on_gpu = engine_arguments(small_settings(tmp_path, device=Device.CUDA))
+    assert "enable_prefix_caching" not in on_gpu
+
+
 @pytest.mark.engine
 def test_the_highest_temperature_is_vllms_own() -> None:
     from vllm import SamplingParams

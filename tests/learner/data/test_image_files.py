@@ -11,8 +11,8 @@ from unittest.mock import Mock, call
 import pytest
 from PIL import Image
 
-from learner import image_files
-from learner.image_files import image_size, known_images
+from learner.data import image_files, kept
+from learner.data.image_files import fingerprints, image_size, known_images
 from shared.dataset import image_names, load_dataset
 from shared.errors import RecordError
 from shared.records import ImageFacts, image_facts
@@ -68,7 +68,7 @@ def images(tmp_path, monkeypatch):
     however quickly it was found.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(image_files, "QUICK_S", 0.0)
+    monkeypatch.setattr(kept, "QUICK_S", 0.0)
     for number in range(8):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     row = '{"images": ["%d.png"], "width": 8, "height": 8, "objects": []}\n'
@@ -84,7 +84,7 @@ def load(folder):
         sort_objects=True,
         check_images=True,
         image_size=image_size,
-        known_images=known_images(file, image_names(file)),
+        known_images=known_images(file, fingerprints(file, image_names(file))),
     )
 
 
@@ -166,9 +166,10 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothi
 
 
 def test_a_second_s_work_is_not_told_of_and_not_kept(images, monkeypatch):
-    monkeypatch.setattr(image_files, "QUICK_S", 60.0)
+    monkeypatch.setattr(kept, "QUICK_S", 60.0)
     report = Mock()
-    assert len(known_images(images / "train.jsonl", NAMES, report)) == 8
+    file = images / "train.jsonl"
+    assert len(known_images(file, fingerprints(file, NAMES), report)) == 8
     assert not report.called
     assert not (images / "cache").exists()
 
@@ -182,7 +183,8 @@ def test_what_is_no_image_is_left_out_and_how_far_the_check_is_is_told(images):
         for name in NAMES - {"6.png", "7.png"}
     }
     report = Mock()
-    assert known_images(images / "train.jsonl", NAMES, report) == {
+    file = images / "train.jsonl"
+    assert known_images(file, fingerprints(file, NAMES), report) == {
         name: ImageFacts(digest, 8, 8) for name, digest in digests.items()
     }
     assert report.call_args_list == [call(done, 8) for done in range(1, 9)]

@@ -1,0 +1,349 @@
+"""Augmentation: a training sample is mirrored, cropped, scaled and recoloured when it is drawn.
+
+The changed picture travels as its bytes, so that engines and learner see the same pixels; what was
+done is a function of the run's seed and the draw, and stands in the log of rollouts.
+
+Pixels are changed by torchvision's v2 functions, on Pillow's pictures, whose arithmetic is the same
+on every processor. Objects go through a map of our own: torchvision has no polygons (its key points
+are moved and never cut), and albumentations, which would be one more package, has none either. A
+crop and a mirror image are a shift and a sign; what is left to write is the cut at the border.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from learner.segments import decode_image
+from shared.config.model import AugmentSection
+from shared.dataset import Draw
+from shared.errors import RecordError
+from shared.grounding.coco import has_area
+from shared.grounding.geometry import MAX_BIN
+from shared.records import (
+    GeometryKind,
+    GroundTruthObject,
+    ImageRef,
+    Sample,
+    in_reading_order,
+)
+
+ATTEMPTS = 8
+"""Draws for one sample, until one fits."""
+NUM_THREADS = 4
+"""Pillow works outside Python's lock."""
+_HUE_SHARE = 0.1
+_LEAST_SIDE = 2
+"""Pixels: an axis of fewer has no scale."""
+_SIDE = re.compile(r"\b(left|right)|左|右", re.IGNORECASE)
+_WINDOW = (0, 0, MAX_BIN, MAX_BIN)
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Augmentation:
+    """What is done to a sample, in this order.
+
+    Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02, 0.25)`.
+    """
+
+    crop: tuple[int, int, int, int]
+    """Left, top, width and height of what is kept, in the picture's pixels."""
+    mirrored: bool
+    """Left and right are swapped."""
+    size: tuple[int, int]
+    """Width and height that it is resized to."""
+    colour: tuple[float, float, float]
+    """Factors of brightness, contrast and saturation."""
+    hue: float
+    """Turn of the hue; 1 is the whole circle."""
+    min_visible: float
+    """An object of whose area a crop leaves a smaller share, or nothing, is left out."""
+
+    @classmethod
+    def draw(
+        cls, section: AugmentSection, seed: int, draw: Draw, attempt: int, size: tuple[int, int]
+    ) -> Augmentation:
+        """Draw one for a picture of `size` (width, height)."""
+        generator = np.random.Generator(
+            np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(*draw, attempt)))
+        )
+        # All numbers are drawn, whichever are used: so one setting does not move the others.
+        mirror, width, height, left, top, scale, *colours = generator.random(10).tolist()
+        brightness, contrast, saturation, hue = (2 * one - 1 for one in colours)
+        sides = [
+            max(min(_LEAST_SIDE, side), round(side * (section.crop + (1 - section.crop) * share)))
+            for side, share in zip(size, (width, height), strict=True)
+        ]
+        places = [
+            math.floor(share * (side - kept + 1))
+            for side, kept, share in zip(size, sides, (left, top), strict=True)
+        ]
+        least, most = section.scale
+        factor = least * (most / least) ** scale
+        return cls(
+            crop=(places[0], places[1], sides[0], sides[1]),
+            mirrored=mirror < section.flip,
+            size=(
+                max(min(_LEAST_SIDE, sides[0]), round(sides[0] * factor)),
+                max(min(_LEAST_SIDE, sides[1]), round(sides[1] * factor)),
+            ),
+            colour=(
+                1 + section.colour * brightness,
+                1 + section.colour * contrast,
+                1 + section.colour * saturation,
+            ),
+            hue=_HUE_SHARE * section.colour * hue,
+            min_visible=section.min_visible,
+        )
+
+    def objects(self, sample: Sample) -> tuple[GroundTruthObject, ...]:
+        """Return the objects as they lie on the changed picture, in reading order."""
+        found = (self._moved(one, sample) for one in sample.objects)
+        return in_reading_order([one for one in found if one is not None])
+
+    def _moved(self, one: GroundTruthObject, sample: Sample) -> GroundTruthObject | None:
+        bins = one.bins
+        if self.crop[2:] != (sample.width, sample.height):
+            ring = self._on_crop(bins, sample)
+            is_box = one.kind is GeometryKind.BBOX
+            if one.kind is GeometryKind.POINT:
+                cut = self._cut_point(bins, ring, sample)
+            else:
+                cut = _cut_box(ring, _WINDOW) if is_box else _cut_polygon(ring, _WINDOW)
+            if not cut or _share(cut, ring, is_box=is_box) < self.min_visible:
+                return None
+            # Rounded as `bin_box` and `bin_points` do.
+            if is_box:
+                (x1, y1), (x2, y2) = cut
+                bins = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
+            else:
+                bins = tuple(math.floor(value + 0.5) for value in chain(*cut))
+            if one.kind is GeometryKind.POLY:
+                bins = _without_repeats(bins)
+                if not has_area(bins):
+                    return None
+        if self.mirrored:
+            if one.kind is GeometryKind.BBOX:
+                x1, y1, x2, y2 = bins
+                bins = (MAX_BIN - x2, y1, MAX_BIN - x1, y2)
+            else:
+                bins = tuple(
+                    value if number % 2 else MAX_BIN - value for number, value in enumerate(bins)
+                )
+        return replace(one, bins=bins)
+
+    def _cut_point(self, bins: Sequence[int], moved: Points, sample: Sample) -> Points:
+        """Return a moved point; nothing where its nearest pixel is not kept."""
+        for bin, first, kept, side in zip(
+            bins, self.crop[:2], self.crop[2:], (sample.width, sample.height), strict=True
+        ):
+            if not first <= math.floor(bin * (side - 1) / MAX_BIN + 0.5) < first + kept:
+                return []
+        # The bin of a pixel at the border may lie beyond it.
+        return [(_clamp(x), _clamp(y)) for x, y in moved]
+
+    def _on_crop(self, bins: Sequence[int], sample: Sample) -> Points:
+        """Return vertices in bins of what is kept, not rounded; outside they are none of 0..999."""
+        left, top, width, height = self.crop
+        axes = []
+        for values, first, kept, side in (
+            (bins[::2], left, width, sample.width),
+            (bins[1::2], top, height, sample.height),
+        ):
+            if kept == side:  # which may be one pixel
+                axes.append([float(value) for value in values])
+            else:
+                # In integers but for one division: what falls on a bin falls on it exactly.
+                axes.append(
+                    [(value * (side - 1) - MAX_BIN * first) / (kept - 1) for value in values]
+                )
+        return list(zip(*axes, strict=True))
+
+    def picture(self, image: ImageRef, size: tuple[int, int]) -> ImageRef:
+        """Return the changed picture with its bytes (PNG).
+
+        Raises RecordError as `decode_image` does, and where it is not of this width and height.
+        """
+        from torchvision.transforms.v2 import functional  # takes seconds
+
+        pixels = decode_image(image)
+        if pixels.size != size:  # only found here where `data.check_images` is off
+            problem = f"{image.path} is {pixels.size[0]} x {pixels.size[1]} pixels, the row says"
+            remedy = "correct width and height, or the file; boxes are relative to this size"
+            raise RecordError(f"{problem} {size[0]} x {size[1]}", field="images", remedy=remedy)
+        left, top, width, height = self.crop
+        pixels = functional.crop(pixels, top, left, height, width)
+        if self.mirrored:
+            pixels = functional.horizontal_flip(pixels)
+        if self.size != (width, height):
+            bicubic = functional.InterpolationMode.BICUBIC  # as Qwen's processors resize
+            pixels = functional.resize(pixels, [self.size[1], self.size[0]], interpolation=bicubic)
+        if (*self.colour, self.hue) != (1.0, 1.0, 1.0, 0.0):
+            brightness, contrast, saturation = self.colour
+            pixels = functional.adjust_brightness(pixels, brightness)
+            pixels = functional.adjust_contrast(pixels, contrast)
+            pixels = functional.adjust_saturation(pixels, saturation)
+            pixels = functional.adjust_hue(pixels, self.hue)
+        file = io.BytesIO()
+        # Lossless; more effort costs ten times as long for a tenth of the bytes.
+        pixels.save(file, "PNG", compress_level=1)
+        data = file.getvalue()
+        return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
+
+    def without_pictures(self, sample: Sample) -> Sample:
+        """Return the sample with its changed size and objects, and its pictures as they were."""
+        width, height = self.size
+        return replace(sample, width=width, height=height, objects=self.objects(sample))
+
+    def applied(self, sample: Sample) -> Sample:
+        """Return the changed sample. Raises RecordError as `picture`."""
+        size = (sample.width, sample.height)
+        images = tuple(self.picture(image, size) for image in sample.images)
+        return replace(self.without_pictures(sample), images=images)
+
+
+class Augmented(NamedTuple):
+    """A sample as it is shown."""
+
+    sample: Sample
+    augmentation: Augmentation | None
+    """None: it is as its file has it."""
+    num_dropped: int
+    """Objects of which too little is left."""
+
+
+class Augmenter:
+    """Changes the samples that a run draws; the same draw gets the same change, on every rank."""
+
+    def __init__(self, section: AugmentSection, seed: int, fits: Callable[[Sample], bool]) -> None:
+        """`fits` tells whether a sample can be learned, by sizes and objects alone."""
+        self._section = section
+        self._seed = seed
+        self._fits = fits
+
+    def __call__(self, sample: Sample, draw: Draw) -> Augmented:
+        """Return the changed sample; where nothing drawn fits, the sample itself.
+
+        Raises RecordError where an image is gone, has changed or cannot be decoded.
+        """
+        size = (sample.width, sample.height)
+        for attempt in range(ATTEMPTS):
+            one = Augmentation.draw(self._section, self._seed, draw, attempt, size)
+            if one.mirrored and _names_a_side(sample):
+                one = replace(one, mirrored=False)
+            left = one.without_pictures(sample)
+            # An empty answer would be wrong about what the crop leaves of the objects.
+            if self._fits(left) and (left.objects or not sample.objects):
+                changed = one.applied(sample)
+                return Augmented(changed, one, len(sample.objects) - len(changed.objects))
+        return Augmented(sample, None, 0)
+
+
+class AugmentedAhead:
+    """Threads that change the samples of a step beside the step before it.
+
+    Those of one step wait here at most, for `take`.
+    """
+
+    def __init__(self, show: Callable[[Draw], Augmented]) -> None:
+        self._show = show
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="augment")
+        self._begun: dict[Draw, Future[Augmented]] = {}
+
+    def begin(self, draws: Iterable[Draw]) -> None:
+        """Begin with these, each once."""
+        for draw in draws:
+            if draw not in self._begun:
+                self._begun[draw] = self._threads.submit(self._show, draw)
+
+    def take(self, draws: Sequence[Draw]) -> dict[Draw, Augmented]:
+        """Return the samples of these draws. Raises what became of them."""
+        self.begin(draws)
+        return {draw: self._begun.pop(draw).result() for draw in dict.fromkeys(draws)}
+
+    def close(self) -> None:
+        """Stop: nothing further is changed."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _names_a_side(sample: Sample) -> bool:
+    """Tell whether the row's own words, of question or answer, tell left from right."""
+    of_question = (sample.prompt, sample.system, sample.phrase, *sample.classes)
+    texts = chain(filter(None, of_question), (one.desc for one in sample.objects))
+    return any(_SIDE.search(text) for text in texts)
+
+
+def _cut_box(corners: Points, window: tuple[float, float, float, float]) -> Points:
+    """Cut a box (two corners) at a window's borders; nothing where it lies outside."""
+    (x1, y1), (x2, y2) = corners
+    left, top, right, bottom = window
+    x1, y1, x2, y2 = max(x1, left), max(y1, top), min(x2, right), min(y2, bottom)
+    return [(x1, y1), (x2, y2)] if x1 <= x2 and y1 <= y2 else []
+
+
+def _cut_polygon(ring: Points, window: tuple[float, float, float, float]) -> Points:
+    """Cut a ring at a window's borders (Sutherland and Hodgman, 1974), one border at a time.
+
+    Parts of a ring that the cut parts stay one ring, joined along the border, without area between
+    them.
+    """
+    for axis, border, inside in ((0, 0, 1), (1, 1, 1), (0, 2, -1), (1, 3, -1)):
+        limit = window[border]
+        cut: Points = []
+        for before, point in zip([ring[-1], *ring[:-1]] if ring else [], ring, strict=True):
+            was_in = (before[axis] - limit) * inside >= 0
+            is_in = (point[axis] - limit) * inside >= 0
+            if was_in is not is_in:
+                part = (limit - before[axis]) / (point[axis] - before[axis])
+                other = before[1 - axis] + part * (point[1 - axis] - before[1 - axis])
+                cut.append((limit, other) if axis == 0 else (other, limit))
+            if is_in:
+                cut.append(point)
+        ring = cut
+    return ring
+
+
+def _clamp(value: float) -> float:
+    return min(max(value, 0.0), float(MAX_BIN))
+
+
+def _share(cut: Points, whole: Points, *, is_box: bool) -> float:
+    """Return the share of a shape's area that is left; of one without area that of its sides."""
+    areas = [_box_area(one) if is_box else _ring_area(one) for one in (cut, whole)]
+    if areas[1] > 0:
+        return areas[0] / areas[1]
+    share = 1.0
+    for axis in (0, 1):
+        left, all_of_it = (
+            max(point[axis] for point in one) - min(point[axis] for point in one)
+            for one in (cut, whole)
+        )
+        share *= left / all_of_it if all_of_it else 1.0
+    return share
+
+
+def _box_area(corners: Points) -> float:
+    (x1, y1), (x2, y2) = corners
+    return (x2 - x1) * (y2 - y1)
+
+
+def _ring_area(ring: Points) -> float:
+    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+    return abs(sum(x * next_y - next_x * y for (x, y), (next_x, next_y) in pairs)) / 2
+
+
+def _without_repeats(bins: Sequence[int]) -> tuple[int, ...]:
+    """Make one of neighbouring vertices on the same bin; the last and the first are neighbours."""
+    points = list(zip(bins[::2], bins[1::2], strict=True))
+    kept = [point for number, point in enumerate(points) if point != points[number - 1]]
+    return tuple(chain.from_iterable(kept))

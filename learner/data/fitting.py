@@ -1,0 +1,388 @@
+"""The checks that every sample passes before the start, once the tokenizer is known.
+
+Longest prompt + response + append must fit (decision 24), and the append, which is the ground
+truth, has to survive the tokenizer to be a target. What is measured of the rows is kept as arrays.
+
+Shape legend: K rows that fit, in the order of their file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from learner.data import kept
+from learner.segments import PromptEncoder
+from shared.config import RunConfig
+from shared.config.derive import num_b_steps
+from shared.dataset import Dataset, Joined, note_skipped
+from shared.errors import BadRows, ConfigError, RecordError
+from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
+from shared.grounding.geometry import aabb
+from shared.grounding.json_list import PictureResize
+from shared.grounding.serialize import SerializedText
+from shared.records import GeometryKind, Sample
+from shared.tokens.hf_codec import HFTokenCodec
+from shared.tokens.pieces import piece_spans
+from shared.tokens.vocabulary import NUM_BINS
+
+# Where our text meets the rollout's, both are encoded anew: a few tokens where there was one.
+_CUT_SLACK = 4
+SMALL_PX = 8
+"""Pixels: a shorter side below it is less than half of an image token's."""
+
+
+_NUM_COLUMNS = 6
+
+
+class BadRow(NamedTuple):
+    """A row that the model cannot be shown, or taught: the parts of its RecordError."""
+
+    problem: str
+    field: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What the checkpoint makes of the rows of a data set: int64 columns, and what is bad.
+
+    Example: of three rows, of which the tokenizer changes the second: `rows_K` is [0, 2].
+    """
+
+    rows_K: np.ndarray
+    """Indices of the rows that fit."""
+    prompt_K: np.ndarray
+    """Tokens of the prompt, images expanded."""
+    text_K: np.ndarray
+    """Tokens with the end of turn: of the objects behind the longest prefix, where they are
+    taught; else of the whole answer."""
+    objects_K: np.ndarray
+    small_K: np.ndarray
+    """Objects with a side under `SMALL_PX` as the model is shown them."""
+    shrunk_K: np.ndarray
+    """Those of them that are not so small in the file."""
+    digest: str
+    """Of everything in these samples but the paths of their images."""
+    bad: tuple[BadRow, ...] = ()
+
+    @classmethod
+    def kept(cls, file: Path, key: str) -> Measures | None:
+        """Read what was kept under this key; None where it was not."""
+        arrays = kept.read_arrays(file, key)
+        if arrays is None:
+            return None
+        digest, bad = kept.from_array(arrays["rest"])
+        return cls.of(arrays["columns"], digest, tuple(BadRow(*row) for row in bad))
+
+    @classmethod
+    def of(cls, columns: np.ndarray, digest: str, bad: tuple[BadRow, ...]) -> Measures:
+        """Make them of a matrix with the columns in order: int64 [6, K]."""
+        rows_K, prompt_K, text_K, objects_K, small_K, shrunk_K = columns
+        return cls(rows_K, prompt_K, text_K, objects_K, small_K, shrunk_K, digest, bad)
+
+    def keep(self, file: Path, key: str) -> None:
+        columns = np.stack(
+            [self.rows_K, self.prompt_K, self.text_K, self.objects_K, self.small_K, self.shrunk_K]
+        )
+        arrays = {"columns": columns, "rest": kept.as_array([self.digest, self.bad])}
+        kept.keep_arrays(file, key, arrays, lost="measures all rows")
+
+
+class Fitting(NamedTuple):
+    """The samples that a model can be shown."""
+
+    samples: Dataset
+    measures: Measures
+    """Row i is of sample i."""
+    taught: bool
+
+
+def require_train_lengths(
+    config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
+) -> Fitting:
+    """Apply `require_lengths` to the training samples of a run."""
+    return require_lengths(
+        dataset,
+        encoder,
+        codec,
+        max_new_tokens=config.rollout_matching.max_new_tokens if num_b_steps(config) else 0,
+        global_max_length=config.global_max_length,
+        on_bad_row=config.data.on_bad_row,
+        answer_format=config.answer_format.for_pictures(encoder.picture_resize),
+        checkpoint=Path(config.model.path),
+    )
+
+
+def require_lengths(
+    dataset: Dataset,
+    encoder: PromptEncoder,
+    codec: HFTokenCodec,
+    *,
+    max_new_tokens: int,
+    global_max_length: int,
+    on_bad_row: Literal["error", "skip"],
+    taught: bool = True,
+    most: int | None = None,
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
+    checkpoint: Path | None = None,
+) -> Fitting:
+    """Check that every sample fits, whatever the model answers, and can be written.
+
+    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: refused where
+    `global_max_length` is 200.
+
+    Args:
+        max_new_tokens: longest response; 0 where no step generates.
+        taught: the objects become targets, which the tokenizer must keep. False for held-out
+            samples, whose sequences end with the response.
+        most: the number of samples that are wanted, the first ones; None: all.
+        checkpoint: folder of `encoder` and `codec`; then what is measured is kept for later starts.
+
+    Returns:
+        The samples that are not skipped.
+
+    Raises:
+        ConfigError: a sample could exceed `global_max_length`; shows the longest.
+        RecordError: the tokenizer does not keep the text of samples, or the processor does not take
+            their images; names all of them. With `on_bad_row: skip` only where no other is left.
+    """
+    key = ""
+    if checkpoint is not None and dataset.key:
+        key = kept.digest_of(
+            *(kept.sources_digest(), dataset.key, _checkpoint_digest(checkpoint)),
+            *(encoder.prompts, answer_format, taught, most),
+        )
+    kind = "taught" if taught else "held_out"
+    file = kept.kept_file(dataset.path, kind, "npz")
+    measures = Measures.kept(file, key) if key else None
+    if measures is None:
+        started_s = time.monotonic()
+        measures = _measure(dataset, encoder, codec, answer_format, taught=taught, most=most)
+        if key and time.monotonic() - started_s >= kept.QUICK_S:
+            measures.keep(file, key)
+    bad = BadRows()
+    skipped = list(dataset.skipped)
+    for row in measures.bad:
+        located = RecordError(
+            row.problem, field=row.field, remedy=row.remedy, file=str(dataset.path)
+        )
+        if on_bad_row == "error":
+            bad.add(located)
+        else:
+            skipped.append(note_skipped(located))
+    bad.raise_if_any()
+    samples = dataset.keep(measures.rows_K, skipped)
+    total_K = measures.prompt_K + max_new_tokens
+    if taught:
+        total_K = total_K + measures.text_K + _CUT_SLACK
+    longest = int(np.argmax(total_K))
+    total = int(total_K[longest])
+    if total > global_max_length:
+        appended = ""
+        if taught:
+            append = measures.text_K[longest]
+            appended = f" + appended objects {append} + {_CUT_SLACK} for the cut"
+        raise ConfigError(
+            f"global_max_length: {global_max_length} is too short for sample"
+            f" {samples[longest].sample_id} of {dataset.path}: prompt"
+            f" {measures.prompt_K[longest]} + response {max_new_tokens}"
+            f" (rollout_matching.max_new_tokens){appended} = {total} tokens; raise"
+            f" global_max_length to {total}, lower rollout_matching.max_new_tokens, or remove the"
+            " sample"
+        )
+    return Fitting(samples, measures, taught)
+
+
+def fits_a_row(
+    config: RunConfig, encoder: PromptEncoder, codec: HFTokenCodec, sample: Sample
+) -> bool:
+    """Tell whether a training sample fits `global_max_length`, whatever the model answers."""
+    answer_format = config.answer_format.for_pictures(encoder.picture_resize).of(sample)
+    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
+    try:
+        longest += encoder.num_tokens(sample) + _append_length(sample, codec, answer_format)
+    except RecordError:
+        return False
+    return longest + _CUT_SLACK <= config.global_max_length
+
+
+def _measure(
+    dataset: Dataset,
+    encoder: PromptEncoder,
+    codec: HFTokenCodec,
+    answer_format: AnswerFormat,
+    *,
+    taught: bool,
+    most: int | None,
+) -> Measures:
+    """Measure the rows, or the first `most` that fit. Raises ConfigError as `require_lengths`."""
+    resize = encoder.picture_resize
+    values = array("q")
+    bad = []
+    digest = hashlib.sha256()
+    for index, sample in enumerate(dataset):
+        if most is not None and len(values) == most * _NUM_COLUMNS:
+            break
+        of_sample = answer_format.of(sample)
+        try:
+            prompt = encoder.num_tokens(sample)
+            if taught:
+                text = _append_length(sample, codec, of_sample)
+            else:
+                text = len(codec.encode(of_sample.layout_objects(sample.objects).text)) + 1
+        except RecordError as error:
+            bad.append(BadRow(error.problem, error.field, error.remedy))
+            continue
+        values.extend((index, prompt, text, *_num_small(sample, resize)))
+        digest.update(_content(sample).encode())
+    columns = np.frombuffer(values, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T
+    return Measures.of(columns, digest.hexdigest(), tuple(bad))
+
+
+def _content(sample: Sample) -> str:
+    """Write everything in a sample but the paths of its images.
+
+    Checkpoints have digests of it: what is written of a row without a question of its own stays.
+    """
+    images = [image.sha256 for image in sample.images]
+    content = repr((sample.sample_id, images, sample.width, sample.height, sample.objects))
+    question = (sample.prompt, sample.system, sample.phrase, sample.classes)
+    return content + repr(question) if any(question) else content
+
+
+def _checkpoint_digest(checkpoint: Path) -> str:
+    """Digest what tokenizer and processor are made of: all but the weights."""
+    digest = hashlib.sha256(repr([version("transformers"), version("tokenizers")]).encode())
+    for file in sorted(checkpoint.iterdir()):
+        if file.suffix in (".json", ".jinja", ".txt", ".model"):
+            digest.update(f"{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
+    """Count the sample's objects, those shown small, and of these those that are not so in the
+    file.
+    """
+    shown = resize.size_of(sample.width, sample.height)
+    small = 0
+    shrunk = 0
+    for one in sample.objects:
+        if one.kind is GeometryKind.POINT:  # has no size
+            continue
+        x1, y1, x2, y2 = aabb(one)
+        sides = ((x2 - x1) / (NUM_BINS - 1), (y2 - y1) / (NUM_BINS - 1))
+        if min(sides[0] * shown[0], sides[1] * shown[1]) < SMALL_PX:
+            small += 1
+            shrunk += min(sides[0] * sample.width, sides[1] * sample.height) >= SMALL_PX
+    return len(sample.objects), small, shrunk
+
+
+def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: PictureResize) -> str:
+    """Say how many objects are shown to the model with a side under `SMALL_PX`, and where most.
+
+    `key` names the data in the configuration.
+    """
+    num_objects = sum(int(one.measures.objects_K.sum()) for one in fittings)
+    num_small = sum(int(one.measures.small_K.sum()) for one in fittings)
+    if not num_small:
+        return f"no object of {key} ({num_objects:,}) is shown with a side under {SMALL_PX} pixels"
+    num_shrunk = sum(int(one.measures.shrunk_K.sum()) for one in fittings)
+    because = ""
+    if num_shrunk:
+        because = (
+            f", {num_shrunk:,} of them because pictures are resized to at most"
+            f" {resize.max_pixels:,} pixels"
+        )
+    # The one that resizing costs most; where it costs nothing, the one with most small objects.
+    small_K = np.concatenate([one.measures.small_K for one in fittings])
+    shrunk_K = np.concatenate([one.measures.shrunk_K for one in fittings])
+    worst = int(np.lexsort((-np.arange(len(small_K)), small_K, shrunk_K))[-1])
+    sample = Joined([one.samples for one in fittings])[worst]
+    width, height = resize.size_of(sample.width, sample.height)
+    return (
+        f"{num_small:,} of {num_objects:,} objects of {key} are shown with a side under"
+        f" {SMALL_PX} pixels{because}; most in {sample.images[0].path} (sample"
+        f" {sample.sample_id}): {small_K[worst]} of {len(sample.objects)}, shown as"
+        f" {width} x {height} of {sample.width} x {sample.height}"
+    )
+
+
+def describe_cut_answers(
+    fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
+) -> str | None:
+    """Say how many samples have a ground truth longer than an answer may be; None if none has."""
+    samples = fitting.samples
+    text_K = fitting.measures.text_K
+    if not fitting.taught:
+        cut = text_K[text_K > max_new_tokens].tolist()
+    else:
+        # The append has the same objects under longer keys: where it is short enough, so is the
+        # answer, and need not be encoded too.
+        candidates = (samples[row] for row in np.flatnonzero(text_K >= max_new_tokens).tolist())
+        texts = (answer_format.of(one).layout_objects(one.objects).text for one in candidates)
+        # With the stop token, which an answer needs to end by itself.
+        lengths = (len(codec.encode(text)) + 1 for text in texts)
+        cut = [length for length in lengths if length > max_new_tokens]
+    if not cut:
+        return None
+    return (
+        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of"
+        f" {len(cut)} of the {len(samples)} samples of {samples.path}, which takes up to {max(cut)}"
+        f" tokens; raise it to {max(cut)}, or expect such answers to be cut"
+    )
+
+
+def _append_length(sample: Sample, codec: HFTokenCodec, answer_format: AnswerFormat) -> int:
+    """Count the tokens of all objects after the longest prefix, EOS included.
+
+    Raises RecordError where their text does not survive the tokenizer.
+    """
+    text = answer_format.longest_append(sample.objects)
+    token_ids = codec.encode(text.text)
+    wanted = text.text.encode()
+    encoded = b"".join(codec.piece_bytes(token_id) for token_id in token_ids)
+    if encoded != wanted:
+        pairs = enumerate(zip(wanted, encoded, strict=False))
+        changed = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(encoded)))
+        for index, layout in enumerate(text.objects):
+            if layout.value[0] <= changed < layout.value[1]:
+                problem = "which the tokenizer changes when it encodes it"
+                remedy = "write it in the form that the tokenizer keeps (Unicode NFC for most)"
+                raise _bad_desc(sample, index, problem, remedy)
+        raise ConfigError(
+            f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use"
+            " one that adds and removes nothing"
+        )
+    _require_text_in_descs(sample, text, token_ids, codec)
+    return len(token_ids) + 1
+
+
+def _require_text_in_descs(
+    sample: Sample, text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec
+) -> None:
+    """Raise RecordError for a description with a token that stands for no text."""
+    starts = [start for start, _ in piece_spans(token_ids, codec)]
+    for index, layout in enumerate(text.objects):
+        first = bisect_left(starts, layout.desc[0])
+        stop = bisect_left(starts, layout.desc[1])
+        for token_id in token_ids[first:stop]:
+            if token_id in codec.special_ids or codec.coord_bin(token_id) is not None:
+                token = codec.piece_bytes(token_id).decode()
+                problem = f"in which the tokenizer reads {token} as a control or coord token"
+                raise _bad_desc(sample, index, problem, "write it in words")
+
+
+def _bad_desc(sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
+    desc = sample.objects[index].desc
+    problem = f"sample {sample.sample_id} (objects in reading order) has {desc!r}, {problem}"
+    return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy)

@@ -1,0 +1,94 @@
+"""The image files that a data file names: each is decoded once, and its facts kept for later runs.
+
+An image is known again by its path, size and times of change. Only sound images are kept: a
+broken one is found and reported by whoever loads its row.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import PIL
+from PIL import Image
+
+from learner.data import kept
+from learner.data.kept import Fingerprint
+from shared.prompts import on_white
+from shared.records import ImageFacts, image_facts
+
+_FORMAT = ["2", PIL.__version__]
+"""Version of the kept facts. Change it together with what `image_size` refuses."""
+
+ReportProgress = Callable[[int, int], None]
+"""A function of the number of images checked so far, and of all."""
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return (width, height) in pixels of an encoded image. ValueError with the reason."""
+    # Decoded to its end: a header tells nothing about a truncated file.
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return on_white(image).size
+    except Exception as error:
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
+        # (OSError, SyntaxError, struct.error, EOFError, ...).
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def fingerprints(data_file: Path, names: set[str]) -> dict[str, Fingerprint | None]:
+    """Return size and times of images: paths as the rows of `data_file` have; None: no file."""
+    return {name: kept.fingerprint(data_file.parent / name) for name in sorted(names)}
+
+
+def known_images(
+    data_file: Path,
+    prints: Mapping[str, Fingerprint | None],
+    report: ReportProgress | None = None,
+) -> dict[str, ImageFacts]:
+    """Return the facts of the sound images among those of these fingerprints.
+
+    Only images that are new or have changed are decoded. `report` is called for every image after
+    `kept.QUICK_S`.
+    """
+    root = data_file.parent
+    there = {name: found for name, found in prints.items() if found is not None}
+    kept_in = kept.kept_file(data_file, "images", "json")
+    before = _read(kept_in)
+    known = {
+        name: before[name][1]
+        for name, found in there.items()
+        if name in before and before[name][0] == found
+    }
+    left = [name for name in there if name not in known]
+    started_s = time.monotonic()
+    for done, name in enumerate(left, len(known) + 1):
+        if (facts := image_facts(root / name, image_size)) is not None:
+            known[name] = facts
+        if report is not None and time.monotonic() - started_s >= kept.QUICK_S:
+            report(done, len(there))
+    if left and time.monotonic() - started_s >= kept.QUICK_S:
+        rows = {
+            name: (*there[name], facts.sha256, facts.width, facts.height)
+            for name, facts in known.items()
+        }
+        content = json.dumps({"format": _FORMAT, "images": rows})
+        kept.replace_file(kept_in, content.encode(), lost="decodes all images")
+    return known
+
+
+def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
+    """Read what is kept; empty where nothing can be read."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != _FORMAT:
+            return {}
+        return {
+            name: ((size, mtime_ns, ctime_ns), ImageFacts(*facts))
+            for name, (size, mtime_ns, ctime_ns, *facts) in content["images"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}

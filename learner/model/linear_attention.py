@@ -1,0 +1,62 @@
+"""Linear attention of packed rows by their segments (Qwen3.5).
+
+transformers' gated delta net reads a row as one sequence: its convolution and its state run on from
+a segment into the next, silently. Here each segment of a packed row begins without a past.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+
+class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
+    """The same layer, which is told the segments of a packed row."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        segment_lengths: list[int] | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Compute [1, T, E] segment by segment; None: as one sequence, or a batch of such."""
+        forward = super().forward
+        if segment_lengths is None:
+            whole: torch.Tensor = forward(hidden_states, **options)
+            return whole
+        segments = hidden_states.split(segment_lengths, dim=1)
+        return torch.cat([forward(segment, **options) for segment in segments], dim=1)
+
+
+def keep_segments_apart(model: Any) -> None:
+    """Have every gated delta net of transformers' `model` compute packed rows by their segments."""
+    for module in model.modules():
+        if type(module) is Qwen3_5GatedDeltaNet:
+            # The class and not the attribute `forward`, so that copies of the model are right too.
+            module.__class__ = SegmentedDeltaNet
+    # What the language model is called with beside its own arguments, it hands to its layers.
+    model.get_decoder().register_forward_pre_hook(_tell_segments, with_kwargs=True)
+
+
+def _tell_segments(
+    module: nn.Module,  # noqa: ARG001 (torch's signature of a hook)
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positions: torch.Tensor | None = options.get("position_ids")
+    # As transformers decides where attention has to look for segments.
+    is_whole = options.get("attention_mask") is None and options.get("past_key_values") is None
+    if positions is None or positions.shape[-2] != 1 or not is_whole:
+        return arguments, options
+    if positions.ndim == 3 and len(positions) == 3:
+        # M-RoPE alone says nothing of segments; the first row of four does.
+        return arguments, options
+    text_T = positions.reshape(-1, positions.shape[-1])[0]
+    begins = (text_T.diff() != 1).nonzero()[:, 0] + 1
+    ends = begins.new_tensor([len(text_T)])
+    lengths = torch.cat([begins.new_zeros(1), begins, ends]).diff().tolist()
+    return arguments, {**options, "segment_lengths": lengths}

@@ -1,0 +1,267 @@
+"""The rows of a JSONL file as samples, each read and made when it is asked for.
+
+What a process holds of a row are some 100 bytes, whatever the row is of: so runs of a hundred
+thousand pictures, and their learner ranks, are no larger than those of a hundred.
+
+Shape legend: N rows, M images.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import shlex
+import weakref
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from shared.errors import RecordError
+from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample, load_record
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """The rules by which a row becomes a sample: arguments of `load_dataset`."""
+
+    sort_objects: bool
+    check_images: bool
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+    source: str | None = None
+
+    def sample(
+        self,
+        path: Path,
+        number: int,
+        mapping: Any,
+        *,
+        image_size: ImageSize | None = None,
+        known_images: Mapping[str, ImageFacts],
+    ) -> Sample:
+        """Make a sample of line `number` of a file. Raises RecordError without place."""
+        sample = load_record(
+            mapping,
+            root=path.parent,
+            require_images=self.check_images,
+            sort_objects=self.sort_objects,
+            default_id=f"{path.stem}:{number}",
+            geometry=self.geometry,
+            image_size=image_size,
+            known_images=known_images,
+        )
+        if self.source is None:
+            return sample
+        return replace(sample, sample_id=f"{self.source}/{sample.sample_id}", source=self.source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """The places of the usable rows in their file, and their images: arrays of N rows, M images.
+
+    Some 100 bytes a row, whatever the row holds.
+    """
+
+    places_N3: np.ndarray
+    """int64: offset and number of bytes of the line, and its number from 1."""
+    checks_N: np.ndarray
+    """uint64: checksum of the line's bytes."""
+    sizes_N2: np.ndarray
+    """int32: width and height of the row."""
+    images_N1: np.ndarray
+    """int64 [N + 1]: images of the rows before; those of row i are `images_N1[i:i + 2]`."""
+    image_of: np.ndarray
+    """int32 [images_N1[-1]]: into the images; empty where they were not checked."""
+    sha256_M: np.ndarray
+    """uint8 [M, 32]: digests of the images' files."""
+
+    def keep(self, rows: np.ndarray) -> RowTable:
+        """Return the table of these rows, in ascending order."""
+        counts = np.diff(self.images_N1)
+        images_N1 = np.concatenate([[0], np.cumsum(counts[rows])])
+        image_of = self.image_of
+        if len(image_of):
+            kept = np.zeros(len(counts), dtype=bool)
+            kept[rows] = True
+            image_of = image_of[np.repeat(kept, counts)]
+        return RowTable(
+            *(self.places_N3[rows], self.checks_N[rows], self.sizes_N2[rows]),
+            *(images_N1, image_of, self.sha256_M),
+        )
+
+
+class _OpenFile:
+    """A file that stays open as long as somebody reads rows of it."""
+
+    def __init__(self, path: Path) -> None:
+        with readable(path):
+            self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+class FileRows(Sequence[Sample]):
+    """The samples of a JSONL file, each read and made when it is asked for.
+
+    The file stays open: one that is replaced under the run does not matter, and one that is
+    changed is noticed.
+    """
+
+    def __init__(
+        self, path: Path, table: RowTable, rules: RowRules, file: _OpenFile | None = None
+    ) -> None:
+        """`file`: the open file; None: it is opened. Raises RecordError."""
+        self.table = table
+        self._path = path
+        self._rules = rules
+        self._file = file or _OpenFile(path)
+
+    def keep(self, rows: np.ndarray) -> FileRows:
+        """Return the samples of these rows, in ascending order."""
+        return FileRows(self._path, self.table.keep(rows), self._rules, self._file)
+
+    def __len__(self) -> int:
+        return len(self.table.checks_N)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
+        if isinstance(index, slice):
+            return tuple(self._sample(row) for row in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._sample(index % len(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileRows) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _sample(self, row: int) -> Sample:
+        table = self.table
+        offset, size, number = table.places_N3[row].tolist()
+        with readable(self._path):
+            line = os.pread(self._file.descriptor, size, offset)
+        if checksum(line) != table.checks_N[row]:
+            problem = "has changed since it was checked"
+            remedy = "do not edit data under a running job; start again"
+            raise RecordError(
+                problem, field="row", remedy=remedy, file=str(self._path), line=number
+            )
+        mapping = decode_row(self._path, line)
+        known: dict[str, ImageFacts] = {}
+        if self._rules.check_images:
+            width, height = table.sizes_N2[row].tolist()
+            images = table.image_of[table.images_N1[row] : table.images_N1[row + 1]]
+            digests = table.sha256_M[images]
+            known = {
+                name: ImageFacts(digest.tobytes().hex(), width, height)
+                for name, digest in zip(mapping["images"], digests, strict=True)
+            }
+        return self._rules.sample(self._path, number, mapping, known_images=known)
+
+
+def checksum(line: bytes) -> np.uint64:
+    """Return 64 bits of a digest of a line."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(line, digest_size=8).digest()))
+
+
+class TableBuilder:
+    """Collects what `RowTable` has, row by row; what it keeps of a sample are numbers."""
+
+    def __init__(self) -> None:
+        self._places = array("q")
+        self._checks = array("Q")
+        self._sizes = array("i")
+        self._images = array("q", [0])
+        self._image_of = array("i")
+        self._number_of: dict[str, int] = {}
+        self._sha256 = bytearray()
+
+    def add(
+        self, offset: int, line: bytes, number: int, sample: Sample, names: Sequence[str]
+    ) -> None:
+        """Add a sample; `names` are its images as the row has them."""
+        self._places.extend((offset, len(line), number))
+        self._checks.append(int(checksum(line)))
+        self._sizes.extend((sample.width, sample.height))
+        self._images.append(self._images[-1] + len(names))
+        for name, image in zip(names, sample.images, strict=True):
+            if not image.sha256:  # not checked
+                continue
+            if name not in self._number_of:
+                self._number_of[name] = len(self._number_of)
+                self._sha256 += bytes.fromhex(image.sha256)
+            self._image_of.append(self._number_of[name])
+
+    def table(self) -> RowTable:
+        return RowTable(
+            np.array(self._places, dtype=np.int64).reshape(-1, 3),
+            np.array(self._checks, dtype=np.uint64),
+            np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
+            np.array(self._images, dtype=np.int64),
+            np.array(self._image_of, dtype=np.int32),
+            np.frombuffer(bytes(self._sha256), dtype=np.uint8).reshape(-1, 32),
+        )
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "correct the path, or make the data first"
+        raise RecordError(
+            f"cannot be read: {error.strerror}", field="file", remedy=remedy, file=str(path)
+        ) from error
+
+
+def decode_row(path: Path, line: bytes) -> Any:
+    """Parse one line strictly: no byte order mark, no key twice, no absurd number."""
+    if line.startswith(codecs.BOM_UTF8):
+        command = f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
+        problem = "begins with a byte order mark, which JSON does not have"
+        raise _bad_row(problem, f"save the file as UTF-8 without it: {command}")
+    try:
+        return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 at byte {error.start + 1}"
+        remedy = "save the file as UTF-8"
+        raise _bad_row(problem, remedy) from error
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON at column {error.colno}: {error.msg}"
+        raise _bad_row(problem, "write one JSON object per line") from error
+    except RecursionError as error:
+        problem = "is nested too deeply to be read"
+        raise _bad_row(problem, "flatten it; a row needs three levels") from error
+
+
+def _bad_row(problem: str, remedy: str) -> RecordError:
+    return RecordError(problem, field="row", remedy=remedy)
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        # Python reads integers of 4,300 digits at most (sys.set_int_max_str_digits).
+        problem = f"has an integer of {len(digits)} digits, {digits[:8]}..."
+        raise _bad_row(problem, "write a number of sensible size") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise RecordError("is given twice in one object", field=twice, remedy="keep one")
+    return mapping

@@ -1,0 +1,165 @@
+"""What a checkpoint makes of the rows: objects that it is shown small, and measures that are
+kept.
+"""
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from config_support import configuration
+from PIL import Image
+from scene_support import truth
+
+from learner.data import fitting, kept
+from learner.data.fitting import Fitting, describe_small_objects, require_train_lengths
+from learner.data.samples import load_samples
+from learner.model.loading import load_tokens
+from learner.segments import PromptEncoder
+from shared.dataset import Dataset
+from shared.grounding.json_list import PictureResize
+from shared.records import ImageRef, Sample
+
+RESIZE = PictureResize(side=32, min_pixels=1024, max_pixels=500_000)
+"""Shows 2000 x 1000 as 992 x 480."""
+
+
+class OneToken:
+    """Prompts of one token, and texts of one."""
+
+    picture_resize = RESIZE
+
+    def num_tokens(self, sample):
+        return 1
+
+    def encode(self, text):
+        return [1]
+
+
+def fits(path, *samples):
+    dataset = Dataset(Path(path), samples)
+    options = {"max_new_tokens": 1, "global_max_length": 10, "on_bad_row": "error"}
+    tokens = OneToken()
+    return fitting.require_lengths(dataset, tokens, tokens, taught=False, **options)
+
+
+def picture(name, *boxes, width=2000, height=1000):
+    return Sample(name, (ImageRef(Path(f"{name}.png"), None, ""),), width, height, boxes)
+
+
+def test_objects_that_are_shown_under_8_pixels_are_counted_with_the_worst_picture():
+    assert RESIZE.size_of(2000, 1000) == (992, 480)
+    wide = truth(0, 0, 500, 500)
+    thin_in_file = truth(0, 0, 3, 500)  # 6 pixels of 2000
+    halved = truth(0, 0, 500, 15)  # 15 pixels of 1000, 7.2 of 480
+    polygon = truth(0, 0, 500, 0, 500, 14)  # 14 and 6.7
+    train = fits("a.jsonl", picture("plain", wide), picture("thin", *[thin_in_file] * 3, wide))
+    other = fits("b.jsonl", picture("worst", wide, halved, thin_in_file), picture("one", polygon))
+    assert describe_small_objects("data.train", [train, other], RESIZE) == (
+        "6 of 9 objects of data.train are shown with a side under 8 pixels, 2 of them because"
+        " pictures are resized to at most 500,000 pixels; most in worst.png (sample worst): 2 of 3,"
+        " shown as 992 x 480 of 2000 x 1000"
+    )
+    # Where resizing costs none, the picture with most of them.
+    assert describe_small_objects("data.val", [train], RESIZE) == (
+        "3 of 5 objects of data.val are shown with a side under 8 pixels; most in thin.png (sample"
+        " thin): 3 of 4, shown as 992 x 480 of 2000 x 1000"
+    )
+    sound = fits("a.jsonl", picture("plain", wide), picture("empty"))
+    assert describe_small_objects("data.val", [sound], RESIZE) == (
+        "no object of data.val (1) is shown with a side under 8 pixels"
+    )
+
+
+def test_the_digest_is_of_all_that_is_learned_and_of_plain_rows_it_stays_what_checkpoints_have():
+    wide = truth(0, 0, 500, 500)
+    plain = picture("plain", wide)
+    content = repr(("plain", [""], 2000, 1000, (wide,)))
+    assert fits("a.jsonl", plain).measures.digest == hashlib.sha256(content.encode()).hexdigest()
+    others = [
+        {"sample_id": "other"},
+        {"images": (ImageRef(None, None, "ab"),)},
+        {"width": 1999},
+        {"objects": (truth(0, 0, 500, 501),)},
+        {"prompt": "Find the cat."},
+        {"system": "Find the cat."},
+        {"phrase": "Find the cat."},
+        {"classes": ("Find the cat.",)},
+    ]
+    samples = [plain, *(replace(plain, **changes) for changes in others)]
+    assert len({fits("a.jsonl", one).measures.digest for one in samples}) == 9
+    elsewhere = replace(plain, images=(ImageRef(Path("b.png"), None, ""),))
+    assert fits("b.jsonl", elsewhere).measures.digest == fits("a.jsonl", plain).measures.digest
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path, demo_checkpoint, demo_data):
+    """Measure the training data, and return the fitting with the number of rows encoded so far."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "QUICK_S", 0.0)
+    encoded = []
+    count = fitting._append_length
+
+    def counting(sample, *rest):
+        encoded.append(sample.sample_id)
+        return count(sample, *rest)
+
+    monkeypatch.setattr(fitting, "_append_length", counting)
+    model = tmp_path / "model"
+    shutil.copytree(demo_checkpoint, model)
+
+    data = tmp_path / "data"
+    shutil.copytree(demo_data, data)
+
+    def measure(**changes) -> tuple[Fitting, int]:
+        changes = {"global_max_length": 512} | changes
+        config = configuration(model, data, tmp_path, **changes)
+        tokens = load_tokens(config)
+        encoder = PromptEncoder.from_config(config, tokens.processor)
+        dataset = load_samples(config, *config.data.sources("train"))
+        return require_train_lengths(config, dataset, encoder, tokens.codec), len(encoded)
+
+    measure.model = model
+    measure.data = data
+    return measure
+
+
+@pytest.mark.slow
+def test_rows_are_measured_once_for_a_tokenizer_and_a_question(measured):
+    first, num_encoded = measured()
+    assert num_encoded == len(first.samples) == 64
+    again, num_encoded = measured(rollout_matching__max_new_tokens=100)
+    assert num_encoded == 64
+    assert again.measures.digest == first.measures.digest
+    for name in ("rows_K", "prompt_K", "text_K", "objects_K", "small_K", "shrunk_K"):
+        assert (getattr(again.measures, name) == getattr(first.measures, name)).all()
+    longer, num_encoded = measured(data__user_prompt="What is there? Tell of all of it.")
+    assert num_encoded == 128
+    assert (longer.measures.prompt_K > first.measures.prompt_K).all()
+    file = measured.model / "preprocessor_config.json"
+    file = file if file.exists() else measured.model / "processor_config.json"
+    file.write_text(file.read_text() + "\n")
+    assert measured()[1] == 192
+
+
+@pytest.mark.slow
+def test_rows_are_measured_again_when_the_content_of_an_image_or_what_is_skipped_has_changed(
+    measured,
+):
+    first, _ = measured(data__on_bad_row="skip")
+    file = first.samples[3].images[0].path
+    with Image.open(file) as picture:
+        size = picture.size
+    Image.new("RGB", size, "white").save(file)
+    repainted, num_encoded = measured(data__on_bad_row="skip")
+    assert num_encoded == 128
+    assert repainted.measures.digest != first.measures.digest, "a resumption compares it"
+    file.write_bytes(b"no image")
+    broken, _ = measured(data__on_bad_row="skip")
+    lengths = first.measures.prompt_K, first.measures.text_K
+    assert len(broken.samples) == len(broken.measures.rows_K) == 63
+    for name, before in zip(("prompt_K", "text_K"), lengths, strict=True):
+        of_all = getattr(broken.measures, name).tolist()
+        assert of_all == [*before[:3].tolist(), *before[4:].tolist()]
+    assert measured(data__on_bad_row="skip")[1] == 64 + 64 + 63, "and then it is kept"
