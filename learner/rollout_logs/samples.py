@@ -33,7 +33,7 @@ from shared.run_files import Patience
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
 _Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
-_Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=4)]
+_Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=2)]
 _Role = Annotated[str, Field(pattern=f"^({'|'.join(role.name.lower() for role in TokenRole)})$")]
 
 
