@@ -450,8 +450,11 @@ def judge(
     if members is None:
         return DropReason.MALFORMED
     keys = [key for key, _ in members]
-    unknown = [item for key, item in members if key not in ("desc", "bbox_2d", "poly")]
-    if reader.num_objects > 1 or keys.count("desc") > 1 or {"bbox_2d", "poly"} <= set(keys):
+    known = {"bbox_2d", "poly"}
+    if GeometryKind.POINT in geometry:
+        known.add("point_2d")
+    unknown = [item for key, item in members if key != "desc" and key not in known]
+    if reader.num_objects > 1 or keys.count("desc") > 1 or len(known & set(keys)) > 1:
         return DropReason.KEY_INVALID
     if unknown:
         return (
@@ -489,7 +492,12 @@ def judge(
     coords = tuple(
         leaf.coord for leaf in flat[0] if isinstance(leaf, Leaf) and leaf.coord is not None
     )
-    if len(coords) != 4 if kind is GeometryKind.BBOX else len(coords) < 6 or len(coords) % 2:
+    is_right = {
+        GeometryKind.BBOX: len(coords) == 4,
+        GeometryKind.POINT: len(coords) == 2,
+        GeometryKind.POLY: len(coords) >= 6 and len(coords) % 2 == 0,
+    }
+    if not is_right[kind]:
         return DropReason.WRONG_ARITY
     bins = tuple(
         bin for position in coords if (bin := codec.coord_bin(tokens.ids[position])) is not None

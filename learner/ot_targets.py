@@ -53,9 +53,10 @@ def slot_targets(
 ) -> tuple[float, ...] | None:
     """Aim each coord slot of a matched prediction: one float in 0..999 per bin, in order.
 
-    Two boxes: the ground truth's bins. A polygon: its projected vertices. A box matched with a
-    polygon: the enclosing box of its four projected corners. None where a projection is not finite
-    (an epsilon so small that the distances overflow): the caller excludes the pair and counts it.
+    Two boxes or two points: the ground truth's bins. A polygon: its projected vertices. A box
+    matched with a polygon: the enclosing box of its four projected corners. None where a projection
+    is not finite (an epsilon so small that the distances overflow): the caller excludes the pair
+    and counts it.
 
     Example: a box [110, 90, 310, 290] matched with the box [100, 100, 300, 300] aims at
     (100.0, 100.0, 300.0, 300.0).
@@ -63,7 +64,7 @@ def slot_targets(
     Raises:
         ValueError: a setting is out of range. The shapes raise nothing.
     """
-    if prediction.kind is GeometryKind.BBOX and ground_truth.kind is GeometryKind.BBOX:
+    if GeometryKind.POLY not in (prediction.kind, ground_truth.kind):
         return tuple(float(bin) for bin in ground_truth.bins)
     targets_N2 = barycentric_targets(
         np.array(vertices(prediction), dtype=np.float64),

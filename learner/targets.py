@@ -35,7 +35,7 @@ from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout, trim_prefix
 from shared.grounding.serialize import SerializedText, escaped
-from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.records import POINT_TOLERANCE, GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import TokenCodec
@@ -123,6 +123,7 @@ class MatchSettings:
     maskiou_resolution: int
     fp_cost: float
     fn_cost: float
+    point_tolerance: float = POINT_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
             maskiou_resolution=section.maskiou_resolution,
             fp_cost=section.fp_cost,
             fn_cost=section.fn_cost,
+            point_tolerance=section.point_tolerance,
         ),
         transport=OTSettings(
             section.ot_cost, section.ot_epsilon, section.ot_iters, section.ot_epsilon_cap

@@ -17,7 +17,7 @@ import numpy as np
 
 from shared.data.file_rows import FileRows, RowRules, RowTable, TableBuilder, decode_row, readable
 from shared.errors import BadRows, RecordError
-from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
+from shared.records import DEFAULT_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def load_dataset(
     on_bad_row: Literal["error", "skip"],
     sort_objects: bool,
     check_images: bool,
-    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
     require: Callable[[Sample], object] | None = None,

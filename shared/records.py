@@ -49,9 +49,14 @@ class GeometryKind(StrEnum):
 
     BBOX = "bbox_2d"
     POLY = "poly"
+    POINT = "point_2d"
 
 
 ALL_GEOMETRY = frozenset(GeometryKind)
+DEFAULT_GEOMETRY = frozenset({GeometryKind.BBOX, GeometryKind.POLY})
+"""The specification's kinds. Points are taught and read where `rollout_matching.geometry` says."""
+POINT_TOLERANCE = 50.0
+"""The distance of two points, in bins, that counts as an overlap of 0.5, unless it is set."""
 
 ImageSize = Callable[[bytes], tuple[int, int]]
 """Decodes an encoded image into (width, height) in pixels; ValueError, with the reason, where it
@@ -67,7 +72,7 @@ class GroundTruthObject:
 
     kind: GeometryKind
     bins: tuple[int, ...]
-    """Integers 0..999 (norm1000): (x1, y1, x2, y2), or x, y per polygon vertex."""
+    """Integers 0..999 (norm1000): (x1, y1, x2, y2), x, y per polygon vertex, or (x, y)."""
     desc: str
 
 
@@ -145,7 +150,7 @@ def load_record(
     require_images: bool = True,
     sort_objects: bool = True,
     default_id: str | None = None,
-    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
@@ -248,6 +253,7 @@ _ROW_KEYS = frozenset(
     {"images", "width", "height", "objects", "id", "sample_id"}
     | {"prompt", "system", "phrase", "classes"}
 )
+_GEOMETRY_KEYS = ", ".join(GeometryKind)
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SIGNATURES = (_PNG, b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
 _KINDS = {
@@ -354,24 +360,33 @@ def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
 
 def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -> GroundTruthObject:
     if not isinstance(value, Mapping):
-        remedy = 'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."}, or with "poly": [x, y, ...]'
+        remedy = (
+            'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."}, or with "poly": [x, y, ...] or'
+            ' "point_2d": [x, y]'
+        )
         _refuse(field, f"is {_kind(value)}", remedy)
     for key in value:
         if key != "desc" and key not in ALL_GEOMETRY:
-            remedy = "remove it; an object has desc and one of bbox_2d, poly"
+            remedy = f"remove it; an object has desc and one of {_GEOMETRY_KEYS}"
             _refuse(f"{field}.{key}", "is not a key of an object", remedy)
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:
         problem = "has two geometries" if kinds else "has no geometry"
-        _refuse(field, problem, "give it exactly one of bbox_2d, poly")
+        _refuse(field, problem, f"give it exactly one of {_GEOMETRY_KEYS}")
     kind = kinds[0]
     path = f"{field}.{kinds[0]}"
     if kind not in geometry:
         remedy = (
-            f"write it as {', '.join(sorted(geometry))} (`launch.coco import geometry=bbox` does so"
+            f"write it as {GeometryKind.BBOX} (`launch.coco import geometry=bbox` does so"
             " for a whole file), remove the object, or choose a custom.trainer_variant that learns"
             " polygons: stage1_sft or stage2_rollout_aligned"
         )
+        if kind is GeometryKind.POINT:
+            remedy = (
+                f"write rollout_matching.geometry: [{GeometryKind.BBOX}, {kind}], with a"
+                " data.answer_format that has points (coord_tokens, qwen3_vl, qwen2_5_vl), or"
+                " remove the object"
+            )
         _refuse(path, "is a kind of geometry that this run does not learn", remedy)
     items = _list(path, value[kind], "a flat list of coordinates")
     bins = tuple(_load_bin(path, i, item) for i, item in enumerate(items))
@@ -393,6 +408,9 @@ def _check_bins(field: str, kind: GeometryKind, bins: tuple[int, ...]) -> None:
     if kind is GeometryKind.POLY:
         if len(bins) < 6 or len(bins) % 2:
             _refuse(field, f"has {len(bins)} values", "write x, y for each of at least 3 points")
+    elif kind is GeometryKind.POINT:
+        if len(bins) != 2:
+            _refuse(field, f"has {len(bins)} values", "write x, y")
     elif len(bins) != 4:
         _refuse(field, f"has {len(bins)} values", "write x1, y1, x2, y2")
     elif bins[0] > bins[2] or bins[1] > bins[3]:

@@ -7,8 +7,8 @@ r"""Turns COCO annotations into records, and an evaluation's predictions into CO
 `import` writes, beside `train.jsonl`, `train.categories.json` for the way back, and
 `train.import.json`, which counts what was left out or altered, and why: every annotation is in
 exactly one of `boxes`, `polygons` and `skipped`. The records appear when the ordinary loader has
-read them. `export` leaves out objects whose name is no category's, and counts them. Neither
-overwrites. `--help` behind `import` or `export` lists the keys.
+read them. `export` leaves out points and objects whose name is no category's, and counts them.
+Neither overwrites. `--help` behind `import` or `export` lists the keys.
 """
 
 from __future__ import annotations
@@ -121,6 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unknown = exported.unknown_names
             print(f"results   {len(exported.results)} objects in {to_export.out}")
             print(f"skipped   {sum(unknown.values())} objects of no category: {counted(unknown)}")
+            if exported.num_points:
+                print(
+                    f"skipped   {exported.num_points} points, which COCO results have no place for"
+                )
         elif command in ("-h", "--help"):
             print(__doc__)
         else:

@@ -2,7 +2,7 @@
 
 The figures differ from COCO's own in one thing: objects of every size count together. At most 100
 predictions per image and class take part, the surest first; of equal scores the one that was
-written first.
+written first. Points, which are neither boxes nor masks, are left out.
 
 Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
 """
@@ -63,6 +63,8 @@ class CocoScores:
     """The same with all objects in one class."""
     class_ap: Mapping[str, float | None]
     """AP of boxes for each name, in alphabetical order; None where no ground truth has it."""
+    num_points: int = 0
+    """Points among ground truths and predictions, which were left out."""
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
@@ -82,6 +84,7 @@ def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
         by_class={kind: scores for kind, (scores, _) in results.items()},
         any_class={kind: _evaluate(*any_class, kind)[0] for kind in kinds},
         class_ap={name: _mean(precision_TRK[:, :, k]) for k, name in enumerate(categories)},
+        num_points=sum(shape.kind is GeometryKind.POINT for shape in shapes),
     )
 
 

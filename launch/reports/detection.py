@@ -231,12 +231,16 @@ def make_report(
 ) -> DetectionReport:
     """Report on all scenes, as `config.evaluation` wants it."""
     settings = config.evaluation
-    detection = summarise(evaluation.outcomes, settings.iou_thresholds)
+    tolerance = config.rollout_matching.point_tolerance
+    detection = summarise(evaluation.outcomes, settings.iou_thresholds, point_tolerance=tolerance)
     worst = []
     for index in worst_scenes(detection, settings.worst_scenes):
         scene = evaluation.outcomes[index]
         pairs = pair_objects(
-            scene.objects, scene.sample.objects, iou_threshold=settings.iou_thresholds[0]
+            scene.objects,
+            scene.sample.objects,
+            iou_threshold=settings.iou_thresholds[0],
+            point_tolerance=tolerance,
         )
         worst.append(WorstScene(scene, detection.scene_f1[index], tuple(pairs)))
     coco = coco_scores(evaluation.outcomes)
@@ -244,7 +248,8 @@ def make_report(
     for source in config.data.sources("val"):
         scenes = [one for one in evaluation.outcomes if one.sample.source == source.name]
         if source.name is not None:
-            counts = summarise(scenes, settings.iou_thresholds[:1]).thresholds[0]
+            of_source = summarise(scenes, settings.iou_thresholds[:1], point_tolerance=tolerance)
+            counts = of_source.thresholds[0]
             boxes = coco_scores(scenes).by_class[IouType.BBOX]
             sources.append(SourceFigures(source.name, len(scenes), counts, boxes))
     return DetectionReport(
@@ -307,6 +312,9 @@ def _detection(report: DetectionReport) -> Table:
         "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
         " objects of equal names."
     )
+    if report.coco.num_points:
+        tolerance = report.config.rollout_matching.point_tolerance
+        note += f" Of two points {tolerance:g} bins apart the IoU counts as 0.5 (point_tolerance)."
     head = ("", "precision", "recall", "F1", "equal names among pairs")
     return Table("Detection", note, head, rows)
 
@@ -334,6 +342,8 @@ def _coco(report: DetectionReport) -> Table:
         f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
         f" class; {score}."
     )
+    if report.coco.num_points:
+        note += f" Without points, of which there are {report.coco.num_points} on both sides."
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)
 
 

@@ -15,6 +15,7 @@ from launch.sample_pages.html import printable
 from learner.segments import decode_image
 from shared.grounding.evaluation import Pair, Scene
 from shared.grounding.geometry import Shape, pixels_of, vertices
+from shared.records import GeometryKind
 
 # Bounds of the longest side of a picture, in pixels: small images are enlarged by whole numbers,
 # large ones reduced.
@@ -23,6 +24,8 @@ _LARGEST = 1280
 _DASH = 6
 _GAP = 4
 _LINE = 2
+_CROSS_ARM = 8
+"""Of a point."""
 _BAND = 24
 """Height of the legend."""
 
@@ -120,7 +123,12 @@ class _Pen:
         points = [
             pixels_of(point, width=self._width, height=self._height) for point in vertices(shape)
         ]
-        return [(x * self._scale, y * self._scale) for x, y in points]
+        scaled = [(x * self._scale, y * self._scale) for x, y in points]
+        if shape.kind is not GeometryKind.POINT:
+            return scaled
+        ((x, y),) = scaled
+        arm = _CROSS_ARM
+        return [(x - arm, y), (x + arm, y), (x, y), (x, y - arm), (x, y + arm), (x, y)]
 
 
 def _dashes(start: PixelPoint, end: PixelPoint) -> list[tuple[PixelPoint, PixelPoint]]:

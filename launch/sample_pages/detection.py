@@ -46,6 +46,8 @@ UNMATCHED_TRUTH = "#1a1a1a"
 
 _SHOWN_WIDTH = 480
 """About the width of a panel on the page, in CSS pixels, for which letters are sized."""
+_CROSS_ARM = 8
+"""Of a point, in the same pixels."""
 _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _ORIENTATION = 0x0112
 """EXIF: browsers turn an image by it, the training does not."""
@@ -92,7 +94,7 @@ class Canvas:
     def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
         """Place an object; bin k of an axis of length W is the centre of pixel `k / 999 * (W - 1)`.
 
-        `bins` are x1, y1, x2, y2, or x, y per vertex.
+        `bins` are x1, y1, x2, y2, or x, y per vertex, or x, y of a point, which becomes a cross.
         """
         if kind == GeometryKind.BBOX:
             x1, y1, x2, y2 = bins
@@ -101,6 +103,11 @@ class Canvas:
         xs = [x / last * (self.width - 1) + 0.5 for x in bins[::2]]
         ys = [y / last * (self.height - 1) + 0.5 for y in bins[1::2]]
         unit = self.width / _SHOWN_WIDTH
+        if kind == GeometryKind.POINT:
+            (x,), (y,) = xs, ys
+            arm = _CROSS_ARM * unit
+            xs = [x - arm, x + arm, x, x, x, x]
+            ys = [y, y, y, y - arm, y + arm, y]
         label_x = min(min(xs) + 4 * unit, self.width - 10 * unit * len(style.label))
         label_y = min(max(min(ys), 0) + 16 * unit, self.height - 4 * unit)
         return DrawnShape(

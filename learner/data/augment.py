@@ -116,7 +116,10 @@ class Augmentation:
         if self.crop[2:] != (sample.width, sample.height):
             ring = self._on_crop(bins, sample)
             is_box = one.kind is GeometryKind.BBOX
-            cut = _cut_box(ring, _WINDOW) if is_box else _cut_polygon(ring, _WINDOW)
+            if one.kind is GeometryKind.POINT:
+                cut = self._cut_point(bins, ring, sample)
+            else:
+                cut = _cut_box(ring, _WINDOW) if is_box else _cut_polygon(ring, _WINDOW)
             if not cut or _share(cut, ring, is_box=is_box) < self.min_visible:
                 return None
             # Rounded as `bin_box` and `bin_points` do.
@@ -124,7 +127,9 @@ class Augmentation:
                 (x1, y1), (x2, y2) = cut
                 bins = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
             else:
-                bins = _without_repeats([math.floor(value + 0.5) for value in chain(*cut)])
+                bins = tuple(math.floor(value + 0.5) for value in chain(*cut))
+            if one.kind is GeometryKind.POLY:
+                bins = _without_repeats(bins)
                 if not has_area(bins):
                     return None
         if self.mirrored:
@@ -136,6 +141,16 @@ class Augmentation:
                     value if number % 2 else MAX_BIN - value for number, value in enumerate(bins)
                 )
         return replace(one, bins=bins)
+
+    def _cut_point(self, bins: Sequence[int], moved: Points, sample: Sample) -> Points:
+        """Return a moved point; nothing where its nearest pixel is not kept."""
+        for bin, first, kept, side in zip(
+            bins, self.crop[:2], self.crop[2:], (sample.width, sample.height), strict=True
+        ):
+            if not first <= math.floor(bin * (side - 1) / MAX_BIN + 0.5) < first + kept:
+                return []
+        # The bin of a pixel at the border may lie beyond it.
+        return [(_clamp(x), _clamp(y)) for x, y in moved]
 
     def _on_crop(self, bins: Sequence[int], sample: Sample) -> Points:
         """Return vertices in bins of what is kept, not rounded; outside they are none of 0..999."""
@@ -296,6 +311,10 @@ def _cut_polygon(ring: Points, window: tuple[float, float, float, float]) -> Poi
                 cut.append(point)
         ring = cut
     return ring
+
+
+def _clamp(value: float) -> float:
+    return min(max(value, 0.0), float(MAX_BIN))
 
 
 def _share(cut: Points, whole: Points, *, is_box: bool) -> float:

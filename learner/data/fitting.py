@@ -30,7 +30,7 @@ from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.geometry import aabb
 from shared.grounding.json_list import PictureResize
 from shared.grounding.serialize import SerializedText
-from shared.records import Sample
+from shared.records import GeometryKind, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import NUM_BINS
@@ -277,6 +277,8 @@ def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
     small = 0
     shrunk = 0
     for one in sample.objects:
+        if one.kind is GeometryKind.POINT:  # has no size
+            continue
         x1, y1, x2, y2 = aabb(one)
         sides = ((x2 - x1) / (NUM_BINS - 1), (y2 - y1) / (NUM_BINS - 1))
         if min(sides[0] * shown[0], sides[1] * shown[1]) < SMALL_PX:

@@ -33,13 +33,13 @@ from shared.run_files import Patience
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
 _Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
-_Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=4)]
+_Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=2)]
 _Role = Annotated[str, Field(pattern=f"^({'|'.join(role.name.lower() for role in TokenRole)})$")]
 
 
 class GroundTruthEntry(TypedDict):
     kind: _Kind
-    """bbox_2d or poly."""
+    """bbox_2d, poly or point_2d."""
     bins: _Bins
     """0..999: x1, y1, x2, y2, or x, y per vertex."""
     desc: Text
@@ -70,7 +70,7 @@ class ObjectEntry(TypedDict):
 
     key: Text
     kind: _Kind
-    """bbox_2d or poly."""
+    """bbox_2d, poly or point_2d."""
     desc: Text
     bins: _Bins
     """0..999: x1, y1, x2, y2, or x, y per vertex."""

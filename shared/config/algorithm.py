@@ -70,7 +70,9 @@ ALGORITHMS: dict[TrainerVariant, AlgorithmSpec] = {
     TrainerVariant.STAGE1_SFT: AlgorithmSpec((Channel.A,)),
     TrainerVariant.STAGE2_ROLLOUT_ALIGNED: AlgorithmSpec((Channel.B,), carries_segments=True),
     TrainerVariant.STAGE2_TWO_CHANNEL: AlgorithmSpec(
-        (Channel.A, Channel.B), learns_rewards=True, geometry=frozenset({GeometryKind.BBOX})
+        (Channel.A, Channel.B),
+        learns_rewards=True,
+        geometry=frozenset({GeometryKind.BBOX, GeometryKind.POINT}),
     ),
     TrainerVariant.TRAJECTORY_PG: AlgorithmSpec((Channel.B,), uses_environment=True),
 }

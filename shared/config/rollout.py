@@ -21,7 +21,7 @@ from pydantic import (
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
 from shared.errors import Timeout
-from shared.records import GeometryKind
+from shared.records import POINT_TOLERANCE, GeometryKind
 from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
@@ -216,7 +216,7 @@ def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]
     if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
         raise refusal(
             f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]",
-            "write [bbox_2d] or [bbox_2d, poly]",
+            "write bbox_2d, with poly and point_2d beside it or not",
         )
     return kinds
 
@@ -369,9 +369,9 @@ class RolloutMatchingSection(Section):
         ]
         | None
     ) = None
-    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, both
-    for the others. A ground truth of another kind is a bad row; a predicted one is dropped and
-    counted."""
+    """Kinds of shapes that are taught and read: bbox_2d, poly, point_2d; null: bbox_2d alone for
+    stage2_two_channel, and poly too for the others where `data.answer_format` can write it. A
+    ground truth of another kind is a bad row; a predicted one is dropped and counted."""
     candidate_top_k: PositiveInt = 10
     """Ground truths that are compared with each prediction by mask IoU."""
     maskiou_gate: Fraction01 = 0.3
@@ -385,6 +385,9 @@ class RolloutMatchingSection(Section):
     """Cost of an unmatched prediction, where a pair costs 1 - mask IoU."""
     fn_cost: NonNegativeFloat = 1.0
     """Cost of an unmatched ground truth."""
+    point_tolerance: PositiveFloat = POINT_TOLERANCE
+    """Distance of two points, in bins, that counts as a mask IoU of 0.5 wherever pairs are made, in
+    the matching and in reports: none is 1, twice this is 0. Without points it has no effect."""
     ot_cost: Literal["l1", "l2"] = "l2"
     """Distance of points, in bins, that the transport of a polygon to its match minimises."""
     ot_epsilon: PositiveFloat = 10.0

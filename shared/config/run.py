@@ -27,7 +27,7 @@ from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.grounding.formats import AnswerFormat, answer_format
 from shared.prompts import DEFAULT_USER_PROMPT
-from shared.records import GeometryKind
+from shared.records import DEFAULT_GEOMETRY, GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
 """In nats. bfloat16 rounds logits between 16 and 32, where those of trained models lie, to an
@@ -86,7 +86,7 @@ class RunConfig(Section):
         """Kinds of shapes that are taught and read (decision 8)."""
         kinds = self.rollout_matching.geometry
         if kinds is None:
-            return self.algorithm.geometry & self.answer_format.geometry
+            return self.algorithm.geometry & self.answer_format.geometry & DEFAULT_GEOMETRY
         return frozenset(kinds)
 
     @property

@@ -24,7 +24,14 @@ from typing import Any, overload
 import numpy as np
 
 from shared.errors import RecordError
-from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample, load_record
+from shared.records import (
+    DEFAULT_GEOMETRY,
+    GeometryKind,
+    ImageFacts,
+    ImageSize,
+    Sample,
+    load_record,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class RowRules:
 
     sort_objects: bool
     check_images: bool
-    geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+    geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY
     source: str | None = None
 
     def sample(

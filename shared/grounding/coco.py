@@ -24,7 +24,7 @@ class ScoredObject:
 
     kind: GeometryKind
     bins: tuple[int, ...]
-    """Integers 0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
+    """Integers 0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
     desc: str
     score: float
     """Confidence: any finite number; greater is surer."""
@@ -44,12 +44,14 @@ class ImagePredictions:
 
 @dataclass(frozen=True, slots=True)
 class CocoResults:
-    """The content of a COCO results file, and the names that could not go into it."""
+    """The content of a COCO results file, and what could not go into it."""
 
     results: list[dict[str, Any]]
     """One `{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in order."""
     unknown_names: Mapping[str, int]
     """Objects left out because no category has their name, counted by name."""
+    num_points: int = 0
+    """Points left out: COCO's detections are boxes and masks."""
 
 
 def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
@@ -118,7 +120,7 @@ def number_categories(names: Iterable[str]) -> dict[str, int]:
 def samples_to_coco(
     samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return a COCO data set of the samples' ground truth, one image per sample.
+    """Return a COCO data set of the samples' ground truth without points, one image per sample.
 
     `image_ids` are one per sample; annotations are numbered from 1. Raises KeyError for an object
     whose name is not in `category_ids`.
@@ -127,6 +129,8 @@ def samples_to_coco(
     for image_id, sample in zip(image_ids, samples, strict=True):
         size = (sample.width, sample.height)
         for truth in sample.objects:
+            if truth.kind is GeometryKind.POINT:
+                continue
             annotations.append(
                 {
                     "id": len(annotations) + 1,
@@ -155,8 +159,12 @@ def predictions_to_coco(
     """Return COCO results of predictions; `category_ids` maps the names of objects to ids."""
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
+    num_points = 0
     for image in predictions:
         for found in image.objects:
+            if found.kind is GeometryKind.POINT:
+                num_points += 1
+                continue
             if found.desc not in category_ids:
                 unknown[found.desc] += 1
                 continue
@@ -169,4 +177,4 @@ def predictions_to_coco(
                     "score": found.score,
                 }
             )
-    return CocoResults(results, dict(unknown))
+    return CocoResults(results, dict(unknown), num_points)

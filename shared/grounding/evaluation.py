@@ -2,6 +2,7 @@
 
 IoU belongs here and to no training-time number (spec: training-time counters). Boxes overlap by
 their exact areas in norm1000, polygons by the mask IoU of the matching on its default canvas.
+Points overlap with points alone, by their distance (`point_overlap`), which is an IoU here.
 
 Shape legend: P predictions, G ground truths.
 """
@@ -17,9 +18,9 @@ import numpy as np
 
 from shared.grounding.coco import ScoredObject
 from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
-from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou
+from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou, point_overlap
 from shared.grounding.objects import DropReason
-from shared.records import GeometryKind, Sample
+from shared.records import POINT_TOLERANCE, GeometryKind, Sample
 from shared.rollouts import FinishReason
 
 
@@ -162,9 +163,20 @@ class DetectionSummary:
     """F1 of each scene at the first threshold, of any class; 1 for nothing found of nothing."""
 
 
-def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> DetectionSummary:
-    """Summarise the scenes at these thresholds, which rise; at least one."""
-    any_class = [_Overlaps(scene, _iou(scene.objects, scene.sample.objects)) for scene in scenes]
+def summarise(
+    scenes: Sequence[Scene],
+    iou_thresholds: Sequence[float],
+    *,
+    point_tolerance: float = POINT_TOLERANCE,
+) -> DetectionSummary:
+    """Summarise the scenes at these thresholds, which rise; at least one.
+
+    `point_tolerance`: the distance of two points, in bins, that is an overlap of 0.5.
+    """
+    any_class = [
+        _Overlaps(scene, _iou(scene.objects, scene.sample.objects, point_tolerance))
+        for scene in scenes
+    ]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
     first = iou_thresholds[0]
     f1 = []
@@ -193,14 +205,18 @@ def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
 
 
 def pair_objects(
-    predictions: Sequence[Shape], ground_truth: Sequence[Shape], *, iou_threshold: float
+    predictions: Sequence[Shape],
+    ground_truth: Sequence[Shape],
+    *,
+    iou_threshold: float,
+    point_tolerance: float = POINT_TOLERANCE,
 ) -> list[Pair]:
     """Pair predictions with ground truth, whatever their class.
 
     Greedily, in order of falling IoU, ties by prediction and then by ground truth. A pair has at
     least `iou_threshold`, which must be above 0, and both of its objects were free before it.
     """
-    return _greedy_pairs(_iou(predictions, ground_truth), iou_threshold)
+    return _greedy_pairs(_iou(predictions, ground_truth, point_tolerance), iou_threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +278,9 @@ def _class_table(
     }
 
 
-def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndarray:
+def _iou(
+    predictions: Sequence[Shape], ground_truth: Sequence[Shape], point_tolerance: float
+) -> np.ndarray:
     """Return the overlap of every pair: float64 [P, G]."""
     if not predictions or not ground_truth:
         return np.zeros((len(predictions), len(ground_truth)))
@@ -273,6 +291,18 @@ def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndar
     for i, j in np.argwhere(iou_PG > 0).tolist():
         if GeometryKind.POLY in (predictions[i].kind, ground_truth[j].kind):
             iou_PG[i, j] = mask_iou(predictions[i], ground_truth[j])
+    found, truth = (
+        [i for i, shape in enumerate(shapes) if shape.kind is GeometryKind.POINT]
+        for shapes in (predictions, ground_truth)
+    )
+    iou_PG[found] = 0.0
+    iou_PG[:, truth] = 0.0
+    if found and truth:
+        iou_PG[np.ix_(found, truth)] = point_overlap(
+            np.array([predictions[i].bins for i in found]),
+            np.array([ground_truth[j].bins for j in truth]),
+            point_tolerance,
+        )
     return iou_PG
 
 

@@ -188,7 +188,10 @@ def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, .
 
 
 def vertices(shape: Shape) -> list[Point]:
-    """Return the ring of a shape, clamped to 0..999; a box clockwise from (x1, y1)."""
+    """Return the ring of a shape, clamped to 0..999; a box clockwise from (x1, y1).
+
+    That of a point is itself.
+    """
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
 
@@ -205,6 +208,16 @@ def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
     Identical boxes have 1, also without area.
     """
     return _paired_box_iou(a_P4[:, None], b_G4[None])
+
+
+def point_overlap(a_P2: np.ndarray, b_G2: np.ndarray, tolerance: float) -> np.ndarray:
+    """Return how near points are to each other, 0..1: [P, 2] and [G, 2] bins to float64 [P, G].
+
+    It falls with their distance: 1 at the same place, 0.5 at `tolerance` bins, 0 from twice that
+    on. So the thresholds that are for IoU are for it too.
+    """
+    distance_PG = np.linalg.norm(a_P2[:, None] - b_G2[None], axis=-1)
+    return np.maximum(0.0, 1.0 - distance_PG / (2 * tolerance))
 
 
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
@@ -375,7 +388,7 @@ def _box_area(boxes: np.ndarray) -> np.ndarray:
 
 def _ring(shape: Shape) -> Sequence[int]:
     """Return x, y, ... as written; of a box its corners in the order of `vertices`."""
-    if shape.kind is GeometryKind.POLY:
+    if shape.kind is not GeometryKind.BBOX:
         return shape.bins
     x1, y1, x2, y2 = shape.bins
     return x1, y1, x2, y1, x2, y2, x1, y2

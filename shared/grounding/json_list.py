@@ -1,6 +1,6 @@
-"""Qwen's own answers: a JSON list of boxes in digits (`qwen3_vl`, `qwen2_5_vl`).
+"""Qwen's own answers: a JSON list of boxes and points in digits (`qwen3_vl`, `qwen2_5_vl`).
 
-    [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"bbox_2d": [...], "label": "dog"}]
+    [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"point_2d": [150, 210], "label": "ear"}]
 
 Coordinates of Qwen3-VL are thousandths of the picture's sides, 0..1000, and are read as the bins of
 norm1000 (0..999) that they are; 1000, the far border, is bin 999. Those of Qwen2.5-VL are pixels of
@@ -31,11 +31,12 @@ from shared.grounding.scanner import (
 )
 from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText, escaped
 from shared.grounding.validation import (
-    Fields,
     Leaf,
     Response,
     ValidValue,
     Value,
+    find_wrong_keys,
+    fits,
     is_box,
     is_utf8,
     read_fields,
@@ -52,7 +53,6 @@ _NUMBER = re.compile(rb"0|[1-9][0-9]{0,5}")
 _DESC_KEY = "label"
 _MOST = 1000
 _MAX_BIN = NUM_BINS - 1
-_NUM_BOX_COORDS = 4
 _START = b"start"
 """The list's own opening, among the symbols of its top level."""
 
@@ -140,7 +140,7 @@ class BoxList:
     coord_tokens = ()
     markup_tokens = ()
     names_each_object = True
-    geometry = frozenset({GeometryKind.BBOX})
+    geometry = frozenset({GeometryKind.BBOX, GeometryKind.POINT})
     user_prompt = LIST_USER_PROMPT
 
     def for_pictures(self, resize: PictureResize) -> BoxList:
@@ -167,7 +167,7 @@ class BoxList:
         entry: Entry,
         response: Response,
         ends: Sequence[int],
-        geometry: frozenset[GeometryKind],  # noqa: ARG002 (boxes are always wanted)
+        geometry: frozenset[GeometryKind],
     ) -> ValidValue | DropReason:
         assert entry.value is not None
         start = entry.value[0]
@@ -175,7 +175,8 @@ class BoxList:
         members = read_fields(raw, {}) if entry.separated and is_utf8(raw) else None
         if members is None:
             return DropReason.MALFORMED
-        reason = _validate_keys(members)
+        known = geometry & self.geometry
+        reason = find_wrong_keys(members, _DESC_KEY, known)
         if reason is not None:
             return reason
         leaf = next((value for key, value in members.fields if key == _DESC_KEY), None)
@@ -184,18 +185,19 @@ class BoxList:
         desc = unescape(raw[leaf.start : leaf.end])
         if not desc.strip():
             return DropReason.MISSING_DESC
-        shapes = [value for key, value in members.fields if key == GeometryKind.BBOX]
-        arrays = [value for value in shapes if isinstance(value, list)]
+        shapes = [(key, value) for key, value in members.fields if key in known]
+        arrays = [value for _, value in shapes if isinstance(value, list)]
         if not arrays:
             return DropReason.MISSING_GEOM
         spans, *others = [self._number_spans(array, raw) for array in arrays]
         if spans is None or None in others:
             return DropReason.NON_COORD_TOKEN
-        if len(shapes) > 1 or len(spans) != _NUM_BOX_COORDS:
+        kind = GeometryKind(shapes[0][0])
+        if len(shapes) > 1 or not fits(kind, len(spans)):
             return DropReason.WRONG_ARITY
         numbers = (int(raw[slice(*span)]) for span in spans)
         bins = tuple(self._bin(number, i) for i, number in enumerate(numbers))
-        if not is_box(bins):
+        if kind is GeometryKind.BBOX and not is_box(bins):
             return DropReason.BBOX_INVALID
         coord_spans = tuple((start + first, start + stop) for first, stop in spans)
         # A token may hold the ends of two numbers; it is one position all the same.
@@ -205,7 +207,7 @@ class BoxList:
             for position in range(bisect_right(ends, first), bisect_left(ends, stop) + 1)
         )
         desc_span = (start + leaf.start, start + leaf.end)
-        return ValidValue(GeometryKind.BBOX, desc, desc_span, tuple(positions), bins, coord_spans)
+        return ValidValue(kind, desc, desc_span, tuple(positions), bins, coord_spans)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         if not self.in_pixels:
@@ -279,9 +281,9 @@ class BoxList:
         text = SpannedText(opening)
         layouts: list[ObjectLayout] = []
         for object_ in objects:
-            assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+            assert object_.kind in self.geometry, "samples were checked against the geometry"
             text.add(", " if layouts else "")
-            start, _ = text.add('{"bbox_2d": [')
+            start, _ = text.add(f'{{"{object_.kind}": [')
             coords: list[tuple[int, int]] = []
             for number in self.digits(object_.bins):
                 text.add(", " if coords else "")
@@ -292,14 +294,3 @@ class BoxList:
             layouts.append(ObjectLayout((start, end), desc, tuple(coords)))
         end_of_list = text.add(closing)
         return SerializedText(text.joined(), tuple(layouts), end_of_list)
-
-
-def _validate_keys(members: Fields) -> DropReason | None:
-    """Find `key_invalid` and `unknown_geom`, as of entries with coord tokens."""
-    keys = [key for key, _ in members.fields]
-    known = (_DESC_KEY, GeometryKind.BBOX)
-    unknown = [value for key, value in members.fields if key not in known]
-    lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
-    if members.nested or keys.count(_DESC_KEY) > 1 or (unknown and not lone_array):
-        return DropReason.KEY_INVALID
-    return DropReason.UNKNOWN_GEOM if unknown else None

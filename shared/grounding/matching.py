@@ -1,5 +1,7 @@
 """The match of predictions with ground truth: Hungarian by maskIoU of any class (decision 34).
 
+Points are matched with points alone, by their distance.
+
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
 
@@ -12,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from shared.grounding.geometry import Rasters, box_iou
+from shared.grounding.geometry import Rasters, Shape, box_iou, point_overlap
 from shared.grounding.objects import ParsedObject
-from shared.records import GroundTruthObject
+from shared.records import POINT_TOLERANCE, GeometryKind, GroundTruthObject
 
 
 class MatchedPair(NamedTuple):
     prediction: int
     ground_truth: int
     iou: float
-    """maskIoU."""
+    """maskIoU; of points their overlap by distance (`point_overlap`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +51,40 @@ def match_objects(
     maskiou_resolution: int = 256,
     fp_cost: float = 1.0,
     fn_cost: float = 1.0,
+    point_tolerance: float = POINT_TOLERANCE,
 ) -> MatchResult:
     """Find the assignment of least cost.
 
     A pair costs `1 - maskIoU`, a prediction alone `fp_cost`, a ground truth alone `fn_cost`. Only
     the `candidate_top_k` nearest ground truths of each prediction are compared, and only pairs with
-    a maskIoU of at least `maskiou_gate` are possible. Raises ValueError for a top k under 1.
+    a maskIoU of at least `maskiou_gate` are possible. Of two points `point_overlap`, which is 0.5
+    at a distance of `point_tolerance` bins, takes the place of the maskIoU; a point and another
+    shape are no pair. Raises ValueError for a top k under 1.
     """
     if candidate_top_k < 1:
         raise ValueError(f"candidate_top_k is {candidate_top_k}; set at least 1")
     num_predictions = len(predictions)
     num_ground_truth = len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
-    if iou_PG.size:
-        rasters = Rasters.of([*predictions, *ground_truth], maskiou_resolution)
-        predictions_P = np.arange(num_predictions)
-        candidates_PK = candidates(
-            rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k
-        )
-        iou_PG[predictions_P[:, None], candidates_PK] = rasters.mask_iou(
-            predictions_P, num_predictions + candidates_PK
-        )
+    for are_points in (False, True):
+        found_P = _indices(predictions, are_points)
+        truth_G = _indices(ground_truth, are_points)
+        if not len(found_P) or not len(truth_G):
+            continue
+        shapes = [predictions[i] for i in found_P], [ground_truth[j] for j in truth_G]
+        if are_points:
+            found_P2, truth_G2 = (np.array([one.bins for one in points]) for points in shapes)
+            overlap_PG = point_overlap(found_P2, truth_G2, point_tolerance)
+            nearest_PK = candidates(np.tile(found_P2, 2), np.tile(truth_G2, 2), candidate_top_k)
+            overlap_PK = np.take_along_axis(overlap_PG, nearest_PK, axis=1)
+        else:
+            rasters = Rasters.of([*shapes[0], *shapes[1]], maskiou_resolution)
+            first = len(found_P)  # ground truth
+            nearest_PK = candidates(
+                rasters.boxes_N4[:first], rasters.boxes_N4[first:], candidate_top_k
+            )
+            overlap_PK = rasters.mask_iou(np.arange(first), first + nearest_PK)
+        iou_PG[found_P[:, None], truth_G[nearest_PK]] = overlap_PK
     feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
 
     cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
@@ -88,6 +103,11 @@ def match_objects(
         unmatched_ground_truth=_others(num_ground_truth, [pair.ground_truth for pair in pairs]),
         gating_rejections=int((iou_PG < maskiou_gate).sum()),
     )
+
+
+def _indices(shapes: Sequence[Shape], are_points: bool) -> np.ndarray:
+    """Return which of the shapes are points, or which are not: int [n]."""
+    return np.flatnonzero([(one.kind is GeometryKind.POINT) == are_points for one in shapes])
 
 
 def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:

@@ -47,7 +47,7 @@ class ParsedObject:
     desc: str
     """Unescaped, as written: not stripped."""
     bins: tuple[int, ...]
-    """0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
+    """0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
     coord_positions: tuple[int, ...]
     """Tokens that write the bins, ascending: one per entry of `bins`, or more of digits."""
     span: tuple[int, int]

@@ -17,7 +17,7 @@ from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.grounding.scanner import Container, Entry
 from shared.grounding.validation import Response
-from shared.records import ALL_GEOMETRY, GeometryKind
+from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 
 
@@ -35,7 +35,7 @@ def parse_rollout(
     token_ids: Sequence[int],
     codec: TokenCodec,
     *,
-    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
     """Read the valid objects of a response and the prefix to append to, in linear time.
@@ -101,7 +101,7 @@ def trim_prefix(
     num_objects: int,
     codec: TokenCodec,
     *,
-    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
     """Cut the prefix behind its first `num_objects` objects, with everything that follows them.

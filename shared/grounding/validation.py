@@ -22,7 +22,7 @@ from shared.grounding.scanner import (
     unescape,
 )
 from shared.model_families import END_OF_TURN
-from shared.records import ALL_GEOMETRY, GeometryKind
+from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 
 _LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
@@ -158,6 +158,7 @@ def _close(
 
 
 _NUM_BOX_COORDS = 4
+_NUM_POINT_COORDS = 2
 _MIN_POLY_COORDS = 6
 
 
@@ -182,7 +183,7 @@ def validate_entry(
         geometry: the kinds that are wanted.
     """
     value = None if entry.plain is None else _plain_value(entry.plain, response)
-    found = value or _validate_members(entry, response)
+    found = value or _validate_members(entry, response, geometry | DEFAULT_GEOMETRY)
     if isinstance(found, ValidValue) and found.kind not in geometry:
         return DropReason.POLY_UNSUPPORTED
     return found
@@ -206,15 +207,17 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
     return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
 
 
-def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReason:
-    """Validate any entry, of whatever kind."""
+def _validate_members(
+    entry: Entry, response: Response, known: frozenset[GeometryKind]
+) -> ValidValue | DropReason:
+    """Validate any entry, of whatever kind that has a known key."""
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
     members = read_fields(raw, response.coord_spans(entry.value)) if is_utf8(raw) else None
     if members is None:
         return DropReason.MALFORMED
-    reason = _validate_keys(members)
+    reason = find_wrong_keys(members, "desc", known)
     if reason is not None:
         return reason
 
@@ -226,7 +229,7 @@ def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReas
     desc = unescape(response.text[slice(*desc_span)])
     if not desc.strip():
         return DropReason.MISSING_DESC
-    shapes = [(key, value) for key, value in members.fields if key in ALL_GEOMETRY]
+    shapes = [(key, value) for key, value in members.fields if key in known]
     arrays = [value for _, value in shapes if isinstance(value, list)]
     if not arrays:
         return DropReason.MISSING_GEOM
@@ -243,13 +246,20 @@ def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReas
     return ValidValue(kind, desc, desc_span, positions, tuple(bins))
 
 
-def _validate_keys(members: Fields) -> DropReason | None:
-    """Find `key_invalid` and `unknown_geom`, which depend on keys and kinds of values alone."""
+def find_wrong_keys(
+    members: Fields, desc_key: str, known: frozenset[GeometryKind]
+) -> DropReason | None:
+    """Find `key_invalid` and `unknown_geom`, which depend on keys and kinds of values alone.
+
+    Args:
+        desc_key: the key of the name.
+        known: kinds of shapes whose keys belong there.
+    """
     keys = [key for key, _ in members.fields]
-    unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]
+    unknown = [value for key, value in members.fields if key != desc_key and key not in known]
     lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
-    two_geometries = ALL_GEOMETRY.issubset(keys)
-    if members.nested or keys.count("desc") > 1 or two_geometries or (unknown and not lone_array):
+    two_geometries = len(known.intersection(keys)) > 1
+    if members.nested or keys.count(desc_key) > 1 or two_geometries or (unknown and not lone_array):
         return DropReason.KEY_INVALID
     return DropReason.UNKNOWN_GEOM if unknown else None
 
@@ -278,6 +288,8 @@ def fits(kind: GeometryKind, num_coords: int) -> bool:
     """Tell whether a shape of this kind can have so many coordinates."""
     if kind is GeometryKind.BBOX:
         return num_coords == _NUM_BOX_COORDS
+    if kind is GeometryKind.POINT:
+        return num_coords == _NUM_POINT_COORDS
     return num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
 
 

@@ -417,6 +417,12 @@ def test_an_image_that_browsers_cannot_show_becomes_a_png(image_format, orientat
     [
         ("bbox_2d", (0, 0, 999, 999), "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"),
         ("poly", (0, 999, 999, 999, 500, 0), "0.50,31.50 63.50,31.50 32.03,0.50"),
+        # A cross, whose arms are in proportion to the image.
+        (
+            "point_2d",
+            (0, 999),
+            "-0.57,31.50 1.57,31.50 0.50,31.50 0.50,30.43 0.50,32.57 0.50,31.50",
+        ),
     ],
 )
 def test_shapes_lie_at_the_pixels_their_bins_mean(kind, bins, points):

@@ -36,7 +36,7 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 LIST = FORMATS["qwen3_vl"]
 RULES = TargetSettings(
-    geometry=frozenset({GeometryKind.BBOX}),
+    geometry=frozenset({GeometryKind.BBOX, GeometryKind.POINT}),
     answer_format=LIST,
     matching=MatchSettings(
         candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
@@ -130,6 +130,20 @@ def test_what_is_missing_is_appended_in_digits_behind_the_kept_answer(codec):
     none = target_of(f"[{entry('six', 700, 0, 900, 100)}]", codec)
     assert digits_of(with_role(none, codec, TokenRole.DIGITS)) == "100100300300500500800900"
     assert "700" in digits_of(with_role(none, codec, TokenRole.NEUTRAL))
+
+
+def test_the_digits_of_a_point_are_taught_as_those_of_a_box(codec):
+    eye = GroundTruthObject(GeometryKind.POINT, (100, 200), "eye")
+    written = '{"point_2d": [%d, %d], "label": "eye"}'
+    target = target_of(f"[{written % (110, 200)}, {written % (400, 400)}]", codec, (eye, TWO))
+    assert [pair[:2] for pair in target.reading.supervised] == [(0, 0)]
+    digits = digits_of(with_role(target, codec, TokenRole.DIGITS))
+    assert digits == "1" + "200" + "500500800900"
+    (override,) = target.label_overrides
+    assert codec.piece_bytes(override.token_id).startswith(b"0")
+    assert text_of(codec, target.token_ids[:-1]).endswith(f", {entry('two', *TWO.bins)}]")
+    whole = ground_truth_target(Sample("scene", (), 96, 96, (eye,)), codec, RULES)
+    assert text_of(codec, whole.token_ids[:-1]) == f"[{written % eye.bins}]"
 
 
 def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instead():

@@ -4,6 +4,7 @@ decisions 6, 7, 10 and 24).
 
 import base64
 import hashlib
+import json
 import re
 from dataclasses import replace
 
@@ -181,6 +182,46 @@ def test_one_file_in_a_list_is_learned_as_its_path_alone(config, demo_data):
     assert same(weights, other)
     assert plain.metrics["loss/total"] == listed.metrics["loss/total"]
     assert not any(name.startswith("source/") for name in plain.metrics)
+
+
+def test_points_are_learned_on_both_channels_beside_boxes(config, demo_data, tmp_path):
+    """Those of odd rows; `bbox_geo` passes over them."""
+    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["images"] = [str(demo_data / image) for image in row["images"]]
+        for one in row["objects"]:
+            if number % 2:
+                one["point_2d"] = one.pop("bbox_2d")[:2]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pipeline = config().rollout_matching.pipeline.model_dump()
+    terms = {"smoothl1_weight": 1.0, "ciou_weight": 1.0}
+    geo = {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["A", "B"]}
+    pipeline["objective"] = [*pipeline["objective"], geo | {"config": terms}]
+    settings = config(
+        data__train=str(tmp_path / "train.jsonl"),
+        rollout_matching__pipeline=pipeline,
+        rollout_matching__geometry=["bbox_2d", "point_2d"],
+    )
+    schedule = RunSchedule(settings)
+    learner = make_learner(settings)
+    learner.next_requests(schedule.plan(0))
+    reports = [finish_step(learner)]
+    learner.publisher.version = 1
+    rollouts = half_right(learner, schedule.plan(1))
+    learner.accumulate([replace(rollout, weight_version=1) for rollout in rollouts])
+    reports.append(finish_step(learner))
+    for number, report in enumerate(reports, 1):
+        terms = [
+            report.metrics[f"loss/{term}"] for term in ("total", "bbox_geo", "coord_reg.soft_ce")
+        ]
+        assert all(0 < term < float("inf") for term in terms)
+        lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", number))
+        for line in lines:
+            num_slots = sum(len(one["bins"]) for one in line["ground_truth"])
+            assert len(line["target"]["coord_positions"]) == num_slots
+    found = [one["kind"] for line in lines for one in line["reading"]["objects"]]
+    assert set(found) == {"bbox_2d", "point_2d"}
+    assert reports[1].metrics["rollout/num_matched"] == len(found)
 
 
 AUGMENT = {"flip": 0.5, "crop": 0.6, "scale": [0.6, 1.2], "colour": 0.3, "min_visible": 0.5}

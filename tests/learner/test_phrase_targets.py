@@ -131,7 +131,7 @@ def test_trim_and_separators_act_on_phrases_too(codec):
 def test_what_a_phrase_cannot_do_is_refused_by_name(tmp_path):
     changes = {
         "data__answer_format": "rex_omni",
-        "rollout_matching__geometry": ["bbox_2d", "poly"],
+        "rollout_matching__geometry": ["bbox_2d", "poly", "point_2d"],
         "rollout_matching__repeat_terminate": {"enabled": True, "max_object_keys": 9},
         "custom__object_field_order": "geometry_first",
     }
@@ -143,6 +143,7 @@ def test_what_a_phrase_cannot_do_is_refused_by_name(tmp_path):
     for problem in (
         "objective[0].config.matched_desc_weight: in data.answer_format rex_omni one phrase names",
         "rollout_matching.geometry: poly cannot be written in data.answer_format rex_omni",
+        "rollout_matching.geometry: point_2d cannot be written in data.answer_format rex_omni",
         "max_object_keys: 9 counts keys object_n, which data.answer_format rex_omni has none of",
         "custom.object_field_order: geometry_first has no effect in data.answer_format rex_omni",
     ):

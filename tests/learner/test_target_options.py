@@ -352,7 +352,7 @@ def test_of_damaged_answers_only_what_an_option_is_for_changes(codec, name):
     counts = np.zeros(3, dtype=int)
     for _ in range(200):
         ids = damage.response()
-        parsed = parse_rollout(ids, codec)
+        parsed = parse_rollout(ids, codec, geometry=ALL_GEOMETRY)
         # Its own objects in part, under other names, so that there are matches.
         truth = random_objects(generator, 1, ALL_GEOMETRY)
         truth += [
@@ -365,7 +365,7 @@ def test_of_damaged_answers_only_what_an_option_is_for_changes(codec, name):
         reading = target.reading
         kept = reading.kept
         number = len(kept.objects)
-        assert kept.objects == trim_prefix(parsed, number, codec).objects
+        assert kept.objects == trim_prefix(parsed, number, codec, geometry=ALL_GEOMETRY).objects
         assert [one.value for one in kept.objects] == [one.value for one in parsed.objects[:number]]
         assert kept.dropped == parsed.dropped[: len(kept.dropped)]
         assert parsed.prefix_text.startswith(kept.prefix_text)

@@ -314,6 +314,37 @@ def test_polygons_are_appended_as_nested_pairs_and_every_coordinate_is_a_slot(co
         assert target.box_slots == (0,)
 
 
+def test_points_are_matched_appended_and_taught_by_two_slots_each(codec):
+    """Within the gate of 0.3 is what is nearer than 70 bins."""
+    near, far = (
+        GroundTruthObject(GeometryKind.POINT, (100, 100), "eye"),
+        GroundTruthObject(GeometryKind.POINT, (800, 100), "ear"),
+    )
+    objects = (near, far, SEVEN)
+    taught = ground_truth_target(replace(SAMPLE, objects=objects), codec, BOTH_KINDS)
+    assert '"point_2d": ["<|coord_100|>", "<|coord_100|>"]}' in text_of(taught.token_ids, codec)
+    assert taught.coord_targets == (*near.bins, *far.bins, *SEVEN.bins)
+    assert slots_of(taught, codec) == list(taught.coord_targets)
+    assert taught.box_slots == (4,), "a point is no box"
+    wrong = entry(2, "ear", (800, 175), "point_2d")
+    kept = "{" + entry(1, "eye", (130, 140), "point_2d") + ", " + wrong
+    target = target_of(kept + "}", codec, objects, BOTH_KINDS)
+    assert pairs_of(target.reading.supervised) == [(0, 0)]
+    assert target.reading.supervised[0].iou == 0.5
+    assert target.reading.appended == (1, 2)
+    assert target.reading.match.gating_rejections == 3
+    appended = ", " + entry(3, "ear", far.bins, "point_2d") + ", " + entry(4, "seven", SEVEN.bins)
+    assert text_of(target.token_ids[:-1], codec) == kept + appended + "}"
+    assert slots_of(target, codec) == [130, 140, *far.bins, *SEVEN.bins]
+    assert target.coord_targets == (*near.bins, *far.bins, *SEVEN.bins)
+    assert target.box_slots == (4,)
+    neutral = "".join(roles_text(target, codec, TokenRole.NEUTRAL))
+    assert '"ear", "point_2d": ["<|coord_800|>", "<|coord_175|>"]' in neutral
+    structure = "".join(roles_text(target, codec, TokenRole.MATCHED_STRUCTURE))
+    assert structure.replace(" ", "") == '":{"desc":"","point_2d":["",""]'
+    assert roles_text(target, codec, TokenRole.DESC) == ["ear", "seven"]
+
+
 def test_predicted_polygons_are_dropped_with_a_reason(codec):
     target = target_of("{" + entry(1, "seven", (1, 1, 9, 1, 9, 9), "poly") + "}", codec)
     assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["poly_unsupported"]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from shared.errors import RecordError
-from shared.records import GeometryKind, GroundTruthObject, load_record
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, load_record
 
 BOX = {"bbox_2d": [1, 2, 3, 4], "desc": "cat"}
 BBOX = GeometryKind.BBOX
@@ -115,6 +115,11 @@ def test_without_any_id_it_is_a_digest_of_the_row() -> None:
             for bins in ("1, 2, 3, 4", [1, 2, 3], [1, 2, 3, 4, 5], [3, 2, 1, 4], [1, 4, 3, 2])
         ),
         (row(objects=[BOX, poly([1, 2], [3, 4], [5, 6])]), "objects[1].poly"),
+        (row(objects=[BOX | {"point_2d": [1, 2]}]), "objects[0]"),
+        *(
+            (row(objects=[{"desc": "ear", "point_2d": bins}]), "objects[0].point_2d")
+            for bins in ([1], [1, 2, 3, 4], [1, 1000], [[1, 2]], 5)
+        ),
     ],
 )
 def test_a_bad_row_is_refused_by_the_name_of_its_field(mapping: Any, field: str) -> None:
@@ -145,6 +150,12 @@ def test_a_polygon_has_at_least_three_points_and_an_even_number_of_values(num_va
 def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_row() -> None:
     mapping = row(objects=[BOX | {"bbox_2d": [1, 90, 3, 99]}, poly(1, 2, 3, 4, 5, 6)])
     assert len(load(mapping, geometry=frozenset(GeometryKind)).objects) == 2
+    point = {"desc": "ear", "point_2d": [1, "<|coord_2|>"]}
+    (loaded_point,) = loaded(point, geometry=ALL_GEOMETRY)
+    assert loaded_point == GroundTruthObject(GeometryKind.POINT, (1, 2), "ear")
+    error = refusal(row(objects=[point]))
+    assert error.field == "objects[0].point_2d"
+    assert error.remedy.startswith("write rollout_matching.geometry: [bbox_2d, point_2d], with a")
     error = refusal(mapping, geometry=frozenset({BBOX}))
     assert error.field == "objects[1].poly"
     assert error.remedy.startswith("write it as bbox_2d (`launch.coco import geometry=bbox`")
@@ -153,6 +164,7 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
 UNSORTED = [
     {"bbox_2d": [5, 50, 60, 60], "desc": "c"},
     {"bbox_2d": [9, 10, 20, 20], "desc": "b"},
+    {"point_2d": [8, 50], "desc": "d"},
     poly(30, 90, 4, 40, 2, 10, desc="a"),
 ]
 # A polygon is where its least y and its least x are, whatever vertex has them.
@@ -168,18 +180,18 @@ EQUAL = [BOX | {"desc": name} for name in "zay"]
 @pytest.mark.parametrize(
     ("objects", "expected"),
     [
-        (UNSORTED, ["a", "b", "c"]),
+        (UNSORTED, ["a", "b", "c", "d"]),
         (AROUND_A_BOX, ["above", "left", "box", "right"]),
         (EQUAL, ["z", "a", "y"]),
     ],
 )
 def test_objects_are_brought_into_reading_order_or_have_to_be_in_it(objects, expected) -> None:
-    ordered = loaded(*objects)
+    ordered = loaded(*objects, geometry=ALL_GEOMETRY)
     assert [object_.desc for object_ in ordered] == expected
     written = sorted(objects, key=lambda object_: expected.index(object_["desc"]))
-    assert loaded(*written, sort_objects=False) == ordered
+    assert loaded(*written, geometry=ALL_GEOMETRY, sort_objects=False) == ordered
     if written != objects:
-        error = refusal(row(objects=objects), sort_objects=False)
+        error = refusal(row(objects=objects), geometry=ALL_GEOMETRY, sort_objects=False)
         assert error.field == "objects[1]"
         assert "sort" in error.remedy
 

@@ -24,7 +24,7 @@ from shared.grounding.scores import Criterion, num_found
 from shared.grounding.serialize import serialize_objects
 from shared.model_families import END_OF_TURN
 from shared.prompts import DEFAULT_USER_PROMPT, Prompts, detection_messages
-from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
+from shared.records import DEFAULT_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, parse_coord_token
 
 _NUM_BYTES = 256
@@ -65,7 +65,7 @@ def load_environment(
     Raises:
         RecordError: a file or an image is not as it should be; it names the line.
     """
-    geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
+    geometry = DEFAULT_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompts = Prompts((user_prompt,), system_prompt)
 
     def rows(path: str) -> _SampleRows:
@@ -163,7 +163,7 @@ def _compare(
     )
 
 
-def parse_text(text: str, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
+def parse_text(text: str, *, geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY) -> ParsedRollout:
     """Parse an answer of which only the text is known. Its tokens are those of `TextCodec`."""
     codec = TextCodec()
     return parse_rollout(codec.encode(text), codec, geometry=geometry)

@@ -192,11 +192,11 @@ def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Channel-B v1 matches boxes only (decision 8)."""
+    """Channel-B v1 matches no polygons (decision 8)."""
     if run.geometry - run.algorithm.geometry:
         yield Problem(
             "rollout_matching.geometry",
-            f"poly is not in {run.custom.trainer_variant}, which matches boxes only",
+            f"poly is not in {run.custom.trainer_variant}, which matches boxes and points only",
             f"remove poly, or set custom.trainer_variant: {TrainerVariant.STAGE2_ROLLOUT_ALIGNED}",
         )
 
@@ -230,11 +230,11 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
                     " truths may have several names",
                     "set it to 0, or set data.answer_format: coord_tokens",
                 )
-    if run.geometry - run.answer_format.geometry:
+    for kind in sorted(run.geometry - run.answer_format.geometry):
         yield Problem(
             "rollout_matching.geometry",
-            f"poly cannot be written in data.answer_format {name}",
-            "remove poly, or set data.answer_format: coord_tokens",
+            f"{kind} cannot be written in data.answer_format {name}",
+            f"remove {kind}, or set data.answer_format: coord_tokens",
         )
     if run.custom.object_field_order == "geometry_first":
         yield Problem(
@@ -316,7 +316,8 @@ def options_act(run: RunConfig) -> Iterator[Problem]:
     if section.ot_epsilon_cap is not None and GeometryKind.POLY not in run.geometry:
         yield Problem(
             "rollout_matching.ot_epsilon_cap",
-            f"{section.ot_epsilon_cap:g} has no effect on boxes, which {variant} learns alone here",
+            f"{section.ot_epsilon_cap:g} has no effect without polygons, which {variant} does not"
+            " learn here",
             "remove it, or learn polygons (rollout_matching.geometry)",
         )
     for index, entry in enumerate(section.pipeline.objective):

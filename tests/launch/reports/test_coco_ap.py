@@ -70,6 +70,14 @@ def test_a_name_that_no_ground_truth_has_has_no_score():
     assert scores.class_ap == {"cat": pytest.approx(1.0), "yak": None}
 
 
+def test_points_are_left_out_and_counted():
+    scores = coco_scores([scene(0, [*ONE, truth(5, 5, desc="ear")], [right(), guess(5, 5)])])
+    assert scores.by_class[IouType.BBOX].ap == pytest.approx(1.0)
+    assert (scores.class_ap["ear"], scores.num_points) == (None, 2)
+    only = coco_scores([scene(0, [truth(5, 5)], [guess(5, 5)])])
+    assert (only.by_class[IouType.BBOX].ap, only.any_class[IouType.BBOX].ap) == (None, None)
+
+
 def test_among_equal_scores_the_one_written_first_comes_first():
     orders = ([right(), wrong(desc="dog")], [wrong(desc="dog"), right()])
     aps = [coco_scores([scene(0, ONE, found)]).any_class[IouType.BBOX].ap for found in orders]

@@ -228,6 +228,13 @@ def test_tables_are_rectangular_and_leave_out_what_is_empty():
         ("IoU 0.75, any class", False),
         ("IoU 0.75, by class", True),
     ]
+    points = scene(0, [truth(0, 0)], [guess(30, 40), guess(60, 80)])
+    of_points = report_on([points], rollout_matching__point_tolerance=100.0)
+    assert (of_points.counts.num_matched, of_points.coco.num_points) == (1, 3)
+    detection, coco = report_tables(of_points)[:2]
+    assert "two points 100 bins apart" in detection.note
+    assert "Without points, of which there are 3" in coco.note
+    assert "points" not in tables["COCO"].note + tables["Detection"].note
     empty = report_on([scene(0, [], [])], evaluation__score="constant")
     assert [table.title for table in report_tables(empty)] == ["Detection", "COCO"]
 
@@ -261,6 +268,7 @@ def test_a_picture_of_anything_can_be_drawn(size):
         guess(999, 999, 999, 999, desc=HOSTILE),
         guess(0, 999, 0, 999, 0, 999),
         guess(999, 0, 0, 999, 5, 5, desc="猫" * 300),
+        guess(999, 0),
     ]
     at = scene(0, [truth(0, 0, 999, 999, desc=HOSTILE)], extreme, image=png(*size))
     assert max(draw_scene(at, []).size) <= 1280 + 24

@@ -151,6 +151,17 @@ def test_what_a_crop_leaves_too_little_of_is_left_out():
     assert kept(scene(truth(0, 500, 999, 500)), 0.4) == ()
 
 
+def test_a_point_moves_with_its_pixel_and_is_left_out_where_a_crop_leaves_it_out():
+    size = (100, 200)
+    crop = Augmentation((100, 0, *size), True, size, (1.0, 1.0, 1.0), 0.0, 0.9)
+    places = ((100, 0), (199, 199), (150, 100), (99, 0), (200, 0))
+    objects = [truth(*bin_points(place, width=WIDTH, height=HEIGHT)) for place in places]
+    found = [crop.objects(scene(one)) for one in objects]
+    assert [len(one) for one in found] == [1, 1, 1, 0, 0]
+    for one, (x, y) in zip(found, [(999, 0), (0, 999), (494, 502)], strict=False):
+        assert one[0].bins == pytest.approx((x, y), abs=3)
+
+
 @pytest.mark.parametrize("size", [(640, 480), (427, 640), (64, 333), (1, 90)])
 def test_a_crop_of_one_axis_leaves_the_other_as_it_was_to_the_bin(size):
     width, height = size

@@ -42,6 +42,8 @@ def test_the_minimal_configuration_loads_with_every_variant_which_decides_the_ki
     assert load({**changes, f"{MATCHING}.geometry": ["bbox_2d"]}).geometry == {"bbox_2d"}
     if "poly" in kinds:
         assert load({**changes, f"{MATCHING}.geometry": ["poly", "bbox_2d"]}).geometry == kinds
+    with_points = {**changes, f"{MATCHING}.geometry": ["bbox_2d", "point_2d"]}
+    assert load(with_points).geometry == {"bbox_2d", "point_2d"}
 
 
 def test_trajectories_have_no_step_but_of_channel_b():

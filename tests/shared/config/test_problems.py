@@ -134,7 +134,11 @@ WRONG = [
         ["A", "A"],
         "names a channel twice: [A, A]; name each channel onc",
     ),
-    (f"{MATCHING}.geometry", [], "must hold bbox_2d, and no kind ... [bbox_2d] or [bbox_2d, poly]"),
+    (
+        f"{MATCHING}.geometry",
+        [],
+        "must hold bbox_2d, and no kind ... poly and point_2d beside it or not",
+    ),
     (f"{MATCHING}.geometry", ["poly"], "must hold bbox_2d, and no kind twice, got [poly]; "),
     (f"{MATCHING}.geometry", ["bbox_2d", "bbox_2d"], "must hold bbox_2d, and no kind twice, got ["),
     (THRESHOLDS, [], f"{NO_RISING} []; write [0.5, 0.75]"),

@@ -119,7 +119,7 @@ def test_predictions_become_results_and_unknown_names_are_counted() -> None:
     unknown = ScoredObject(GeometryKind.BBOX, (1, 1, 2, 2), "unicorn", 1.0)
     predictions = [
         ImagePredictions(7, 11, 21, (BOX, unknown)),
-        ImagePredictions(8, 11, 21, ()),
+        ImagePredictions(8, 11, 21, (ScoredObject(GeometryKind.POINT, (1, 1), "cat", 1.0),)),
         ImagePredictions(9, 11, 21, (TRIANGLE, unknown)),
     ]
     written = predictions_to_coco(predictions, {"cat": 17, "dog": 18})
@@ -130,12 +130,14 @@ def test_predictions_become_results_and_unknown_names_are_counted() -> None:
         {"image_id": 9, "category_id": 18, **triangle, "score": 0.25},
     ]
     assert written.unknown_names == {"unicorn": 2}
+    assert written.num_points == 1
 
 
 def test_samples_become_a_data_set_with_categories_in_order_of_their_names() -> None:
     cat = GroundTruthObject(GeometryKind.BBOX, BOX.bins, "cat")
     bee = GroundTruthObject(GeometryKind.POLY, TRIANGLE.bins, "bee")
-    objects_of = {"a": (cat, bee), "b": (), "c": (cat,)}
+    point = GroundTruthObject(GeometryKind.POINT, (1, 1), "cat")
+    objects_of = {"a": (cat, bee), "b": (point,), "c": (point, cat)}
     samples = [Sample(name, (), 11, 21, objects) for name, objects in objects_of.items()]
     written = samples_to_coco(samples, [4, 5, 6], number_categories(["cat", "bee", "cat"]))
     assert written["categories"] == [{"id": 1, "name": "bee"}, {"id": 2, "name": "cat"}]

@@ -58,6 +58,12 @@ TRIANGLE = guess(0, 0, 600, 0, 600, 600)
         ([TRIANGLE], [truth(0, 0, 600, 600)], 0.55, 0, 0),
         ([TRIANGLE], [truth(0, 0, 600, 600, 0, 600)], 0.05, 0, 0),
         ([TRIANGLE], [truth(*TRIANGLE.bins)], 1.0, 1, 1),
+        # 50 bins between two points are an overlap of a half; with other shapes they have none.
+        ([guess(30, 40)], [truth(0, 0)], 0.5, 1, 1),
+        ([guess(31, 40)], [truth(0, 0)], 0.5, 0, 0),
+        ([guess(0, 0, desc="dog")], [truth(0, 0)], 1.0, 1, 0),
+        ([guess(0, 0)], [truth(0, 0, 0, 0)], 0.1, 0, 0),
+        ([guess(0, 0, 100, 100), guess(9, 9)], [truth(9, 9), truth(0, 0, 100, 100)], 1.0, 2, 2),
     ],
 )
 def test_pairs_are_taken_greedily_by_iou(

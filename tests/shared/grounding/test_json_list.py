@@ -19,16 +19,18 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 LIST = FORMATS["qwen3_vl"]
 BOXES = frozenset({GeometryKind.BBOX})
+SHAPES = frozenset({GeometryKind.BBOX, GeometryKind.POINT})
 CAT = '{"bbox_2d": [1, 2, 30, 1000], "label": "cat"}'
 DOG = '{"label": "dog", "bbox_2d": [5, 6, 7, 8]}'
 
 
 def truth(*bins: int, desc: str = "cat") -> GroundTruthObject:
-    return GroundTruthObject(GeometryKind.BBOX, bins, desc)
+    kind = GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POINT
+    return GroundTruthObject(kind, bins, desc)
 
 
 def read(codec: HFTokenCodec, text: str) -> ParsedRollout:
-    return parse_rollout(codec.encode(text), codec, geometry=BOXES, answer_format=LIST)
+    return parse_rollout(codec.encode(text), codec, geometry=SHAPES, answer_format=LIST)
 
 
 def joined(codec: HFTokenCodec, token_ids) -> bytes:
@@ -91,17 +93,20 @@ DROPS = {
         '{"bbox_2d": [1, 2, 3, 4], "label": "cat", "score": 1}',
         '{"bbox_2d": [1, 2, 3, 4], "label": "cat", "label": "cat"}',
         '{"bbox_2d": {"x": 1}, "label": "cat"}',
+        '{"bbox_2d": [1, 2, 3, 4], "point_2d": [1, 2], "label": "cat"}',
     ],
-    DropReason.UNKNOWN_GEOM: ['{"point_2d": [1, 2], "label": "cat"}'],
+    DropReason.UNKNOWN_GEOM: ['{"poly": [1, 2, 3, 4, 5, 6], "label": "cat"}'],
     DropReason.MISSING_DESC: ['{"bbox_2d": [1, 2, 3, 4]}', '{"bbox_2d": [1, 2, 3], "label": " "}'],
     DropReason.MISSING_GEOM: ['{"label": "cat"}', '{"label": "cat", "bbox_2d": "1 2 3 4"}'],
     DropReason.NON_COORD_TOKEN: [
         f'{{"label": "cat", "bbox_2d": [{numbers}]}}'
         for numbers in ("1, 2, 3, 1001", "1, 2.5, 3, 4", "-1, 2, 3, 4", '"1", 2, 3, 4', "[1, 2]")
-    ],
+    ]
+    + ['{"label": "cat", "point_2d": [1, 1001]}'],
     DropReason.WRONG_ARITY: [
         '{"label": "cat", "bbox_2d": [1, 2, 3]}',
         '{"label": "a", "bbox_2d": []}',
+        '{"label": "a", "point_2d": [1, 2, 3]}',
     ],
     DropReason.BBOX_INVALID: ['{"label": "cat", "bbox_2d": [3, 2, 1, 4]}'],
 }
@@ -118,6 +123,12 @@ def test_a_bad_object_is_dropped_for_the_first_reason(
     assert [one.desc for one in parsed.objects] == ["cat"]
 
 
+def test_a_point_that_is_not_wanted_is_an_unknown_geometry(codec: HFTokenCodec) -> None:
+    token_ids = codec.encode(f'[{{"point_2d": [1, 2], "label": "cat"}}, {CAT}]')
+    parsed = parse_rollout(token_ids, codec, geometry=BOXES, answer_format=LIST)
+    assert [one.reason for one in parsed.dropped] == [DropReason.UNKNOWN_GEOM]
+
+
 def test_one_comma_stands_between_objects(parse) -> None:
     parsed = parse(f"[{CAT} {DOG},, {CAT}, {DOG}]")
     assert [one.key for one in parsed.objects] == ["[0]", "[3]"]
@@ -125,9 +136,9 @@ def test_one_comma_stands_between_objects(parse) -> None:
 
 
 def test_what_is_written_is_json_and_is_read_back_byte_by_byte(codec: HFTokenCodec) -> None:
-    objects = [truth(0, 10, 100, 999), truth(5, 5, 5, 5, desc='größe "猫"\t')]
+    objects = [truth(0, 10, 100, 999), truth(5, 5, 5, 5, desc='größe "猫"\t'), truth(7, 0)]
     layout = LIST.layout_objects(objects)
-    values = [{"bbox_2d": list(one.bins), "label": one.desc} for one in objects]
+    values = [{one.kind: list(one.bins), "label": one.desc} for one in objects]
     assert layout.text == json.dumps(values, ensure_ascii=False)
     written = layout.text.encode()
     for one, place in zip(objects, layout.objects, strict=True):
@@ -148,8 +159,9 @@ def test_pixels_of_the_resized_picture_are_read_back_as_they_are_written(
     pixels = FORMATS["qwen2_5_vl"].for_pictures(PictureResize(1, 1, 10**9))
     pixels = pixels.of(Sample("scene", (), *size, ()))
     objects = [truth(bin, bin, 999, 999) for bin in range(0, 1000, 37)]
+    objects += [truth(bin, 999 - bin) for bin in range(0, 1000, 37)]
     text = pixels.layout_objects(objects).text
-    parsed = parse_rollout(codec.encode(text), codec, geometry=BOXES, answer_format=pixels)
+    parsed = parse_rollout(codec.encode(text), codec, geometry=SHAPES, answer_format=pixels)
     assert parsed.dropped == ()
     again = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parsed.objects]
     assert pixels.layout_objects(again).text == text
@@ -219,6 +231,7 @@ SCRAPS = [
         '"label": ',
         '"bbox_2d": [',
         '"point_2d": [1], ',
+        '"poly": [1], ',
         '"score": 1, ',
         '{"label": "x"}, ',
         "-",
@@ -230,7 +243,7 @@ SCRAPS = [
 
 def damaged(generator: random.Random, codec: HFTokenCodec, num_ids: int) -> list[int]:
     text = LIST.layout_objects(
-        random_objects(generator, generator.choice([0, 1, 2, 3, 4]), BOXES)
+        random_objects(generator, generator.choice([0, 1, 2, 3, 4]), SHAPES)
     ).text
     if generator.random() < 0.3:
         text = f"```json\n{text}\n```".replace("}, {", "},\n\t{")
@@ -245,7 +258,7 @@ def check(
     token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject]
 ) -> ParsedRollout:
     """The properties of `test_parsing_fuzz.check`."""
-    parsed = parse_rollout(token_ids, codec, geometry=BOXES, answer_format=LIST)
+    parsed = parse_rollout(token_ids, codec, geometry=SHAPES, answer_format=LIST)
     unchanged = parsed.num_unchanged
     prefix = joined(codec, parsed.prefix_token_ids)
     assert prefix.decode(errors="replace") == parsed.prefix_text
@@ -264,12 +277,12 @@ def check(
         assert list(positions) == sorted(set(positions))
         assert all(start <= i < stop <= len(parsed.prefix_token_ids) for i in positions)
         value = json.loads(prefix[slice(*object_.value)])
-        assert tuple(min(number, 999) for number in value["bbox_2d"]) == object_.bins
+        assert tuple(min(number, 999) for number in value[object_.kind]) == object_.bins
         assert value["label"] == object_.desc
         assert object_.desc.strip()
     tail = LIST.layout_append(parsed.prefix_text, appended, start_index=1).text
     again_ids = [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id]
-    again = parse_rollout(again_ids, codec, geometry=BOXES, answer_format=LIST)
+    again = parse_rollout(again_ids, codec, geometry=SHAPES, answer_format=LIST)
     number = len(parsed.objects)
     assert again.objects[:number] == parsed.objects
     assert (again.dropped, again.truncated) == (parsed.dropped, False)
@@ -288,7 +301,7 @@ def test_damaged_lists_can_always_be_appended_to() -> None:
         for _ in range(1500):
             token_ids = damaged(generator, codec, num_ids)
             parsed = check(
-                token_ids, codec, random_objects(generator, generator.choice([0, 1, 2]), BOXES)
+                token_ids, codec, random_objects(generator, generator.choice([0, 1, 2]), SHAPES)
             )
             seen.update({one.reason for one in parsed.dropped})
             seen["fallback", parsed.fallback] += 1

@@ -185,6 +185,43 @@ def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> N
         assert [pair.iou for pair in result.pairs] == [1.0] * len(predictions)
 
 
+@pytest.mark.parametrize(
+    ("distance", "overlap", "is_pair"),
+    [((0, 0), 1.0, True), ((30, 40), 0.5, True), ((31, 40), 0.494, False), ((0, 100), 0.0, False)],
+)
+def test_points_match_by_their_distance_and_the_tolerance_is_an_overlap_of_half(
+    distance: tuple[int, int], overlap: float, is_pair: bool
+) -> None:
+    found = guess(500 + distance[0], 300 + distance[1])
+    result = match_objects([found], [truth(500, 300)], maskiou_gate=0.5)
+    assert indices(result) == ([(0, 0)] if is_pair else [])
+    assert result.gating_rejections == (not is_pair)
+    # Half the tolerance is twice as strict.
+    stricter = match_objects([found], [truth(500, 300)], maskiou_gate=0.0, point_tolerance=25.0)
+    assert stricter.pairs[0].iou == pytest.approx(max(0.0, 2 * overlap - 1), abs=1e-3)
+
+
+def test_a_point_and_another_shape_are_no_pair_and_neither_hides_the_other() -> None:
+    boxes = [truth(x, x, x + 50, x + 50) for x in range(0, 900, 30)]
+    on_a_box = truth(15, 15, 15, 15)
+    found = [guess(15, 15), guess(0, 0, 50, 50), guess(610, 600)]
+    assert indices(match_objects(found[:1], [*boxes, on_a_box], maskiou_gate=0.0)) == []
+    result = match_objects(found, [truth(600, 600), *boxes, truth(15, 10)], candidate_top_k=1)
+    assert result.pairs == (
+        MatchedPair(0, len(boxes) + 1, 0.95),
+        MatchedPair(1, 1, 1.0),
+        MatchedPair(2, 0, 0.9),
+    )
+    # The nearest point of each is compared, and nothing of another kind.
+    assert result.gating_rejections == 0
+
+
+def test_the_best_total_of_points_wins() -> None:
+    # 0 is nearest to the first, and 1 fits nothing else.
+    found, points = [guess(110, 100), guess(90, 100)], [truth(100, 100), truth(140, 100)]
+    assert indices(match_objects(found, points)) == [(0, 1), (1, 0)]
+
+
 def test_only_the_top_k_by_box_overlap_are_compared() -> None:
     # The diagonal band overlaps the wide box most by its enclosing box; the second best would be
     # the better mask.

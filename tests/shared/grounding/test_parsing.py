@@ -7,7 +7,7 @@ import pytest
 
 from shared.grounding.objects import DropReason, ParsedRollout
 from shared.grounding.parsing import parse_rollout
-from shared.records import GeometryKind
+from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.hf_codec import HFTokenCodec
 
 ONLY_BOXES = frozenset({GeometryKind.BBOX})
@@ -32,11 +32,15 @@ DOG = members('"desc": "dog"', boxed(5, 6, 7, 8))
 PAIRS = f"[[{coords(1, 2)}], [{coords(3, 4)}], [{coords(5, 6)}]]"
 POLY = f'"poly": {PAIRS}'
 OUTLINE = members('"desc": "p"', POLY)
+POINT = f'"point_2d": [{coords(1, 2)}]'
 
 
 @pytest.fixture
 def parse(codec: HFTokenCodec):
-    return lambda text, **options: parse_rollout(codec.encode(text), codec, **options)
+    everything = {"geometry": ALL_GEOMETRY}
+    return lambda text, **options: parse_rollout(
+        codec.encode(text), codec, **(everything | options)
+    )
 
 
 def keys(parsed: ParsedRollout) -> list[str]:
@@ -260,6 +264,12 @@ def test_polygons_are_read_nested_or_flat(parse, array: str) -> None:
     assert boxes_only.objects == ()
 
 
+def test_a_point_that_is_not_wanted_is_an_unknown_geometry(parse) -> None:
+    text = f'{{"object_1": {members(POINT, DESC)}, "object_2": {members(DESC, POINT, BOX)}}}'
+    boxes_only = parse(text, geometry=ONLY_BOXES)
+    assert reasons(boxes_only) == [("object_1", "unknown_geom"), ("object_2", "unknown_geom")]
+
+
 DROPS = {
     DropReason.MALFORMED: [
         f"{{{DESC} {BOX}}}",
@@ -299,6 +309,8 @@ DROPS = {
         members(DESC, BOX, POLY),
         members(POLY, DESC, '"bbox_2d": []'),
         members(DESC, POLY, '"score": 1'),
+        members(DESC, POINT, BOX),
+        members(POINT, DESC, POLY),
         members(DESC, BOX.replace("_2d", ""), '"box": []'),
         members(DESC, BOX.replace("_2d", ""), BOX.replace("_2d", "")),
         members('"desc": {}', BOX),
@@ -334,6 +346,7 @@ DROPS = {
         members(DESC),
         members(DESC, '"bbox_2d": "<|coord_1|>"'),
         members(DESC, '"poly": null'),
+        members(DESC, '"point_2d": "<|coord_1|>"'),
         members(DESC, '"poly": "<|coord_1|>"'),
     ],
     DropReason.NON_COORD_TOKEN: [
@@ -346,6 +359,8 @@ DROPS = {
         members(DESC, boxed(1000)),
         members(DESC, f'"poly": [{PAIRS}]'),
         members(DESC, POLY.replace('"<|coord_3|>"', "3")),
+        members(DESC, '"point_2d": [1, 2]'),
+        members(DESC, f'"point_2d": [[{coords(1, 2)}]]'),
         members(DESC, BOX, '"bbox_2d": [1]'),
     ],
     DropReason.WRONG_ARITY: [
@@ -353,6 +368,9 @@ DROPS = {
         members(DESC, boxed(1, 2, 3)),
         members(DESC, boxed(9, 2, 3, 4, 5)),
         members(DESC, BOX, BOX),
+        members(DESC, '"point_2d": []'),
+        members(DESC, f'"point_2d": [{coords(1, 2, 3)}]'),
+        members(DESC, POINT, POINT),
         members(DESC, '"poly": []'),
         members(DESC, '"poly": [[]]'),
         members(DESC, f'"poly": [{coords(1, 2, 3, 4)}]'),
@@ -406,6 +424,7 @@ def test_of_several_faults_the_first_of_the_list_is_the_reason(parse, reason: Dr
         (f'"poly": [{coords(9, 9, 5, 1, 0, 4)}]', (9, 9, 5, 1, 0, 4)),
         # A box without extent is a box.
         (boxed(7, 7, 7, 7), (7, 7, 7, 7)),
+        (f'"point_2d": [{coords(0, 999)}]', (0, 999)),
     ],
 )
 def test_odd_shapes_are_shapes(parse, geometry: str, bins: tuple[int, ...]) -> None:

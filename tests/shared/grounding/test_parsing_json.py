@@ -15,7 +15,7 @@ from damaged_responses import DESCS
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
 
@@ -49,8 +49,8 @@ def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
     except ValueError:
         return DropReason.MALFORMED
     keys = [key for key, _ in read]
-    unknown = [item for key, item in read if key not in ("desc", "bbox_2d", "poly")]
-    shapes = [(key, item) for key, item in read if key in ("bbox_2d", "poly")]
+    unknown = [item for key, item in read if key not in ("desc", "bbox_2d", "poly", "point_2d")]
+    shapes = [(key, item) for key, item in read if key in ("bbox_2d", "poly", "point_2d")]
     if (
         nested(list(read))
         or keys.count("desc") > 1
@@ -75,9 +75,10 @@ def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
     is_paired = len(pairs) == len(arrays[0]) and all(len(pair) == 2 for pair in pairs)
     if len(shapes) > 1 or (pairs and not is_paired):
         return DropReason.WRONG_ARITY
-    if (len(bins) % 2 or len(bins) < 6) if poly else len(bins) != 4:
+    num_bins = {"bbox_2d": 4, "point_2d": 2}
+    if (len(bins) % 2 or len(bins) < 6) if poly else len(bins) != num_bins[shapes[0][0]]:
         return DropReason.WRONG_ARITY
-    if not poly and (bins[0] > bins[2] or bins[1] > bins[3]):
+    if shapes[0][0] == "bbox_2d" and (bins[0] > bins[2] or bins[1] > bins[3]):
         return DropReason.BBOX_INVALID
     text = desc.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return GeometryKind(shapes[0][0]), text, bins
@@ -126,6 +127,7 @@ FIELDS = [
     *(f'"x": {value}' for value in ("[]", "1", "{}")),
     *(f'"bbox_2d": {value}' for value in BOX_VALUES),
     *(f'"poly": {value}' for value in POLY_VALUES),
+    *(f'"point_2d": {value}' for value in (f"[{TWO}]", f"[{FOUR}]", "[1, 2]")),
 ]
 
 
@@ -166,7 +168,7 @@ def test_validity_is_that_of_a_json_library(codec: HFTokenCodec) -> None:
     while sum(compared.values()) < 2500:
         value = generator.choice([assembled_value, mutated_value])(generator)
         text = f'{{"object_1": {value}}}'
-        parsed = parse_rollout(codec.encode(text), codec)
+        parsed = parse_rollout(codec.encode(text), codec, geometry=ALL_GEOMETRY)
         # Only values that end where they were meant to end are comparable.
         if parsed.prefix_text != text[:-1] or len(parsed.objects) + len(parsed.dropped) != 1:
             continue

@@ -12,11 +12,12 @@ from shared.grounding.serialize import (
     serialize_append,
     serialize_objects,
 )
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
 CAT = GroundTruthObject(GeometryKind.BBOX, (1, 2, 3, 4), 'größe "猫" \\ 🙂\n')
 DOG = GroundTruthObject(GeometryKind.POLY, (10, 20, 30, 40, 50, 60), "dog")
+EAR = GroundTruthObject(GeometryKind.POINT, (0, 999), "ear")
 
 both_orders = pytest.mark.parametrize("field_order", ["desc_first", "geometry_first"])
 
@@ -30,7 +31,7 @@ def slow_value(object_: GroundTruthObject, field_order: str) -> dict[str, object
 
 
 @both_orders
-@pytest.mark.parametrize("objects", [[], [CAT], [DOG], [CAT, DOG, CAT]])
+@pytest.mark.parametrize("objects", [[], [CAT], [DOG], [EAR], [CAT, DOG, EAR, CAT]])
 def test_the_text_is_what_json_dumps_writes(
     objects: list[GroundTruthObject], field_order: str
 ) -> None:
@@ -63,7 +64,7 @@ def spans(layout: SerializedText) -> list[tuple[str, str, list[str]]]:
 @both_orders
 @pytest.mark.parametrize("append", [False, True])
 def test_the_layout_says_in_bytes_where_everything_is(field_order: str, append: bool) -> None:
-    objects = [CAT, DOG]
+    objects = [CAT, DOG, EAR]
     layout = layout_objects(objects, field_order=field_order)
     if append:
         layout = layout_append('{"object_1": {}', objects, start_index=2, field_order=field_order)
@@ -82,9 +83,9 @@ def test_the_layout_says_in_bytes_where_everything_is(field_order: str, append: 
 
 @both_orders
 def test_what_is_written_is_read_back(codec: HFTokenCodec, field_order: str) -> None:
-    text = serialize_objects([CAT, DOG], field_order=field_order)
-    parsed = parse_rollout(codec.encode(text), codec)
-    expected = [(o.kind, o.bins, o.desc) for o in (CAT, DOG)]
+    text = serialize_objects([CAT, DOG, EAR], field_order=field_order)
+    parsed = parse_rollout(codec.encode(text), codec, geometry=ALL_GEOMETRY)
+    expected = [(o.kind, o.bins, o.desc) for o in (CAT, DOG, EAR)]
     assert [(o.kind, o.bins, o.desc) for o in parsed.objects] == expected
 
 

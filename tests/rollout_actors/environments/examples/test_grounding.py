@@ -23,7 +23,7 @@ from rollout_actors.environments.examples.grounding import TextCodec, load_envir
 from shared.errors import RecordError
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
 CAT, DOG = truth(100, 100, 400, 400, desc="cat"), truth(600, 600, 900, 900, desc="dog")
@@ -252,7 +252,7 @@ def test_ground_truth_reads_back_from_its_own_text():
     for _ in range(100):
         objects = random_objects(generator, 3)
         expected = [(one.kind, one.desc, one.bins) for one in objects]
-        found = named(parse_text(serialize_objects(objects)))
+        found = named(parse_text(serialize_objects(objects), geometry=ALL_GEOMETRY))
         assert [(kind, desc, bins) for _, kind, desc, bins in found] == expected
     triangle = serialize_objects([truth(1, 1, 5, 1, 5, 5)])
     assert parse_text(triangle, geometry=frozenset({GeometryKind.BBOX})).objects == ()

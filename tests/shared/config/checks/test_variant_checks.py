@@ -296,11 +296,11 @@ def test_a_text_gate_needs_a_token_ce_on_every_channel_that_both_gate_and_steps_
         ({f"{MATCHING}.ot_epsilon_cap": 0.2, **ALIGNED}, None),
         (
             {f"{MATCHING}.ot_epsilon_cap": 0.2},
-            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect on boxes, which stage2_two_channel",
+            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect without polygons, which stage2_two_channel",
         ),
         (
             {f"{MATCHING}.ot_epsilon_cap": 0.2, **ALIGNED, f"{MATCHING}.geometry": ["bbox_2d"]},
-            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect on boxes, which stage2_rollout_aligned",
+            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect without polygons, which stage2_rollout_aligned",
         ),
         ({f"{MATCHING}.supervise_separators": True}, None),
         (
@@ -338,12 +338,12 @@ def test_an_option_beyond_the_specification_that_would_change_nothing_is_refused
     assert all(line.startswith(expected) for line in lines), lines
 
 
-def test_polygons_are_refused_where_boxes_alone_are_matched():
+def test_polygons_are_refused_where_boxes_and_points_alone_are_matched():
     geometry = f"{MATCHING}.geometry"
     assert problems({geometry: ["bbox_2d", "poly"]}) == [
         (
-            f"{geometry}: poly is not in stage2_two_channel, which matches boxes only; remove poly, or"
-            " set custom.trainer_variant: stage2_rollout_aligned"
+            f"{geometry}: poly is not in stage2_two_channel, which matches boxes and points only;"
+            " remove poly, or set custom.trainer_variant: stage2_rollout_aligned"
         )
     ]
     assert problems({**ALIGNED, geometry: ["bbox_2d", "poly"]}) == []
