@@ -318,7 +318,7 @@ MUTANTS = (
          "tests/rollout_actors/environments/clients/test_engine_routing.py",
          "tests/rollout_actors/environments/training/test_runner.py")),
     Mutant("epochs-share-an-order", "shared/dataset.py",
-        "words = (self._seed, self._epoch, self._number)",
+        "words = (self._seed, self.epoch, self._number)",
         "words = (self._seed, 0, self._number)",
         ("tests/shared/test_dataset.py",)),
     Mutant("one-warm-up-step-too-many", "shared/config/algorithm.py",

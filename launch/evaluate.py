@@ -300,7 +300,7 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"model: {file} cannot be read ({error}); {remedy}") from error
     is_float32 = "float32" in (saved.get("dtype"), saved.get("torch_dtype"))
     longest = _OF_A_MODEL["global_max_length"]
-    positions = saved.get("text_config", saved).get("max_position_embeddings", longest)
+    positions = saved.get("text_config", saved).get("max_position_embeddings") or longest
     # Compiling for minutes does not pay for one report.
     vllm = {"enforce_eager": device_here() is Device.CPU}
     mapping = {

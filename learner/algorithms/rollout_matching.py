@@ -335,7 +335,9 @@ class RolloutMatchingStep:
             return target, None
         section = algorithm.config.stage2_ab.channel_b.reward
         objects = target.reading.parsed.objects
-        found = num_found(objects, sample.objects, Criterion(section.iou, section.by_name))
+        tolerance = algorithm.config.rollout_matching.point_tolerance
+        criterion = Criterion(section.iou, section.by_name, tolerance)
+        found = num_found(objects, sample.objects, criterion)
         return target, f1(found, len(objects), len(sample.objects))
 
     def _compared(self) -> Iterator[Segment]:

@@ -129,8 +129,8 @@ def save_as_published(model: Any, folder: Path, weights: Mapping[str, torch.Tens
     """
     # A copy: transformers takes out of it what it has written. Where tensors are turned, it would
     # turn them back, and vLLM, which takes every file for one of the hub, would read them wrongly.
-    keeps = bool(turned_in_files(model))
-    model.save_pretrained(folder, state_dict=dict(weights), save_original_format=not keeps)
+    options = {"save_original_format": False} if turned_in_files(model) else {}
+    model.save_pretrained(folder, state_dict=dict(weights), **options)
 
 
 def flush(*paths: Path) -> None:

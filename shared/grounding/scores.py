@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.grounding.matching import match_objects
 from shared.grounding.objects import ParsedObject
-from shared.records import GroundTruthObject
+from shared.records import POINT_TOLERANCE, GroundTruthObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,8 @@ class Criterion:
     """Least mask IoU."""
     by_name: bool
     """It must have the same name."""
+    point_tolerance: float = POINT_TOLERANCE
+    """Distance of two points, in bins, that counts as a mask IoU of 0.5."""
 
 
 def num_found(
@@ -28,7 +30,13 @@ def num_found(
     for name in {one.desc for one in truth} if criterion.by_name else {None}:
         named = [one for one in predictions if name in (None, one.desc)]
         wanted = [one for one in truth if name in (None, one.desc)]
-        total += len(match_objects(named, wanted, maskiou_gate=criterion.iou).pairs)
+        result = match_objects(
+            named,
+            wanted,
+            maskiou_gate=criterion.iou,
+            point_tolerance=criterion.point_tolerance,
+        )
+        total += len(result.pairs)
     return total
 
 

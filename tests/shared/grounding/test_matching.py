@@ -10,6 +10,7 @@ from scene_support import truth
 from shared.grounding.geometry import aabb, mask_iou
 from shared.grounding.matching import MatchedPair, MatchResult, candidates, match_objects
 from shared.grounding.objects import ParsedObject
+from shared.grounding.scores import Criterion, num_found
 from shared.records import GroundTruthObject
 
 
@@ -263,3 +264,9 @@ def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
 def test_no_candidates_are_refused() -> None:
     with pytest.raises(ValueError, match="candidate_top_k"):
         match_objects([], [], candidate_top_k=0)
+
+
+def test_a_found_point_is_within_the_runs_tolerance() -> None:
+    found, wanted = [guess(530, 300)], [truth(500, 300)]
+    assert num_found(found, wanted, Criterion(0.5, by_name=False)) == 1
+    assert num_found(found, wanted, Criterion(0.5, by_name=False, point_tolerance=20.0)) == 0
