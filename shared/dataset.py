@@ -229,7 +229,7 @@ class SampleStream(Iterator[int]):
         self._shuffle = shuffle
         self._number = number
         self.epoch = 0
-        """Of the last index."""
+        """Epoch of the last index."""
         self._offset = 0
         self._order = self._epoch_order()
 
@@ -271,7 +271,7 @@ class Draw(NamedTuple):
     row: int
     """Its place there."""
     epoch: int
-    """Of that data set, from 0."""
+    """Epoch of that data set, from 0."""
 
 
 class MixedStream(Iterator[Draw]):

@@ -50,7 +50,7 @@ class Prompts:
 
     @property
     def have_blanks(self) -> bool:
-        """Whether a template asks for something that a row must have."""
+        """Tell whether a template asks for something that a row must have."""
         return any(_BLANK.search(template) for template in self.templates)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:

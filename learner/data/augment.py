@@ -51,7 +51,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """What is done to a sample, in this order.
+    """Changes to a sample, in this order.
 
     Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02, 0.25)`.
     """

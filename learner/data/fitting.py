@@ -54,7 +54,7 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What the checkpoint makes of the rows of a data set: int64 columns, and what is bad.
+    """Sizes of a data set under one checkpoint: int64 columns, and what is bad.
 
     Example: of three rows, of which the tokenizer changes the second: `rows_K` is [0, 2].
     """
@@ -72,7 +72,7 @@ class Measures:
     shrunk_K: np.ndarray
     """Those of them that are not so small in the file."""
     digest: str
-    """Of everything in these samples but the paths of their images."""
+    """Digest of everything in these samples but the paths of their images."""
     bad: tuple[BadRow, ...] = ()
 
     @classmethod

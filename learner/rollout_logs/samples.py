@@ -163,7 +163,7 @@ class TargetEntry(TypedDict):
 
 
 class AugmentationEntry(TypedDict):
-    """What was done to the sample's pictures and objects, in this order (`data.augment`)."""
+    """Changes made to the sample's pictures and objects, in this order (`data.augment`)."""
 
     crop: Annotated[tuple[int, int, int, int], Field(strict=False)]
     """Left, top, width and height of what was kept, in the picture's pixels."""
