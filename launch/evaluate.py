@@ -155,7 +155,7 @@ def run(
     from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
-    from launch.preflight import position_problems
+    from launch.preflight import engine_family_problems, position_problems
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
     from launch.runtime.ray_connection import cluster_nodes
@@ -167,7 +167,8 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with start_up.stage("checks"):
-        if problems := list(position_problems(config)):
+        of_family = engine_family_problems(config, device_here())
+        if problems := [*position_problems(config), *of_family]:
             raise ConfigError(problems)
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)

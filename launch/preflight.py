@@ -52,7 +52,7 @@ from launch.runtime.resume import resumed
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
 from learner.model.parts import model_part
-from rollout_actors.engine.settings import model_type
+from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import (
     EngineLocation,
@@ -68,7 +68,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, ModelPart
+from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def preflight(
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
-            report.collect(_family_problems(config, placement))
+            report.collect(engine_family_problems(config, placement.device))
             memory = memory_of(placement.device)
             report.collect(_memory(config, placement, shape, memory, len(nodes), report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
@@ -296,22 +296,16 @@ def position_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _family_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Name what vLLM does not do with the checkpoint's family."""
-    kind = model_type(config.model.path)
-    on_cpu = placement.device is Device.CPU and starts_engines(config)
-    if on_cpu and kind in HYBRID_MODEL_TYPES and config.model.dtype != "bfloat16":
-        yield (
-            f"model.dtype: {config.model.dtype}, and vLLM 0.32 computes the linear attention of a"
-            f" {kind} model on CPU in bfloat16 alone; set it to bfloat16, or"
-            " rollout_matching.rollout_backend: hf"
-        )
-    if on_cpu and kind in EXPERT_MODEL_TYPES and config.rollout_matching.vllm.enable_lora:
-        yield (
-            "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of a"
-            f" {kind} model by Triton alone, which a CPU has not; set it to false, and merged"
-            " weights are sent"
-        )
+def engine_family_problems(config: RunConfig, device: Device) -> Iterator[str]:
+    """Name what the run's engines do not do with the checkpoint's family."""
+    if not starts_engines(config):
+        return
+    enable_lora = config.rollout_matching.vllm.enable_lora
+    dtype = config.model.dtype
+    found = family_problems(config.model.path, device=device, dtype=dtype, enable_lora=enable_lora)
+    keys = {"dtype": "model.dtype", "enable_lora": "rollout_matching.vllm.enable_lora"}
+    for setting, text in found:
+        yield f"{keys[setting]}: {text}"
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:

@@ -180,6 +180,7 @@ def test_canonical_grouped_config_drives_trainer_contract():
         "maskiou_resolution": 128,
         "fp_cost": 0.5,
         "fn_cost": 2.0,
+        "geometry": ["bbox_2d", "point_2d"],
         "point_tolerance": 20.0,
         "ot_cost": "l1",
         "ot_epsilon": 5.0,
