@@ -96,7 +96,7 @@ def tokens_beside_adapter(run: RunConfig) -> FreshTokens | None:
 
 
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
-    """Resolve `sync.mode`: `auto` is `adapter` where the engines can take one (LoRA, one rank)."""
+    """Resolve `sync.mode`: `auto` is `adapter` where the engines can take one (LoRA)."""
     mode = run.rollout_matching.vllm.sync.mode
     if mode != "auto":
         return mode

@@ -16,20 +16,18 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.model.adapters import apply_adapter
-from learner.weight_sync.publisher import adapter_offer
+from learner.weight_sync.publisher import adapter_to_offer
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
 from shared.schedule import StepPlan
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
-from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.slow
 
 VLLM = "rollout_matching__vllm"
-PROBE = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 4,
@@ -200,4 +198,4 @@ def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_ch
     model.peft_config.clear()
     message = r"offer on learner: it cannot be written down \(KeyError: 'default'\)"
     with pytest.raises(WeightSyncError, match=message):
-        adapter_offer(model, 1, PROBE, timeout_s=1.0)
+        adapter_to_offer(model)

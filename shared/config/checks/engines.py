@@ -11,7 +11,6 @@ from shared.config.derive import (
     engine_devices,
     engines_in,
     is_sharded,
-    resolved_sync_mode,
     tokens_beside_adapter,
 )
 from shared.config.pipeline import PolicyGradientEntry
@@ -168,10 +167,9 @@ def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
-    """`sync.mode: adapter` needs LoRA, engines that serve it, and one rank (decision 38)."""
+    """`sync.mode: adapter` needs LoRA, and engines that serve it (decision 38)."""
     adapter = run.model.adapter
     vllm = run.rollout_matching.vllm
-    ranks = run.learner.world_size
     if not run.rollout_matching.backend.takes_adapters:
         nobody = "and rollout_backend hf has no engine that takes adapters"
         remedy = "remove the key, or set rollout_backend: vllm"
@@ -203,9 +201,6 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
                 " tokens, which are trained with it"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-    if ranks > 1 and resolved_sync_mode(run) == "adapter":
-        wrong = f"'{vllm.sync.mode}' sends adapters alone, which one learner rank can, not {ranks}"
-        yield Problem(_SYNC, wrong, f"set {_SYNC}: full, or learner.world_size: 1")
 
 
 def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:
