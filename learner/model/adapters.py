@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from learner.model.parts import target_problem
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.model_families import ModelPart, find_part
 from shared.weight_sync.offer import AdapterFiles
 
 # peft takes seconds to import, and a learner without an adapter does without it.
@@ -33,12 +35,18 @@ NAME = "default"
 
 
 def apply_adapter(
-    model: Any, section: AdapterSection, *, base_path: str, seed: int, token_ids: Sequence[int] = ()
+    model: Any,
+    section: AdapterSection,
+    *,
+    base_path: str,
+    seed: int,
+    token_ids: Sequence[int] = (),
+    parts: Sequence[ModelPart] = (ModelPart.LANGUAGE_MODEL,),
 ) -> None:
-    """Adapt the linear layers of the language model that `section` names and freeze the rest.
+    """Adapt the linear layers of these parts that `section` names and freeze the rest.
 
     The first weights leave the model's function as it is. There is no dropout. Raises ConfigError
-    for a name that no linear layer of the language model has.
+    for a name that no linear layer of the parts has, and for a part of which none is named.
 
     Args:
         seed: the first weights follow from it alone, on any device.
@@ -49,16 +57,26 @@ def apply_adapter(
 
     language_model = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is language_model)
-    existing = {
-        name.rpartition(".")[2]
-        for name, module in language_model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    if unknown := sorted(set(section.target_modules) - existing):
-        raise ConfigError(
-            f"model.adapter.target_modules: no linear layer of the language model in {base_path} is"
-            f" called {', '.join(unknown)}; it has {', '.join(sorted(existing))}"
-        )
+    paths: dict[ModelPart, list[str]] = {part: [] for part in parts}
+    for path, module in model.named_modules():
+        part = find_part(f"{path}.")
+        if isinstance(module, nn.Linear) and module is not model.lm_head and part in paths:
+            paths[part].append(path)
+    names = {part: {_name(path) for path in of_part} for part, of_part in paths.items()}
+    if problem := target_problem(section.target_modules, names, base_path):
+        raise ConfigError(problem)
+    # A pattern, because a vision tower may have layers of the same names.
+    targets: str | list[str] = (
+        rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(section.target_modules))})"
+    )
+    if tuple(parts) != (ModelPart.LANGUAGE_MODEL,):
+        # Each by its path: a convolution of the tower may have the name of its linear layers.
+        targets = [
+            path
+            for of_part in paths.values()
+            for path in of_part
+            if _name(path) in section.target_modules
+        ]
     has_own_head = model.lm_head.weight is not model.get_input_embeddings().weight
     # peft gives a tied head the embedding's rows by itself.
     embeddings = (f"{prefix}.embed_tokens", *(("lm_head",) if has_own_head else ()))
@@ -68,8 +86,7 @@ def apply_adapter(
         lora_dropout=0.0,
         bias="none",
         use_dora=section.kind == "dora",
-        # A pattern, because a vision tower may have layers of the same names.
-        target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(section.target_modules))})",
+        target_modules=targets,
         base_model_name_or_path=base_path,
         trainable_token_indices=(
             {path: list(token_ids) for path in embeddings} if token_ids else None
@@ -78,6 +95,10 @@ def apply_adapter(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, model, NAME)
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

@@ -26,7 +26,7 @@ from learner.model.attention import attend_by_segments
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
-from shared.config.derive import is_sharded
+from shared.config.derive import adapted_parts, is_sharded, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -204,12 +204,14 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
         keep_segments_apart(model)
     if config.model.adapter is not None:
+        beside = tokens_beside_adapter(config)
         apply_adapter(
             model,
             config.model.adapter,
             base_path=str(path),
             seed=config.training.seed,
-            token_ids=() if fresh is None else fresh.ids,
+            token_ids=() if beside is None else beside.ids,
+            parts=adapted_parts(config),
         )
     elif not config.training.parts.language_model.frozen:
         fresh = None

@@ -18,6 +18,7 @@ from shared.config.pipeline import (
 )
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
+from shared.model_families import ModelPart
 from shared.tokens.fresh import FILE, FreshTokens
 
 
@@ -92,7 +93,23 @@ def tokens_beside_adapter(run: RunConfig) -> FreshTokens | None:
 
     vLLM takes no adapter that has rows of embeddings, so they are sent in full weights.
     """
-    return None if run.model.adapter is None else FreshTokens.of(Path(run.model.path))
+    if ModelPart.LANGUAGE_MODEL not in adapted_parts(run):
+        return None
+    return FreshTokens.of(Path(run.model.path))
+
+
+def adapted_parts(run: RunConfig) -> tuple[ModelPart, ...]:
+    """Return the parts that the run's adapter is in; none without one."""
+    return () if run.model.adapter is None else run.training.parts.adapted
+
+
+def adapts_vision(run: RunConfig) -> bool:
+    """Tell whether the run's adapter is in the vision tower or the aligner.
+
+    Engines are sent such an adapter in full weights: vLLM calls its own way of serving it
+    experimental, and nobody has compared that with the learner here.
+    """
+    return any(part is not ModelPart.LANGUAGE_MODEL for part in adapted_parts(run))
 
 
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
@@ -100,7 +117,8 @@ def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     mode = run.rollout_matching.vllm.sync.mode
     if mode != "auto":
         return mode
-    return "adapter" if _serves_lora(run) and tokens_beside_adapter(run) is None else "full"
+    stays = adapts_vision(run) or tokens_beside_adapter(run) is not None
+    return "adapter" if _serves_lora(run) and not stays else "full"
 
 
 def _serves_lora(run: RunConfig) -> bool:
@@ -255,6 +273,12 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
         found.append(
             "rollout_matching.vllm.sync.mode: auto is full, because vLLM takes no adapter with the"
             f" fresh embeddings of {tokens.count:,} tokens in {run.model.path} ({FILE})"
+        )
+    if adapts_vision(run) and _serves_lora(run) and matching.vllm.sync.mode == "auto":
+        found.append(
+            "rollout_matching.vllm.sync.mode: auto is full, because the adapter is in the vision"
+            " tower or the aligner too (training.parts), which engines serve merged alone; set"
+            " rollout_matching.vllm.enable_lora: false, which engines do without then"
         )
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))

@@ -21,10 +21,10 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 
 class AdapterSection(Section):
-    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen.
+    """Low-rank adaptation (peft) of linear layers; everything else is frozen.
 
-    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are
-    trained too.
+    They are those of the language model, and of parts with `training.parts.*.adapted`. Where
+    `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
     """
 
     kind: Literal["lora", "dora"]
@@ -42,7 +42,7 @@ class AdapterSection(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that are adapted."""
+    """Names of the linear layers that are adapted, in each adapted part."""
 
 
 class ModelSection(Section):

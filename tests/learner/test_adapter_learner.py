@@ -16,10 +16,12 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.model.adapters import apply_adapter
+from learner.model.parts import model_part
 from learner.weight_sync.publisher import adapter_to_offer
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
+from shared.model_families import ModelPart
 from shared.schedule import StepPlan
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
@@ -85,6 +87,30 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
     after = weights(one)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".lora_" in name}
+
+
+def test_an_adapter_in_the_vision_tower_learns_at_its_part_s_rate(learner):
+    rates = {"vision_tower": {"adapted": True, "learning_rate": 1e-3}}
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["qkv", "q_proj"]}
+    one = learner(
+        mode="auto",
+        model__adapter=adapter,
+        training__parts=rates,
+        model__gradient_checkpointing=True,
+    )
+    before = weights(one)
+    (report,) = steps(one, 1)
+    assert report.step_metrics["optim/learning_rate.vision_tower"] == 1e-3
+    assert report.step_metrics["optim/learning_rate"] == 1e-2
+    after = weights(one)
+    # The first step of AdamW moves by the rate, where the gradient is well above epsilon.
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    for name in (name for name, distance in moved.items() if distance):
+        in_tower = name.startswith("model.visual.")
+        assert moved[name] == pytest.approx(1e-3 if in_tower else 1e-2, rel=0.05), name
+    parts = {model_part(name) for name, distance in moved.items() if distance}
+    assert parts == {ModelPart.VISION_TOWER, ModelPart.LANGUAGE_MODEL}
+    assert one.publisher.offer().transport == TransportKind.GLOO, "in full weights"
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -8,6 +8,7 @@ from shared.chunking import chunk_size
 from shared.config.base import Problem
 from shared.config.derive import (
     EngineLocation,
+    adapts_vision,
     engine_devices,
     engines_in,
     is_sharded,
@@ -194,6 +195,12 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
             yield Problem(_SYNC, wrong, f"set {_LORA}: true, or {_SYNC}: full")
         if adapter is not None and adapter.kind == "dora":
             wrong = "'adapter' cannot carry DoRA, which vLLM does not serve unmerged"
+            yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
+        if adapts_vision(run):
+            wrong = (
+                "'adapter' cannot carry what training.parts adapts of the vision tower or the"
+                " aligner, which engines serve merged alone"
+            )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
         if (tokens := tokens_beside_adapter(run)) is not None:
             wrong = (

@@ -31,10 +31,28 @@ def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
     if all(section.frozen for section in parts.values()):
         wrong = "all of them are frozen: nothing is left to train"
         yield Problem("training.parts", wrong, "unfreeze one")
-    elif run.model.adapter is not None and run.training.parts.language_model.frozen:
-        wrong = "true, and model.adapter, all that is trained, is in it"
-        remedy = "unfreeze it, or remove model.adapter"
-        yield Problem("training.parts.language_model.frozen", wrong, remedy)
+        return
+    if run.model.adapter is None:
+        for name, section in parts.items():
+            if section.adapted is not None:
+                wrong = f"{str(section.adapted).lower()}, and the run trains no adapter"
+                remedy = "set model.adapter, or remove the key"
+                yield Problem(f"training.parts.{name}.adapted", wrong, remedy)
+        return
+    adapted = run.training.parts.adapted
+    if not adapted:
+        wrong = "false, and no other part is adapted: nothing is left to train"
+        yield Problem("training.parts.language_model.adapted", wrong, "adapt a part")
+    for part in adapted:
+        if not parts[part].frozen:
+            continue
+        path = f"training.parts.{part}.frozen"
+        if parts[part].adapted is None and len(adapted) == 1:
+            wrong = "true, and model.adapter, all that is trained, is in it"
+            yield Problem(path, wrong, "unfreeze it, or remove model.adapter")
+        else:
+            wrong = "true, and model.adapter is put into the part"
+            yield Problem(path, wrong, f"unfreeze it, or set training.parts.{part}.adapted: false")
 
 
 def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:

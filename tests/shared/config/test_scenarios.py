@@ -314,6 +314,14 @@ def test_several_learner_ranks_send_what_one_does(mode, resolved, parallel):
     assert resolved_sync_mode(load({**SERVED_LORA, **ranks, SYNC: mode})) == resolved
 
 
+@pytest.mark.parametrize("part", ["vision_tower", "aligner"])
+def test_an_adapter_in_the_vision_tower_or_the_aligner_is_sent_merged_and_auto_says_why(part):
+    run = load({**SERVED_LORA, f"training.parts.{part}.adapted": True, SYNC: "auto"})
+    assert resolved_sync_mode(run) == "full"
+    (remark,) = remarks(run)
+    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is in the vision tower or")
+
+
 @pytest.fixture
 def fresh(tmp_path):
     """A checkpoint with 1,000 fresh tokens."""

@@ -253,6 +253,22 @@ REFUSED = [
         {f"{PARTS}.language_model.frozen": True, **LORA},
         f"{PARTS}.language_model.frozen: true, and model.adapter ... remove model.adapter",
     ),
+    (
+        {f"{PARTS}.aligner": {"frozen": True, "adapted": True}, **LORA},
+        f"{PARTS}.aligner.frozen: true, and model.adapter is put into the part; unfreeze it, or set",
+    ),
+    (
+        {f"{PARTS}.vision_tower.adapted": True},
+        f"{PARTS}.vision_tower.adapted: true, and the run trains no adapter; set model.adapter, or",
+    ),
+    (
+        {f"{PARTS}.language_model.adapted": False, **LORA},
+        f"{PARTS}.language_model.adapted: false, and no other part is adapted: nothing is left to",
+    ),
+    (
+        {f"{PARTS}.vision_tower.adapted": True, **SERVED_LORA, SYNC: "adapter"},
+        f"{SYNC}: 'adapter' cannot carry what training.parts adapts ... {SYNC}: full or auto",
+    ),
 ]
 
 ACCEPTED = [
@@ -273,6 +289,12 @@ ACCEPTED = [
     {**HF, SYNC: "auto", **LORA},
     {**LORA, "learner.world_size": 2},
     {**SERVED_LORA, SYNC: "adapter"},
+    {f"{PARTS}.vision_tower.adapted": True, **LORA},
+    {
+        f"{PARTS}.vision_tower.adapted": True,
+        f"{PARTS}.language_model": {"frozen": True, "adapted": False},
+        **LORA,
+    },
     {
         "model.adapter": {"kind": "dora"},
         f"{VLLM}.enable_lora": True,
