@@ -22,6 +22,7 @@ from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
 from shared.config.derive import (
     adapted_parts,
+    is_quantized,
     is_sharded,
     may_send_full,
     reference_kl,
@@ -226,6 +227,31 @@ def _adapted(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
     ]
 
 
+def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Count the learner's weights, of which some may be in 4 bits."""
+    size = BYTES[config.model.dtype]
+    packed = [math.prod(sizes) for sizes in _in_4_bits(config, shape)]
+    whole = shape.num_parameters - sum(packed)
+    # With a float32 scale for every 64 of them.
+    return whole * size + sum(number // 2 + 4 * -(-number // 64) for number in packed)
+
+
+def _in_4_bits(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of what `model.adapter.quantize` packs."""
+    if not is_quantized(config):
+        return []
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        if len(sizes) == 2 and is_linear(name) and model_part(name) in adapted_parts(config)
+    ]
+
+
+def is_linear(name: str) -> bool:
+    """Tell whether a matrix of this name is a linear layer that an adapter may be in."""
+    return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")
+
+
 def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of the embedding and the head of which rows are trained with an adapter."""
     if tokens_beside_adapter(config) is None:
@@ -258,7 +284,7 @@ def learner_estimate(
     return Estimate(
         "learner rank",
         {
-            "weights": shape.num_parameters * size // ranks,
+            "weights": _weight_bytes(config, shape) // ranks,
             "master weights": trainable * 4 // ranks if size == 2 else 0,
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
@@ -454,7 +480,8 @@ def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
         return shape.num_parameters * size
     if config.model.adapter is None:
         return 0
-    merged = _adapted(config, shape) + _embeddings_with_rows(config, shape)
+    merged = _in_4_bits(config, shape) or _adapted(config, shape)
+    merged += _embeddings_with_rows(config, shape)
     return size * sum(map(math.prod, merged))
 
 

@@ -112,12 +112,20 @@ def adapts_vision(run: RunConfig) -> bool:
     return any(part is not ModelPart.LANGUAGE_MODEL for part in adapted_parts(run))
 
 
+def is_quantized(run: RunConfig) -> bool:
+    """Tell whether the run's adapter is trained on weights in 4 bits.
+
+    Engines hold other weights, those of the checkpoint, until they are sent full ones.
+    """
+    return run.model.adapter is not None and run.model.adapter.quantize is not None
+
+
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     """Resolve `sync.mode`: `auto` is `adapter` where the engines can take one (LoRA)."""
     mode = run.rollout_matching.vllm.sync.mode
     if mode != "auto":
         return mode
-    stays = adapts_vision(run) or tokens_beside_adapter(run) is not None
+    stays = adapts_vision(run) or is_quantized(run) or tokens_beside_adapter(run) is not None
     return "adapter" if _serves_lora(run) and not stays else "full"
 
 
@@ -274,11 +282,15 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
             "rollout_matching.vllm.sync.mode: auto is full, because vLLM takes no adapter with the"
             f" fresh embeddings of {tokens.count:,} tokens in {run.model.path} ({FILE})"
         )
-    if adapts_vision(run) and _serves_lora(run) and matching.vllm.sync.mode == "auto":
+    reason = None
+    if adapts_vision(run):
+        reason = "the adapter is in the vision tower or the aligner too (training.parts)"
+    elif is_quantized(run):
+        reason = "the adapter is of weights in 4 bits (model.adapter.quantize)"
+    if reason is not None and _serves_lora(run) and matching.vllm.sync.mode == "auto":
         found.append(
-            "rollout_matching.vllm.sync.mode: auto is full, because the adapter is in the vision"
-            " tower or the aligner too (training.parts), which engines serve merged alone; set"
-            " rollout_matching.vllm.enable_lora: false, which engines do without then"
+            f"rollout_matching.vllm.sync.mode: auto is full, because {reason}, which engines serve"
+            " merged alone; set rollout_matching.vllm.enable_lora: false, which they do without"
         )
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))

@@ -43,6 +43,10 @@ class AdapterSection(Section):
         "down_proj",
     )
     """Names of the linear layers that are adapted, in each adapted part."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the linear layers of the adapted parts in 4 bits under a LoRA (QLoRA); engines are
+    sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
+    in `model.dtype`."""
 
 
 class ModelSection(Section):

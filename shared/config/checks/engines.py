@@ -11,6 +11,7 @@ from shared.config.derive import (
     adapts_vision,
     engine_devices,
     engines_in,
+    is_quantized,
     is_sharded,
     tokens_beside_adapter,
 )
@@ -195,6 +196,12 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
             yield Problem(_SYNC, wrong, f"set {_LORA}: true, or {_SYNC}: full")
         if adapter is not None and adapter.kind == "dora":
             wrong = "'adapter' cannot carry DoRA, which vLLM does not serve unmerged"
+            yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
+        if is_quantized(run):
+            wrong = (
+                "'adapter' cannot carry the weights in 4 bits that the adapter is of"
+                " (model.adapter.quantize), and engines hold others"
+            )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
         if adapts_vision(run):
             wrong = (

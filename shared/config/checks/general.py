@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from shared.config.base import Problem
 from shared.config.checks import algorithm, engines
-from shared.config.derive import has_held_out
+from shared.config.derive import has_held_out, is_sharded
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
@@ -53,6 +53,26 @@ def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
         else:
             wrong = "true, and model.adapter is put into the part"
             yield Problem(path, wrong, f"unfreeze it, or set training.parts.{part}.adapted: false")
+
+
+def _weights_in_4_bits_stay_whole(run: RunConfig) -> Iterator[Problem]:
+    adapter = run.model.adapter
+    if adapter is None or adapter.quantize is None:
+        return
+    path = "model.adapter.quantize"
+    if adapter.kind != "lora":
+        wrong = f"'{adapter.quantize}' is of LoRA alone, and model.adapter.kind is {adapter.kind}"
+        yield Problem(path, wrong, "set kind: lora, or remove the key")
+    if is_sharded(run):
+        wrong = (
+            f"'{adapter.quantize}', and weights in 4 bits are not sharded (learner.parallel: fsdp)"
+        )
+        yield Problem(path, wrong, "set learner.parallel: ddp, or remove the key")
+    matching = run.rollout_matching
+    if matching.backend_name == "colocate" and matching.offload.moves_model:
+        wrong = "moves the model away, and weights in 4 bits stay where they are"
+        remedy = "set offload_optimizer: true and offload_model: false, or remove"
+        yield Problem("rollout_matching.offload", wrong, f"{remedy} {path}")
 
 
 def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:
@@ -145,6 +165,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,
     _something_is_trained,
+    _weights_in_4_bits_stay_whole,
     _a_restart_has_a_checkpoint,
     engines.servers_are_listed_where_used,
     engines.one_process_has_everything,

@@ -322,6 +322,14 @@ def test_an_adapter_in_the_vision_tower_or_the_aligner_is_sent_merged_and_auto_s
     assert remark.startswith(f"{SYNC}: auto is full, because the adapter is in the vision tower or")
 
 
+def test_an_adapter_of_weights_in_4_bits_is_sent_merged_and_auto_says_why():
+    quantized = {"model.adapter": {"kind": "lora", "quantize": "nf4"}, f"{VLLM}.enable_lora": True}
+    run = load({**quantized, SYNC: "auto"})
+    assert resolved_sync_mode(run) == "full"
+    (remark,) = remarks(run)
+    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is of weights in 4 bits")
+
+
 @pytest.fixture
 def fresh(tmp_path):
     """A checkpoint with 1,000 fresh tokens."""
