@@ -89,6 +89,29 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
     assert changed == {name for name in before if ".lora_" in name}
 
 
+def test_over_weights_in_4_bits_the_adapter_alone_learns_and_the_checkpoint_thinks_what_it_does(
+    learner, tmp_path
+):
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "quantize": "nf4"}
+    one = learner(mode="full", model__adapter=adapter)
+    before = weights(one)
+    (report,) = steps(one, 1)
+    assert report.step_metrics["optim/grad_norm"] > 0
+    after = weights(one)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".lora_" in name for name in changed)
+    assert one.publisher.offer().transport == TransportKind.GLOO
+    one.publisher.done()
+    one.save(tmp_path / "saved", "{}")
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids_1T = torch.tensor([one.publisher.canary.question().expanded_token_ids[-20:]])
+    with torch.no_grad():
+        mine, theirs = (
+            model(input_ids=ids_1T, use_cache=False).logits for model in (one.loaded.model, saved)
+        )
+    torch.testing.assert_close(theirs, mine, rtol=0, atol=2e-5)
+
+
 def test_an_adapter_in_the_vision_tower_learns_at_its_part_s_rate(learner):
     rates = {"vision_tower": {"adapted": True, "learning_rate": 1e-3}}
     adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["qkv", "q_proj"]}
