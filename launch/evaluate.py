@@ -66,6 +66,7 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",
     "model.adapter": None,
+    "training.parts": {},  # which may say where the adapter was
     # Nobody learns: sizes of the run's ranks must not contradict the only share of requests.
     "learner.world_size": 1,
     "training.effective_batch_size": None,

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from launch.checks.memory import (
     device_memory,
     engine_estimate,
     in_gib,
+    is_linear,
     learner_estimate,
     sequences_in_cache,
     shared_device_estimate,
@@ -49,14 +51,16 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.resume import resumed
+from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
-from learner.model.parts import model_part
+from learner.model.parts import model_part, target_problem
 from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import (
     EngineLocation,
     actor_name,
+    adapted_parts,
     engine_devices,
     engines_in,
     environment_name,
@@ -255,18 +259,18 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     if adapter is None:
         return
     smaller_sides: dict[str, int] = {}
+    layers: dict[ModelPart, set[str]] = {part: set() for part in adapted_parts(config)}
     for name, sizes in shape.parameters.items():
         layer = name.split(".")[-2]
-        if len(sizes) != 2 or layer in ("embed_tokens", "lm_head"):
+        if len(sizes) != 2 or not is_linear(name):
             continue
-        if model_part(name) is ModelPart.LANGUAGE_MODEL:
+        if (part := model_part(name)) in layers:
+            layers[part].add(layer)
             smaller_sides[layer] = max(min(sizes), smaller_sides.get(layer, 0))
-    if unknown := sorted(set(adapter.target_modules) - smaller_sides.keys()):
-        yield (
-            "model.adapter.target_modules: no linear layer of the language model in"
-            f" {config.model.path} is called {', '.join(unknown)}; it has"
-            f" {', '.join(sorted(smaller_sides))}"
-        )
+    if problem := target_problem(adapter.target_modules, layers, config.model.path):
+        yield problem
+    if adapter.quantize is not None and find_spec("bitsandbytes") is None:
+        yield NO_BITSANDBYTES
     ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
     if ranks and adapter.rank > max(ranks):
         yield (

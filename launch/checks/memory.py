@@ -21,13 +21,14 @@ from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
 from shared.config.derive import (
+    adapted_parts,
+    is_quantized,
     is_sharded,
     may_send_full,
     reference_kl,
     rollout_servers,
     tokens_beside_adapter,
 )
-from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.model_families import PARTS_OF_ENGINES, VISION_MODEL_TYPES, ModelPart, find_part
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
@@ -205,7 +206,7 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
         )
     values = sum(
         adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
-        for sizes in _adapted(adapter, shape)
+        for sizes in _adapted(config, shape)
     )
     tokens = tokens_beside_adapter(config)
     if tokens is None:
@@ -213,15 +214,42 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
     return values + tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
 
 
-def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]]:
+def _adapted(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    adapter = config.model.adapter
+    assert adapter is not None, "the caller knows that there is one"
     return [
         sizes
         for name, sizes in shape.parameters.items()
-        # The vision tower has modules of the same names, which are not adapted.
+        # Another part has modules of the same names, which are not adapted.
         if len(sizes) == 2
         and name.split(".")[-2] in adapter.target_modules
-        and model_part(name) is ModelPart.LANGUAGE_MODEL
+        and model_part(name) in adapted_parts(config)
     ]
+
+
+def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Count the learner's weights, of which some may be in 4 bits."""
+    size = BYTES[config.model.dtype]
+    packed = [math.prod(sizes) for sizes in _in_4_bits(config, shape)]
+    whole = shape.num_parameters - sum(packed)
+    # With a float32 scale for every 64 of them.
+    return whole * size + sum(number // 2 + 4 * -(-number // 64) for number in packed)
+
+
+def _in_4_bits(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of what `model.adapter.quantize` packs."""
+    if not is_quantized(config):
+        return []
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        if len(sizes) == 2 and is_linear(name) and model_part(name) in adapted_parts(config)
+    ]
+
+
+def is_linear(name: str) -> bool:
+    """Tell whether a matrix of this name is a linear layer that an adapter may be in."""
+    return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")
 
 
 def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -256,7 +284,7 @@ def learner_estimate(
     return Estimate(
         "learner rank",
         {
-            "weights": shape.num_parameters * size // ranks,
+            "weights": _weight_bytes(config, shape) // ranks,
             "master weights": trainable * 4 // ranks if size == 2 else 0,
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
@@ -301,7 +329,10 @@ def _image_bytes(config: RunConfig, shape: ModelShape) -> int:
     patches = config.global_max_length * vision.patches_per_token
     numbers = patches * vision.layer_numbers_per_patch
     tower = part_settings(ModelPart.VISION_TOWER, config.training.parts)
-    if config.model.adapter is None and not tower.frozen:
+    is_trained = not tower.frozen
+    if config.model.adapter is not None:
+        is_trained = ModelPart.VISION_TOWER in adapted_parts(config)
+    if is_trained:
         numbers = _kept_for_backward(config, vision.layers, patches * vision.hidden, numbers)
     return numbers * BYTES[config.model.dtype]
 
@@ -449,7 +480,8 @@ def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
         return shape.num_parameters * size
     if config.model.adapter is None:
         return 0
-    merged = _adapted(config.model.adapter, shape) + _embeddings_with_rows(config, shape)
+    merged = _in_4_bits(config, shape) or _adapted(config, shape)
+    merged += _embeddings_with_rows(config, shape)
     return size * sum(map(math.prod, merged))
 
 

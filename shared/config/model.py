@@ -21,10 +21,10 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 
 class AdapterSection(Section):
-    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen.
+    """Low-rank adaptation (peft) of linear layers; everything else is frozen.
 
-    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are
-    trained too.
+    They are those of the language model, and of parts with `training.parts.*.adapted`. Where
+    `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
     """
 
     kind: Literal["lora", "dora"]
@@ -42,7 +42,11 @@ class AdapterSection(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that are adapted."""
+    """Names of the linear layers that are adapted, in each adapted part."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the linear layers of the adapted parts in 4 bits under a LoRA (QLoRA); engines are
+    sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
+    in `model.dtype`."""
 
 
 class ModelSection(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs
+from shared.model_families import ModelPart
 
 
 class LearnerSection(Section):
@@ -56,6 +57,9 @@ class PartSection(Section):
     """Keep the part as the checkpoint has it."""
     learning_rate: LearningRate | None = None
     """Peak learning rate of the part; null: `training.learning_rate`."""
+    adapted: bool | None = None
+    """With `model.adapter`: adapt those of the part's linear layers that `target_modules` names, or
+    none of them; null: those of the language model alone."""
 
 
 class PartsSection(Section):
@@ -65,6 +69,17 @@ class PartsSection(Section):
     """The mergers, which turn patches into the language model's embeddings."""
     language_model: PartSection = PartSection()
     """The language model, with its embeddings and head."""
+
+    @property
+    def adapted(self) -> tuple[ModelPart, ...]:
+        """The parts that an adapter is put into, where the run has one."""
+        found = []
+        for part in ModelPart:
+            section: PartSection = getattr(self, part)
+            by_default = part is ModelPart.LANGUAGE_MODEL
+            if by_default if section.adapted is None else section.adapted:
+                found.append(part)
+        return tuple(found)
 
 
 class TrainingSection(Section):

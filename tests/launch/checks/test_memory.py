@@ -84,6 +84,10 @@ FROZEN_TOWER = {"training__parts": {"vision_tower": {"frozen": True}}}
         {"training__parts": {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}}},
         {"model__adapter": {"kind": "lora", "rank": 4}},
         {"model__adapter": {"kind": "dora", "rank": 4}},
+        {
+            "model__adapter": {"kind": "lora", "rank": 4, "target_modules": ["proj", "q_proj"]},
+            "training__parts": {"vision_tower": {"adapted": True}},
+        },
     ],
 )
 def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, changes):
@@ -167,6 +171,14 @@ VISION_INPUT = 128 * 512 * 4 * 4
         pytest.param(FROZEN_TOWER, VISION_LAYER, id="nothing for a backward where it is frozen"),
         pytest.param(
             {"model__adapter": {"kind": "lora", "rank": 4}}, VISION_LAYER, id="frozen by an adapter"
+        ),
+        pytest.param(
+            {
+                "model__adapter": {"kind": "lora", "rank": 4},
+                "training__parts": {"vision_tower": {"adapted": True}},
+            },
+            3 * VISION_LAYER,
+            id="with an adapter in it",
         ),
     ],
 )
