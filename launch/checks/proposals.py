@@ -1,0 +1,119 @@
+"""Settings of memory with which a run would fit, as overrides to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any
+
+from launch.checks.memory import Estimate
+from shared.config import RunConfig, load_config
+from shared.errors import ConfigError
+
+Change = Mapping[str, Any]
+"""Values by key, as the command line takes them."""
+MOST = 4
+"""Proposals that are shown."""
+_FIXED: tuple[Change, ...] = (
+    MappingProxyType({"model.gradient_checkpointing": True}),
+    MappingProxyType({"model.activation_offload": True}),
+    MappingProxyType({"model.attention": "auto"}),
+    MappingProxyType({"training.optimizer": "adamw_bnb_8bit"}),
+    MappingProxyType({"training.optimizer": "adamw_offload"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Keys that together make a run fit; without any one of them it would not."""
+
+    overrides: tuple[str, ...]
+    """As a shell takes them."""
+    estimate: Estimate
+    """Of the learner rank, or of it and an engine where they share a GPU."""
+
+    def describe(self) -> str:
+        return f"{' '.join(self.overrides)}: {self.estimate.describe()}"
+
+
+def changes(config: RunConfig) -> list[Change]:
+    """List what saves memory, the cheapest first: time, then exactness, then what is learned."""
+    halved = {"global_max_length": config.global_max_length // 2}
+    adapter = {"model.adapter.kind": "lora"}
+    sharded = [
+        {"learner.parallel": "fsdp", "learner.world_size": ranks}
+        for ranks in (2, 4, 8)
+        if ranks > config.learner.world_size
+    ]
+    values = config.model_dump(mode="json")
+    return [
+        change
+        for change in (*_FIXED, halved, adapter, *sharded)
+        if any(_value(values, key) != value for key, value in change.items())
+    ]
+
+
+def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
+    """Return the sets of changes that fit, at most `MOST`, the cheapest first.
+
+    Any number of cheaper changes is cheaper than one that costs more.
+
+    Args:
+        fitting: the estimate of a run that fits, None of one that does not.
+    """
+    possible = changes(config)
+    found: list[tuple[int, ...]] = []
+    estimates: dict[tuple[int, ...], Estimate] = {}
+    for size in range(1, len(possible) + 1):
+        for chosen in combinations(range(len(possible)), size):
+            # With more than is needed it would fit as well.
+            if any(set(other) <= set(chosen) for other in found):
+                continue
+            changed = _changed(config, [possible[index] for index in chosen])
+            if changed is None or (estimate := fitting(changed)) is None:
+                continue
+            found.append(chosen)
+            estimates[chosen] = estimate
+    found.sort(key=lambda chosen: sum(1 << index for index in chosen))
+    return [
+        Proposal(tuple(_overrides([possible[index] for index in chosen])), estimates[chosen])
+        for chosen in found[:MOST]
+    ]
+
+
+def _changed(config: RunConfig, chosen: list[Change]) -> RunConfig | None:
+    """Return the configuration with these changes; None where they contradict each other."""
+    keys = [key for change in chosen for key in change]
+    if len(set(keys)) < len(keys):
+        return None
+    values = config.model_dump(mode="json")
+    for change in chosen:
+        for path, value in change.items():
+            *parents, key = path.split(".")
+            section = values
+            for parent in parents:
+                if section[parent] is None:
+                    section[parent] = {}
+                section = section[parent]
+            section[key] = value
+    try:
+        return load_config(values)
+    except ConfigError:
+        return None
+
+
+def _overrides(chosen: list[Change]) -> Iterator[str]:
+    for change in chosen:
+        for key, value in change.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            yield shlex.quote(f"{key}={text}")
+
+
+def _value(values: Mapping[str, Any], path: str) -> Any:
+    found: Any = values
+    for key in path.split("."):
+        found = None if found is None else found.get(key)
+    return found
