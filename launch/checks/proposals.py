@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from types import MappingProxyType
 from typing import Any
 
@@ -40,48 +40,71 @@ class Proposal:
 
 
 def changes(config: RunConfig) -> list[Change]:
-    """List what saves memory, the cheapest first: time, then exactness, then what is learned."""
-    halved = {"global_max_length": config.global_max_length // 2}
-    adapter = {"model.adapter.kind": "lora"}
-    sharded = [
-        {"learner.parallel": "fsdp", "learner.world_size": ranks}
-        for ranks in (2, 4, 8)
-        if ranks > config.learner.world_size
-    ]
-    values = config.model_dump(mode="json")
-    return [
-        change
-        for change in (*_FIXED, halved, adapter, *sharded)
-        if any(_value(values, key) != value for key, value in change.items())
-    ]
+    """List what saves memory, the cheapest first: time, then exactness, then what is learned.
+
+    More ranks come last.
+    """
+    return _of_one_rank(config) + _of_more_ranks(config)
 
 
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
     """Return the sets of changes that fit, at most `MOST`, the cheapest first.
 
-    Any number of cheaper changes is cheaper than one that costs more.
+    Any number of cheaper changes is cheaper than one that costs more. More ranks are tried where
+    nothing else fits.
 
     Args:
         fitting: the estimate of a run that fits, None of one that does not.
     """
-    possible = changes(config)
-    found: list[tuple[int, ...]] = []
-    estimates: dict[tuple[int, ...], Estimate] = {}
-    for size in range(1, len(possible) + 1):
-        for chosen in combinations(range(len(possible)), size):
-            # With more than is needed it would fit as well.
-            if any(set(other) <= set(chosen) for other in found):
-                continue
-            changed = _changed(config, [possible[index] for index in chosen])
-            if changed is None or (estimate := fitting(changed)) is None:
-                continue
-            found.append(chosen)
-            estimates[chosen] = estimate
-    found.sort(key=lambda chosen: sum(1 << index for index in chosen))
+    alone = _of_one_rank(config)
+    found = _minimal(config, fitting, alone, [()])
+    if not found:
+        ranks = _of_more_ranks(config)
+        found = _minimal(config, fitting, alone + ranks, [(change,) for change in ranks])
+    return found[:MOST]
+
+
+def _of_one_rank(config: RunConfig) -> list[Change]:
+    halved = {"global_max_length": config.global_max_length // 2}
+    adapter = {"model.adapter.kind": "lora"}
+    values = config.model_dump(mode="json")
     return [
-        Proposal(tuple(_overrides([possible[index] for index in chosen])), estimates[chosen])
-        for chosen in found[:MOST]
+        change
+        for change in (*_FIXED, halved, adapter)
+        if any(_value(values, key) != value for key, value in change.items())
+        and not (config.model.adapter and change is adapter)
     ]
+
+
+def _of_more_ranks(config: RunConfig) -> list[Change]:
+    return [
+        {"learner.parallel": "fsdp", "learner.world_size": ranks}
+        for ranks in (2, 4, 8)
+        if ranks > config.learner.world_size
+    ]
+
+
+def _minimal(
+    config: RunConfig,
+    fitting: Callable[[RunConfig], Estimate | None],
+    possible: list[Change],
+    beside: list[tuple[Change, ...]],
+) -> list[Proposal]:
+    """Return every set of which no part fits, with one of `beside`, the cheapest first."""
+    free = [change for change in possible if not any(change in taken for taken in beside)]
+    found: dict[tuple[int, ...], Proposal] = {}
+    for size in range(len(free) + 1):
+        for chosen, taken in product(combinations(free, size), beside):
+            numbers = tuple(possible.index(change) for change in (*chosen, *taken))
+            # With more than is needed it would fit as well.
+            if not numbers or any(set(other) <= set(numbers) for other in found):
+                continue
+            together = [possible[number] for number in numbers]
+            changed = _changed(config, together)
+            if changed is not None and (estimate := fitting(changed)) is not None:
+                found[numbers] = Proposal(tuple(_overrides(together)), estimate)
+    cost = lambda numbers: sum(1 << number for number in numbers)  # noqa: E731
+    return [found[numbers] for numbers in sorted(found, key=cost)]
 
 
 def _changed(config: RunConfig, chosen: list[Change]) -> RunConfig | None:
