@@ -295,7 +295,8 @@ def learner_estimate(
         of_update["master weights"] = trainable * 4
         if device is Device.CUDA:
             # Each gradient leaves as soon as it is there.
-            of_update = {"gradients": max(map(math.prod, shape.parameters.values())) * size}
+            largest = max(map(math.prod, shape.parameters.values())) * size
+            of_update = {"gradients": min(largest, trainable * size)}
     return Estimate(
         "learner rank",
         {
@@ -424,9 +425,6 @@ def _text_layers(config: RunConfig, shape: ModelShape, device: Device) -> _Layer
     if config.model.gradient_checkpointing:
         kept = inputs * (1 if _offloads_inputs(config, device) else shape.layers)
     kept += (norm + 1) * inputs
-    if _gates_text(config):
-        # Read, joined, picked, and what their sums and gradients are made of.
-        kept += 5 * 4 * NUM_BINS * tokens
     moment = tokens * (2 * shape.hidden * (4 // size) + 2 * shape.intermediate) * size
     return _LayerBytes(kept, layer, moment)
 
@@ -488,6 +486,9 @@ def _logit_bytes(config: RunConfig, shape: ModelShape) -> int:
         # The logits of sampled tokens once more, with a float32 copy, beside value and gradient.
         of_logit = 2 * (size + 4)
     logits = min(LOGIT_CHUNK, config.global_max_length) * shape.vocabulary * of_logit
+    if _gates_text(config):
+        # Read, joined, picked, and what their sums and gradients are made of.
+        logits += 5 * 4 * NUM_BINS * config.global_max_length
     head = shape.vocabulary * shape.hidden * size
     is_trained = config.model.adapter is None and not config.training.parts.language_model.frozen
     return logits + is_trained * head

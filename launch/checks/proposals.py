@@ -73,6 +73,7 @@ def _of_one_rank(config: RunConfig) -> list[Change]:
         for change in (*_FIXED, halved, adapter)
         if any(_value(values, key) != value for key, value in change.items())
         and not (config.model.adapter and change is adapter)
+        and not (change is halved and _changed(config, [halved]) is None)
     ]
 
 
@@ -92,6 +93,16 @@ def _minimal(
 ) -> list[Proposal]:
     """Return every set of which no part fits, with one of `beside`, the cheapest first."""
     free = [change for change in possible if not any(change in taken for taken in beside)]
+    # With all that goes together first: what does not fit then fits with nothing, and soon.
+    optimizers = [change for change in free if "training.optimizer" in change]
+    others = [change for change in free if change not in optimizers]
+    all_of_it = [
+        [*others, *optimizer, *taken]
+        for optimizer in ((), *((one,) for one in optimizers))
+        for taken in beside
+    ]
+    if not any(_fits(config, fitting, everything) for everything in all_of_it):
+        return []
     found: dict[tuple[int, ...], Proposal] = {}
     for size in range(len(free) + 1):
         for chosen, taken in product(combinations(free, size), beside):
@@ -100,11 +111,17 @@ def _minimal(
             if not numbers or any(set(other) <= set(numbers) for other in found):
                 continue
             together = [possible[number] for number in numbers]
-            changed = _changed(config, together)
-            if changed is not None and (estimate := fitting(changed)) is not None:
+            if (estimate := _fits(config, fitting, together)) is not None:
                 found[numbers] = Proposal(tuple(_overrides(together)), estimate)
     cost = lambda numbers: sum(1 << number for number in numbers)  # noqa: E731
     return [found[numbers] for numbers in sorted(found, key=cost)]
+
+
+def _fits(
+    config: RunConfig, fitting: Callable[[RunConfig], Estimate | None], chosen: list[Change]
+) -> Estimate | None:
+    changed = _changed(config, chosen)
+    return None if changed is None else fitting(changed)
 
 
 def _changed(config: RunConfig, chosen: list[Change]) -> RunConfig | None:

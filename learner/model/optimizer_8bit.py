@@ -12,7 +12,7 @@ _MAPS = ("qmap1", "qmap2")
 """What the 256 codes stand for: the same for all, and made with the state."""
 
 
-class AdamW8bit(BitsAndBytesAdamW8bit):  # type: ignore[misc]  # bitsandbytes has no types
+class AdamW8bit(BitsAndBytesAdamW8bit):
     """Moments as codes of 8 bits, and a float32 scale for every 256 of them.
 
     Tensors under 4,096 values have moments of 32 bits, and so has a group with `optim_bits: 32`.

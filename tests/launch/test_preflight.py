@@ -568,7 +568,7 @@ GPU = Resources(cpus=16, gpus=4)
 
 @pytest.mark.slow
 def test_where_memory_is_too_little_settings_that_fit_are_named(config):
-    run = config()
+    run = config(global_max_length=4096)
     shape = ModelShape.read(Path(run.model.path))
     needed = learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL).total
 
@@ -580,7 +580,7 @@ def test_where_memory_is_too_little_settings_that_fit_are_named(config):
     assert little.problems == []
     fits = [line for line in little.lines if "fits with" in line]
     assert fits[0].startswith("memory    fits with model.gradient_checkpointing=true: learner rank")
-    assert all(f"{key}=" in "".join(fits) for key in ("training.optimizer", "global_max_length"))
+    assert "global_max_length=2048: " in "".join(fits)
     enough = findings(int(needed / 0.92) + 2**20)
     assert not any("fits with" in line for line in enough.lines)
 

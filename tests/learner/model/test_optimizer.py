@@ -379,7 +379,7 @@ def test_with_masters_and_moments_offloaded_every_bit_is_as_without(kind, dtype)
 
 @pytest.mark.slow
 def test_8_bit_moments_move_the_weights_as_those_of_32_bits_do():
-    """20 updates: within a tenth of what they move, and of the loss."""
+    """Within a twentieth of the way of 20 updates (0.020 of it on 2026-11-27)."""
     exact, coded = Wide(), Wide()
     start = weights(exact)
     updaters = optimizer_of(exact), optimizer_of(coded, optimizer="adamw_bnb_8bit")
@@ -388,7 +388,7 @@ def test_8_bit_moments_move_the_weights_as_those_of_32_bits_do():
             learn(model, updater, step)
     moved = torch.cat([(weights(exact)[name] - start[name]).flatten() for name in start])
     apart = torch.cat([(weights(exact)[name] - weights(coded)[name]).flatten() for name in start])
-    assert 0 < apart.norm() < 0.1 * moved.norm()
+    assert 0 < apart.norm() < 0.05 * moved.norm()
     states = {
         name: updaters[1].optimizer.state[master]["state1"].dtype
         for (name, _), master in zip(coded.named_parameters(), updaters[1].masters, strict=True)

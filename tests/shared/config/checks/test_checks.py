@@ -51,8 +51,7 @@ REFUSED = [
     # Memory.
     (
         {"model.activation_offload": True},
-        "model.activation_offload: true, and only what ... set model.gradient_checkpointing: true,"
-        " or this to false",
+        "model.activation_offload: true, and only what ... checkpointing: true, or this to false",
     ),
     *(
         (
