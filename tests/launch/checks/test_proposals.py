@@ -14,6 +14,8 @@ from launch.checks.memory import (
 from launch.checks.proposals import changes, proposals
 from shared.weight_sync.transports import Device, TransportKind
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 TEXT = {
     "self_attn.q_proj": (4096, 2560),

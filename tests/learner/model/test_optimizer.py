@@ -402,6 +402,7 @@ def test_8_bit_moments_move_the_weights_as_those_of_32_bits_do():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", SAVING)
 def test_a_resumed_run_goes_on_as_if_it_had_never_ended(optimizer, dtype):
@@ -418,6 +419,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_ended(optimizer, dtype):
     assert same(going.tensors(), goes_on.tensors())
 
 
+@pytest.mark.slow
 def test_moments_of_another_optimizer_are_refused_by_name():
     model = Wide()
     updater = optimizer_of(model)
@@ -428,6 +430,7 @@ def test_moments_of_another_optimizer_are_refused_by_name():
         other.load_tensors(updater.tensors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", SAVING)
 def test_a_move_between_rows_changes_no_bit_of_what_is_offloaded_or_coded(optimizer):
     stays, moves = Wide(), Wide()
