@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "environment.teacher.token_env": "its server's token is in another variable",
     "learner.gpus": "the ranks run elsewhere",
     "learner.cpus": "the ranks run elsewhere",
+    "model.activation_offload": "activations wait elsewhere",
     "model.path": "the files may have moved; weights that are not trained are compared",
     "data.train": "the file may have moved; its content is compared",
     "data.val": "the file may have moved; its content is compared",

@@ -223,7 +223,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     if config.model.gradient_checkpointing:
         # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the
         # first one's does not where parts are frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            # Without an accelerator they are in host memory, and none of it can be pinned.
+            offload=config.model.activation_offload and torch.accelerator.is_available(),
+        )
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     if any(dropout) or model.config.get_text_config().attention_dropout:
         raise ConfigError(

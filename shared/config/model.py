@@ -59,6 +59,9 @@ class ModelSection(Section):
     GPU computes in bfloat16; sdpa, eager: transformers' own, with a mask over the row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more time."""
+    activation_offload: bool = False
+    """What a recomputed layer starts from waits in host memory: less of the GPU's for a copy there
+    and back. With `gradient_checkpointing` alone; no effect on CPU."""
     adapter: AdapterSection | None = None
     """Train low-rank adapters in place of the weights; null: the weights."""
 

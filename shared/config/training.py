@@ -105,6 +105,12 @@ class TrainingSection(Section):
     """Evaluate after every this many updates, on `data.val` or the environment's held-out examples;
     null: only where the warm-up of channel A ends and at the end of the run, where reports are made
     in any case."""
+    optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload"] = "adamw_torch"
+    """adamw_torch: moments and float32 masters where the model is. adamw_bnb_8bit: moments of 8
+    bits, by blocks of 256 values (bitsandbytes; embeddings and tensors under 4,096 values keep 32):
+    6 bytes less for each trained value. adamw_offload: gradients, moments and masters in host
+    memory: 16 bytes less, or 12 of a float32 model, and updates at the speed of the CPU and of the
+    way there. The last two not with `learner.parallel: fsdp`."""
     learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
     """Peak learning rate of AdamW, at most 1."""
     weight_decay: NonNegativeFloat = 0.0

@@ -75,6 +75,18 @@ def _weights_in_4_bits_stay_whole(run: RunConfig) -> Iterator[Problem]:
         yield Problem("rollout_matching.offload", wrong, f"{remedy} {path}")
 
 
+def _memory_is_saved_where_it_can_be(run: RunConfig) -> Iterator[Problem]:
+    if run.model.activation_offload and not run.model.gradient_checkpointing:
+        wrong = "true, and only what a recomputed layer starts from can wait in host memory"
+        remedy = "set model.gradient_checkpointing: true, or this to false"
+        yield Problem("model.activation_offload", wrong, remedy)
+    optimizer = run.training.optimizer
+    if optimizer != "adamw_torch" and run.learner.world_size > 1 and run.learner.parallel == "fsdp":
+        wrong = f"'{optimizer}' has no moments of shards (learner.parallel: fsdp)"
+        remedy = "set it to adamw_torch, of which each rank has its part, or learner.parallel: ddp"
+        yield Problem("training.optimizer", wrong, remedy)
+
+
 def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:
     if not run.resume.automatic:
         return
@@ -166,6 +178,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.adapters_can_be_sent,
     _something_is_trained,
     _weights_in_4_bits_stay_whole,
+    _memory_is_saved_where_it_can_be,
     _a_restart_has_a_checkpoint,
     engines.servers_are_listed_where_used,
     engines.one_process_has_everything,

@@ -49,6 +49,18 @@ def at(url):
 
 
 REFUSED = [
+    # Memory.
+    (
+        {"model.activation_offload": True},
+        "model.activation_offload: true, and only what ... checkpointing: true, or this to false",
+    ),
+    *(
+        (
+            {"training.optimizer": name, "learner.world_size": 2, "learner.parallel": "fsdp"},
+            f"training.optimizer: '{name}' has no moments of shards ... , or learner.parallel: ddp",
+        )
+        for name in ("adamw_bnb_8bit", "adamw_offload")
+    ),
     # Reports.
     (
         {"training.eval_steps": 20, "data.val": ...},
