@@ -184,10 +184,7 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job,
 def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(
     job, actors_job, warm_checkpoint, tmp_path
 ):
-    """By two ranks, each of which holds a part of it."""
     adapter = (
-        "learner.world_size=2",
-        "learner.parallel=fsdp",
         "model.adapter.kind=lora",
         "rollout_matching.vllm.enable_lora=true",
         "rollout_matching.vllm.sync.mode=adapter",
@@ -199,7 +196,7 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(
         served = job("stage2_server", in_server_mode([server.url]), *adapter)
     # A new adapter changes nothing yet.
     assert rollouts(served, 0) == rollouts(actors_job, 0)
-    assert losses(served)[0] == pytest.approx(losses(actors_job)[0], rel=1e-5)
+    assert losses(served)[0] == pytest.approx(losses(actors_job)[0], rel=1e-6)
     metrics = served.lines("metrics.jsonl")
     assert [line["sync/mode"] for line in metrics] == ["adapter"] * 2
     assert metrics[-1]["sync/adapter_effect"] == pytest.approx(1.0, abs=0.1)

@@ -13,6 +13,7 @@ from shared.config.derive import (
     engines_in,
     is_quantized,
     is_sharded,
+    resolved_sync_mode,
     tokens_beside_adapter,
 )
 from shared.config.pipeline import PolicyGradientEntry
@@ -172,6 +173,7 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
     """`sync.mode: adapter` needs LoRA, and engines that serve it (decision 38)."""
     adapter = run.model.adapter
     vllm = run.rollout_matching.vllm
+    ranks = run.learner.world_size
     if not run.rollout_matching.backend.takes_adapters:
         nobody = "and rollout_backend hf has no engine that takes adapters"
         remedy = "remove the key, or set rollout_backend: vllm"
@@ -215,6 +217,10 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
                 " tokens, which are trained with it"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
+    if ranks > 1 and vllm.mode == "server" and resolved_sync_mode(run) == "adapter":
+        wrong = f"'{vllm.sync.mode}' sends adapters alone, which servers take of one rank, not of"
+        remedy = f"set {_SYNC}: full, or learner.world_size: 1"
+        yield Problem(_SYNC, f"{wrong} {ranks}", remedy)
 
 
 def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:

@@ -210,7 +210,9 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(saved, config
     for file in run.glob("checkpoint*/**/run.json"):
         state = json.loads(file.read_text())
         del state["config"]["rollout_matching"]["point_tolerance"]
-        del state["config"]["rollout_matching"]["pipeline"]["objective"][0]["config"]["fp_end_weight"]
+        del state["config"]["rollout_matching"]["pipeline"]["objective"][0]["config"][
+            "fp_end_weight"
+        ]
         file.write_text(json.dumps(state))
     _, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and "point_tolerance" not in point.state.config["rollout_matching"]

@@ -306,6 +306,19 @@ def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(chang
     assert run.rollout_matching.vllm.sync.fallback_to_full is True
 
 
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_non_full_sync_mode_fails_fast_under_multi_process_learner(mode):
+    """The specification's scenario, which is about servers."""
+    ranks = {**SERVED_LORA, **SERVERS, "learner.world_size": 2}
+    assert problems({**ranks, SYNC: mode}) == [
+        (
+            f"{SYNC}: '{mode}' sends adapters alone, which servers take of one rank, not of 2; set"
+            f" {SYNC}: full, or learner.world_size: 1"
+        )
+    ]
+    assert problems({**ranks, SYNC: "full"}) == []
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("mode", "resolved"), [("adapter", "adapter"), ("auto", "adapter"), ("full", "full")]
