@@ -179,7 +179,7 @@ MERGERS = MERGED + 4 * 3 * VISION_INPUT
                 "model__adapter": {"kind": "lora", "rank": 4},
                 "training__parts": {"vision_tower": {"adapted": True}},
             },
-            3 * VISION_LAYER,
+            3 * VISION_LAYER + MERGED,
             id="with an adapter in it",
         ),
     ],
