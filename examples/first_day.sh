@@ -7,14 +7,15 @@
 # FOLDER/day is made anew each time. The environment beside it is yours to change, and stays.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
+python=("$root/.venv/bin/python")
+if [[ -n ${PYTHON:-} ]]; then read -ra python <<<"$PYTHON"; fi
 folder=${1:-outputs/first_day}
 day=$folder/day
 rm -rf "$day"
 
 # 1. The model as its publisher writes it, and pictures with boxes: skipped where they are yours.
 if [[ -z ${MODEL:-} ]]; then
-    $python "$root/examples/make_stock.py" "$day/made"
+    "${python[@]}" "$root/examples/make_stock.py" "$day/made"
     MODEL=$day/made/model COCO=$day/made/coco
     # Three million parameters on two cores: short answers, few pictures, everything in one process.
     experiment=(+experiment=stage2_colocate cluster=local training.learning_rate=1e-3 training.effective_batch_size=16
@@ -23,35 +24,35 @@ if [[ -z ${MODEL:-} ]]; then
 else
     # One large GPU, which the engine and the learner of an adapter take turns on. Not run on a GPU.
     experiment=(+experiment=stage2_3v1_4b backend=colocate model.adapter.kind=lora)
-    sizes=(data.max_val_samples=200)
+    sizes=(global_max_length=8192 data.max_val_samples=200)
 fi
 
 # 2. Records of COCO's files, and what of them was skipped and why.
 for part in train val; do
-    $python -m launch.import_data format=coco annotations="$COCO/annotations/instances_${part}2017.json" images="$COCO/${part}2017" \
+    "${python[@]}" -m launch.import_data format=coco annotations="$COCO/annotations/instances_${part}2017.json" images="$COCO/${part}2017" \
         out="$day/data/$part.jsonl"
 done
 
 # 3. What the model finds before anything is trained: it answers in JSON of its own, without coord tokens.
-$python -m launch.evaluate model="$MODEL" data="$day/data/val.jsonl" data.answer_format=qwen3_vl "${sizes[@]}" \
+"${python[@]}" -m launch.evaluate model="$MODEL" data="$day/data/val.jsonl" data.answer_format=qwen3_vl "${sizes[@]}" \
     telemetry.run_dir="$day" name=before
 
 # 4. Ten steps in the same format: seven learn the ground truth (channel A), and among them three the model's own rollouts (channel B).
-$python -m launch.train "${experiment[@]}" "${sizes[@]}" objective=digits data.answer_format=qwen3_vl model.path="$MODEL" \
+"${python[@]}" -m launch.train "${experiment[@]}" "${sizes[@]}" objective=digits data.answer_format=qwen3_vl model.path="$MODEL" \
     data.train="$day/data/train.jsonl" data.val="$day/data/val.jsonl" telemetry.run_dir="$day/run" \
     training.max_steps=10 training.lr_warmup_steps=2 stage2_ab.schedule.warmup_steps=4 stage2_ab.schedule.b_ratio=0.5
 
 # 5. The same report of the trained checkpoint.
-$python -m launch.evaluate run="$day/run" name=after
+"${python[@]}" -m launch.evaluate run="$day/run" name=after
 
 # 6. An environment of your own to begin with, and ten policy-gradient steps in it on a small text model (of yours: model.path).
 if [[ ! -e $folder/largest_digit.py ]]; then
-    $python -m launch.new_environment largest_digit --out "$folder"
+    "${python[@]}" -m launch.new_environment largest_digit --out "$folder"
 fi
-$python -m launch.demo language-model --out "$day/made/lm"
-$python -m launch.train --config-dir "$folder" +experiment=largest_digit backend=hf cluster=local model.path="$day/made/lm" \
+"${python[@]}" -m launch.demo language-model --out "$day/made/lm"
+"${python[@]}" -m launch.train --config-dir "$folder" +experiment=largest_digit backend=hf cluster=local model.path="$day/made/lm" \
     training.max_steps=10 training.lr_warmup_steps=2 training.effective_batch_size=128 environment.num_eval_examples=64 \
     telemetry.run_dir="$day/environment"
 
-f1() { $python -c 'import json, sys; print(format(json.load(open(sys.argv[1]))["detection"][0]["f1"], ".3f"))' "$1/report.json"; }
+f1() { "${python[@]}" -c 'import json, sys; print(format(json.load(open(sys.argv[1]))["detection"][0]["f1"], ".3f"))' "$1/report.json"; }
 echo "first day: F1@0.5 $(f1 "$day/evaluations/before") before, $(f1 "$day/run/evaluations/after") after ten steps; reports and runs in $day"

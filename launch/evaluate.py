@@ -66,6 +66,7 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",
     "model.adapter": None,
+    "training.parts": {},  # which may say where the adapter was
     # Nobody learns: sizes of the run's ranks must not contradict the only share of requests.
     "learner.world_size": 1,
     "training.effective_batch_size": None,
@@ -155,7 +156,7 @@ def run(
     from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
-    from launch.preflight import position_problems
+    from launch.preflight import engine_family_problems, position_problems
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
     from launch.runtime.ray_connection import cluster_nodes
@@ -167,7 +168,8 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with start_up.stage("checks"):
-        if problems := list(position_problems(config)):
+        of_family = engine_family_problems(config, device_here())
+        if problems := [*position_problems(config), *of_family]:
             raise ConfigError(problems)
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,16 +26,20 @@ from launch.checks.host import path_problems, starts_engines, version_problems
 from launch.checks.hub import with_fetched_model
 from launch.checks.memory import (
     DeviceMemory,
+    Estimate,
     ModelShape,
     Needs,
     device_memory,
     engine_estimate,
+    host_estimate,
     in_gib,
+    is_linear,
     learner_estimate,
     sequences_in_cache,
     shared_device_estimate,
     synced_bytes,
 )
+from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.cli import (
     CONF,
@@ -49,14 +54,16 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.resume import resumed
+from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
-from learner.model.parts import model_part
-from rollout_actors.engine.settings import model_type
+from learner.model.parts import model_part, target_problem
+from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import (
     EngineLocation,
     actor_name,
+    adapted_parts,
     engine_devices,
     engines_in,
     environment_name,
@@ -68,7 +75,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, ModelPart
+from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
@@ -140,6 +147,7 @@ def preflight(
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
     report.collect(missing_packages(config))
+    report.collect(_optimizer_problems(config))
     report.collect(path_problems(config))
     report.collect(port_problems(config))
 
@@ -162,9 +170,9 @@ def preflight(
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
-            report.collect(_family_problems(config, placement))
+            report.collect(engine_family_problems(config, placement.device))
             memory = memory_of(placement.device)
-            report.collect(_memory(config, placement, shape, memory, len(nodes), report.lines))
+            report.collect(_memory(config, placement, shape, memory, nodes, report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
 
@@ -250,23 +258,31 @@ def _require_objectives(config: RunConfig) -> None:
         build_objectives(config.rollout_matching.pipeline, channel, no_tokens)
 
 
+def _optimizer_problems(config: RunConfig) -> Iterator[str]:
+    if config.training.optimizer == "adamw_bnb_8bit" and find_spec("bitsandbytes") is None:
+        yield (
+            "training.optimizer: adamw_bnb_8bit needs bitsandbytes, which is not installed; run"
+            " `pip install 'rollmatch[qlora]'`, or set it to adamw_torch or adamw_offload"
+        )
+
+
 def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     adapter = config.model.adapter
     if adapter is None:
         return
     smaller_sides: dict[str, int] = {}
+    layers: dict[ModelPart, set[str]] = {part: set() for part in adapted_parts(config)}
     for name, sizes in shape.parameters.items():
         layer = name.split(".")[-2]
-        if len(sizes) != 2 or layer in ("embed_tokens", "lm_head"):
+        if len(sizes) != 2 or not is_linear(name):
             continue
-        if model_part(name) is ModelPart.LANGUAGE_MODEL:
+        if (part := model_part(name)) in layers:
+            layers[part].add(layer)
             smaller_sides[layer] = max(min(sizes), smaller_sides.get(layer, 0))
-    if unknown := sorted(set(adapter.target_modules) - smaller_sides.keys()):
-        yield (
-            "model.adapter.target_modules: no linear layer of the language model in"
-            f" {config.model.path} is called {', '.join(unknown)}; it has"
-            f" {', '.join(sorted(smaller_sides))}"
-        )
+    if problem := target_problem(adapter.target_modules, layers, config.model.path):
+        yield problem
+    if adapter.quantize is not None and find_spec("bitsandbytes") is None:
+        yield NO_BITSANDBYTES
     ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
     if ranks and adapter.rank > max(ranks):
         yield (
@@ -296,22 +312,16 @@ def position_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _family_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Name what vLLM does not do with the checkpoint's family."""
-    kind = model_type(config.model.path)
-    on_cpu = placement.device is Device.CPU and starts_engines(config)
-    if on_cpu and kind in HYBRID_MODEL_TYPES and config.model.dtype != "bfloat16":
-        yield (
-            f"model.dtype: {config.model.dtype}, and vLLM 0.32 computes the linear attention of a"
-            f" {kind} model on CPU in bfloat16 alone; set it to bfloat16, or"
-            " rollout_matching.rollout_backend: hf"
-        )
-    if on_cpu and kind in EXPERT_MODEL_TYPES and config.rollout_matching.vllm.enable_lora:
-        yield (
-            "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of a"
-            f" {kind} model by Triton alone, which a CPU has not; set it to false, and merged"
-            " weights are sent"
-        )
+def engine_family_problems(config: RunConfig, device: Device) -> Iterator[str]:
+    """Name what the run's engines do not do with the checkpoint's family."""
+    if not starts_engines(config):
+        return
+    enable_lora = config.rollout_matching.vllm.enable_lora
+    dtype = config.model.dtype
+    found = family_problems(config.model.path, device=device, dtype=dtype, enable_lora=enable_lora)
+    keys = {"dtype": "model.dtype", "enable_lora": "rollout_matching.vllm.enable_lora"}
+    for setting, text in found:
+        yield f"{keys[setting]}: {text}"
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
@@ -349,15 +359,38 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     return [*lines, f"weights   travel by {placement.transport}"]
 
 
+def _needs(
+    config: RunConfig, placement: Placement, shape: ModelShape, memory: DeviceMemory
+) -> Needs:
+    """Estimate a run's processes on devices of this memory."""
+    transport = placement.transport
+    learner = learner_estimate(config, shape, placement.device, transport)
+    engine = None
+    shared = None
+    num_engine_devices = 0
+    if starts_engines(config):
+        devices = placement.devices_per_engine
+        num_engine_devices = devices * len(placement.engines or placement.ranks)
+        engine = engine_estimate(config, shape, devices, memory.device, memory.total, transport)
+        if not placement.engines and memory.device is not Device.CPU:
+            shared = shared_device_estimate(config, shape, learner, engine, transport)
+    synced = synced_bytes(config, placement, shape)
+    return Needs(learner, len(placement.ranks), engine, num_engine_devices, shared, synced)
+
+
 def _memory(
     config: RunConfig,
     placement: Placement,
     shape: ModelShape,
     memory: DeviceMemory | None,
-    num_nodes: int,
+    nodes: Sequence[Resources],
     lines: list[str],
 ) -> Iterator[str]:
-    """Compare the processes' needs with the memory of this machine's devices."""
+    """Compare the processes' needs with the memory of this machine's devices.
+
+    Where there is too little, `lines` say with which settings there would be enough.
+    """
+    num_nodes = len(nodes)
     learner = learner_estimate(config, shape, placement.device, placement.transport)
     lines.append(f"memory    {learner.describe()}")
     if memory is None:
@@ -366,38 +399,63 @@ def _memory(
             " preflight on a node that has one"
         )
         return
-    engine = None
-    shared = None
-    num_engine_devices = 0
     on_cpu = memory.device is Device.CPU
-    transport = placement.transport
-    if starts_engines(config):
+    if on_cpu and config.model.activation_offload:
+        lines.append("note      model.activation_offload: no effect on CPU")
+    if on_cpu and config.training.optimizer == "adamw_offload":
+        lines.append("note      training.optimizer: adamw_offload saves nothing on CPU")
+    needs = _needs(config, placement, shape, memory)
+    if (engine := needs.engine) is not None:
         key = "rollout_matching.vllm.kv_cache_memory_bytes"
         devices = placement.devices_per_engine
-        num_engine_devices = devices * len(placement.engines or placement.ranks)
-        engine = engine_estimate(config, shape, devices, memory.device, memory.total, transport)
         fit = sequences_in_cache(config, shape, engine, devices)
         decoded = config.rollout_matching.decode_batch_size * devices
         line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded"
         if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
             line += f" ({key} is null: on CPU, as many as these)"
         lines.append(f"memory    {engine.describe()}; {line}")
-        if not placement.engines and not on_cpu:
-            shared = shared_device_estimate(config, shape, learner, engine, transport)
-            lines.append(f"memory    {shared.describe()}")
+        if needs.shared is not None:
+            lines.append(f"memory    {needs.shared.describe()}")
         if fit < 1:
             yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
-    if synced := synced_bytes(config, placement, shape):
-        lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(synced)}")
+    if needs.synced:
+        lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(needs.synced)}")
+    if not on_cpu and (host := host_estimate(config, shape)).total:
+        lines.append(f"memory    {host.describe()}")
+        machine = device_memory(Device.CPU)
+        needed = host.total * len(placement.ranks)
+        if num_nodes == 1 and machine is not None and needed > machine.total:
+            yield (
+                f"training.optimizer: {host.describe()}, of {len(placement.ranks)} ranks"
+                f" {in_gib(needed)}, and this machine, or its container, has"
+                f" {in_gib(machine.total)}; set training.optimizer: adamw_bnb_8bit, or"
+                " model.activation_offload: false"
+            )
     if num_nodes > 1 and on_cpu:
         unknown = f"which of the {num_nodes} nodes a process comes to is not known here"
         lines.append(f"memory    not compared: {unknown}")
         return
     if num_nodes > 1:
         lines.append("memory    compared with this machine's GPUs, for those of all nodes")
-    needs = Needs(learner, len(placement.ranks), engine, num_engine_devices, shared, synced)
-    lines += (f"warning   {warning}" for warning in memory.warnings(needs))
-    yield from memory.problems(needs)
+    problems = list(memory.problems(needs))
+    warnings = memory.warnings(needs)
+    lines += (f"warning   {warning}" for warning in warnings)
+    if problems or warnings:
+
+        def fitting(changed: RunConfig) -> Estimate | None:
+            try:
+                needs = _needs(changed, plan_placement(changed, nodes), shape, memory)
+            except ConfigError:
+                return None  # not enough GPUs for as many ranks
+            if memory.problems(needs) or memory.warnings(needs):
+                return None
+            return needs.shared or needs.learner
+
+        fits = proposals(config, fitting)
+        lines += (f"memory    fits with {one.describe()}" for one in fits)
+        if not fits:
+            lines.append("memory    no setting of the learner that saves memory makes it fit")
+    yield from problems
 
 
 if __name__ == "__main__":

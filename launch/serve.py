@@ -27,6 +27,7 @@ from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,
     engine_environment,
+    family_problems,
     image_token_id,
     model_type,
 )
@@ -120,7 +121,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     except ConfigError as error:
         problems += error.problems
     remedy = "give the run's model.path, or a copy of it"
-    problems += checkpoint_problems(options.model, key="model", remedy=remedy)
+    no_model = list(checkpoint_problems(options.model, key="model", remedy=remedy))
+    problems += no_model
     if options.image_root is not None and not options.image_root.is_dir():
         problems.append(
             f"image_root: {options.image_root} is not a folder; give one, or leave it out"
@@ -145,6 +147,14 @@ def settings_of(options: ServeOptions) -> EngineSettings:
             f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank"
             f" {LORA_RANKS[-1]} at most; lower it"
         )
+    if not no_model:
+        of_family = family_problems(
+            str(options.model),
+            device=device,
+            dtype=options.dtype,
+            enable_lora=options.enable_lora,
+        )
+        problems += (f"{key}: {text}" for key, text in of_family)
     if problems:
         raise ConfigError(problems)
     return EngineSettings(

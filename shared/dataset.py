@@ -15,14 +15,22 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from shared.data.file_rows import FileRows, RowRules, RowTable, TableBuilder, decode_row, readable
+from shared.data.file_rows import (
+    FileRows,
+    IndexedSamples,
+    RowRules,
+    RowTable,
+    TableBuilder,
+    decode_row,
+    readable,
+)
 from shared.errors import BadRows, RecordError
 from shared.records import DEFAULT_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class Joined(Sequence[Sample]):
+class Joined(IndexedSamples):
     """Samples of several data sets behind each other."""
 
     def __init__(self, parts: Sequence[Sequence[Sample]]) -> None:
@@ -32,20 +40,9 @@ class Joined(Sequence[Sample]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
-        if isinstance(index, slice):
-            return tuple(self[row] for row in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        part = bisect_right(self._starts, index) - 1
-        return self._parts[part][index - self._starts[part]]
+    def _sample(self, row: int) -> Sample:
+        part = bisect_right(self._starts, row) - 1
+        return self._parts[part][row - self._starts[part]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from launch.import_data.objects import Converted, ObjectSkip, SourceObject, WantedGeometry
-from shared.config.base import ConfigPath, Section
+from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import ConfigError
 from shared.records import GeometryKind
 
@@ -139,13 +139,19 @@ class ImportReport:
         )
 
 
+def _no_other_file(out: Path) -> Path:
+    if out.suffix in (".json", ".parquet", ".csv"):
+        raise refusal(f"{out} is no name of a JSONL file", f"write {out.with_suffix('.jsonl')}")
+    return out
+
+
 class ImportOptions(Section):
     """The keys that every format has. A format adds its own, and `read`."""
 
     source_key: ClassVar[str] = "source"
     """The key to correct where no image is found."""
 
-    out: Annotated[ConfigPath, Field(examples=["data/train.jsonl"])]
+    out: Annotated[ConfigPath, AfterValidator(_no_other_file), Field(examples=["data/train.jsonl"])]
     """JSONL file to write, or a folder for it; image paths in it are relative to it."""
 
     geometry: Annotated[WantedGeometry, Field(strict=False)] = WantedGeometry.BBOX

@@ -178,10 +178,10 @@ class RayLearner:
         self._all("sync_done", "publisher.done", noise, limit=self._timeouts.limit("sync_phase_s"))
 
     def fall_back_to_full(self) -> None:
-        """Have rank 0, which alone has an adapter to offer, offer full weights from now on."""
+        """Have every rank take part in offers of full weights from now on."""
         self.offers_adapter = False
-        answer = self._actors[0].call.remote("publisher.fall_back_to_full")
-        self._wait("fall_back_to_full", self._timeouts.limit("sync_phase_s"), [answer])
+        limit = self._timeouts.limit("sync_phase_s")
+        self._all("fall_back_to_full", "publisher.fall_back_to_full", limit=limit)
 
     def leave_groups(self) -> None:
         """Have rank 0 leave its process groups, so that the next offer is of new ones."""

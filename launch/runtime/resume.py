@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from pydantic import ValidationError
 
 from launch.runtime.saved_run import load_run
 from shared.config import RunConfig
@@ -38,6 +39,7 @@ MAY_CHANGE = {
     "environment.teacher.token_env": "its server's token is in another variable",
     "learner.gpus": "the ranks run elsewhere",
     "learner.cpus": "the ranks run elsewhere",
+    "model.activation_offload": "activations wait elsewhere",
     "model.path": "the files may have moved; weights that are not trained are compared",
     "data.train": "the file may have moved; its content is compared",
     "data.val": "the file may have moved; its content is compared",
@@ -316,7 +318,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
     """Name what has changed since the checkpoint and must not."""
-    before = {**leaves(state.config), **leaves({"versions": state.versions})}
+    before = {**leaves(_with_new_keys(state.config)), **leaves({"versions": state.versions})}
     now = {**leaves(config.model_dump(mode="json")), **leaves({"versions": installed_versions()})}
     allowed = (*MAY_CHANGE, *config.resume.allow)
     for key in sorted(before.keys() | now.keys()):
@@ -327,6 +329,14 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
                 " changes what is computed; leave it as it was, or insist with"
                 f" 'resume.allow=[{key}]'"
             )
+
+
+def _with_new_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the keys that are younger than the checkpoint, whose defaults compute what it did."""
+    try:
+        return RunConfig.model_validate(config).model_dump(mode="json")
+    except ValidationError:
+        return config  # of a version with other keys: each that differs is named
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:

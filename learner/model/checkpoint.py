@@ -15,8 +15,10 @@ from torch import nn
 from learner.model.adapters import (
     adapted_layers,
     embeddings_with_trained_rows,
+    in_full,
     merged_embedding,
     merged_weight,
+    stored_as,
 )
 from shared.model_families import TURNED_IN_FILES
 from shared.tokens.fresh import FreshTokens
@@ -40,7 +42,7 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """A model's parameters as the checkpoint that they amount to, adapters merged."""
+    """A model's parameters as the checkpoint that they amount to, merged and unpacked."""
 
     # Merged out of place: adding a product and taking it off again would change the learner's own
     # weights by its rounding.
@@ -51,10 +53,10 @@ class CheckpointWeights:
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         for _, name, parameter in self._parameters():
-            shape = parameter.shape
+            dtype, shape = stored_as(parameter)
             if name.endswith(self._turned):
                 shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
-            yield name, parameter.dtype, shape
+            yield name, dtype, shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         layers = adapted_layers(self._model)
@@ -69,7 +71,7 @@ class CheckpointWeights:
             elif name.endswith(self._turned):
                 yield name, parameter.detach().transpose(-1, -2).contiguous()
             else:
-                yield name, parameter.detach()
+                yield name, in_full(parameter)
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Yield each parameter's path in the model, its name in the checkpoint, and itself."""

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from learner.collate import RopeIndex
-from learner.model.adapters import apply_adapter
+from learner.model.adapters import apply_adapter, quantize_layers
 from learner.model.attention import attend_by_segments
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
-from shared.config.derive import is_sharded
+from shared.config.derive import adapted_parts, is_quantized, is_sharded, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -198,9 +198,12 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
         dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
         model = kind.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-        model = model.to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
+    if is_quantized(config):
+        # By way of host memory, which has the whole model in full.
+        quantize_layers(model, adapted_parts(config), device)
+    model = model.to(device)
     project_patches_as_matrix(model)
     if config.model.attention == "auto":
         attend_by_segments(model)
@@ -210,12 +213,14 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
         keep_segments_apart(model)
     if config.model.adapter is not None:
+        beside = tokens_beside_adapter(config)
         apply_adapter(
             model,
             config.model.adapter,
             base_path=str(path),
             seed=config.training.seed,
-            token_ids=() if fresh is None else fresh.ids,
+            token_ids=() if beside is None else beside.ids,
+            parts=adapted_parts(config),
         )
     elif not config.training.parts.language_model.frozen:
         fresh = None
@@ -224,7 +229,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     if config.model.gradient_checkpointing:
         # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the
         # first one's does not where parts are frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            # Without an accelerator they are in host memory, and none of it can be pinned.
+            offload=config.model.activation_offload and torch.accelerator.is_available(),
+        )
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     if any(dropout) or model.config.get_text_config().attention_dropout:
         raise ConfigError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,14 +18,22 @@ from shared.config.training import TrainingSection
 from shared.errors import ConfigError, LearnerError
 from shared.model_families import ModelPart
 
+if TYPE_CHECKING:
+    from learner.model.optimizer_8bit import AdamW8bit
+
+CPU = torch.device("cpu")
+
 
 class MasterWeights:
     """One float32 tensor per parameter, on which the optimizer works.
 
-    A parameter in float32 is its own master.
+    A parameter in float32 is its own master, unless masters are kept on another device.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], kept_on: torch.device | None = None
+    ) -> None:
+        """`kept_on`: where all masters and their gradients are; None: with their parameters."""
         # A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is
         # lost when it is added, and so is a row's gradient in the sum of many. So after every
         # backward a parameter's gradient is added to its master's, in float32, and dropped.
@@ -32,10 +41,10 @@ class MasterWeights:
         """In the order of `parameters`."""
         self._copies: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in parameters:
-            if parameter.dtype is torch.float32:
+            if parameter.dtype is torch.float32 and kept_on is None:
                 self.masters.append(parameter)
             else:
-                master = _master(parameter)
+                master = _master(parameter, kept_on or parameter.device)
                 self.masters.append(master)
                 self._copies.append((parameter, master))
 
@@ -60,12 +69,18 @@ class MasterWeights:
             master.grad = None if gradient is None else gradient.to(device)
 
 
-def _master(parameter: nn.Parameter) -> torch.Tensor:
-    master = parameter.detach().float()
+def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    # Pinned where a GPU's weights come from it.
+    is_away = parameter.is_cuda and device.type == "cpu"
+    master = parameter.detach().to(device, torch.float32, copy=True)
+    if is_away:
+        master = master.pin_memory()
 
     def add(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after a gradient was accumulated"
+        # Waits: the GPU's memory is free again, and the host's has the gradient, when it returns.
+        gradient = gradient.to(device)
         if master.grad is None:
             master.grad = gradient.float()
         else:
@@ -117,41 +132,65 @@ class _ParameterGroup:
     part: ModelPart
     decays: bool
     """Matrices do. Norms and biases do not: to pull a scale towards zero is no regularisation."""
+    is_embedding: bool = False
+    """Whether moments keep 32 bits though others have 8."""
 
 
 class Optimizer:
     """AdamW with a schedule over what has a gradient; `update` is called at the end of a step.
 
-    DTensors (FSDP2) are updated like any others: each rank its part.
+    DTensors (FSDP2) are updated like any others: each rank its part. `training.optimizer` says
+    where its tensors are, and in how many bits. The two that are not the default were not run on a
+    GPU.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
         self._ranks = ranks
         self._config = config
+        # Of a word that a step does not have nothing is known of its gradient's size, so an
+        # embedding's moments keep their 32 bits, as in Hugging Face's Trainer.
+        embeddings = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding) and config.optimizer == "adamw_bnb_8bit"
+        }
         trained = [
-            (_ParameterGroup(part, parameter.ndim > 1), parameter)
+            (_ParameterGroup(part, parameter.ndim > 1, id(parameter) in embeddings), parameter)
             for part, parameter in trained_parameters(model)
         ]
         self._names = [
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self._weights = MasterWeights(parameter for _, parameter in trained)
+        self._is_offloaded = config.optimizer == "adamw_offload"
+        self._weights = MasterWeights(
+            (parameter for _, parameter in trained), CPU if self._is_offloaded else None
+        )
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
-        self._is_fused = all(master.is_cuda for master in self.masters)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0}
-                for group, masters in groups.items()
-            ],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            # On a GPU: one kernel, and no temporary as large as the weights.
-            fused=self._is_fused or None,
-        )
+        self._is_fused = all(parameter.is_cuda for _, parameter in trained)
+        of_groups = [
+            {"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0}
+            for group, masters in groups.items()
+        ]
+        arguments: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_epsilon,
+        }
+        self.optimizer: torch.optim.AdamW | AdamW8bit
+        if config.optimizer == "adamw_bnb_8bit":
+            # Imported for a run that asks for it alone: bitsandbytes is an extra.
+            from learner.model.optimizer_8bit import AdamW8bit
+
+            for values, group in zip(of_groups, groups, strict=True):
+                values["optim_bits"] = 32 if group.is_embedding else 8
+            self.optimizer = AdamW8bit(of_groups, **arguments)
+        else:
+            # On a GPU, or for one: one kernel, and no temporary as large as the weights.
+            fused = self._is_fused or None
+            self.optimizer = torch.optim.AdamW(of_groups, **arguments, fused=fused)
         self.num_skipped = 0
         """Updates in a row that were skipped, up to the last."""
 
@@ -211,7 +250,7 @@ class Optimizer:
         """
         tensors = {}
         for name, master in zip(self._names, self.masters, strict=True):
-            values = {"master": master, **self.optimizer.state.get(master, {})}
+            values = {"master": master, **self._moments(master)}
             for kind, value in values.items():
                 tensors[f"{name}/{kind}"] = _local(value).detach().contiguous()
         return tensors
@@ -237,7 +276,17 @@ class Optimizer:
                     " learner ranks"
                 )
             part.copy_(values.pop("master"))
-            if values:
+            if not values:
+                continue
+            if ("exp_avg" in values) != isinstance(self.optimizer, torch.optim.AdamW):
+                raise ConfigError(
+                    f"resume.run: the checkpoint has other moments of {name} ({', '.join(values)})"
+                    f" than training.optimizer: {self._config.optimizer}; resume with that of the"
+                    " run (adamw_torch and adamw_offload have the same)"
+                )
+            if not isinstance(self.optimizer, torch.optim.AdamW):
+                self.optimizer.restore_state(master, values)
+            else:
                 state = self.optimizer.state[master]
                 for kind, moment in values.items():
                     if kind == "step":
@@ -255,13 +304,24 @@ class Optimizer:
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:
-        """Move moments, masters, and the masters' gradients so far; be back before the next row."""
+        """Move moments, masters, and the masters' gradients so far; be back before the next row.
+
+        Those of `adamw_offload` stay in host memory.
+        """
+        if self._is_offloaded:
+            return
         self._weights.move_to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 # The count of steps is read where AdamW has put it.
                 if name != "step":
                     state[name] = value.to(device)
+
+    def _moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            moments: dict[str, torch.Tensor] = self.optimizer.state.get(master, {})
+            return moments
+        return self.optimizer.saved_state(master)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients that the step's rows reached, on any rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -44,6 +44,34 @@ def freeze_parts(model: nn.Module, config: PartsSection) -> None:
             "training.parts: nothing is left to train; unfreeze a part, with model.adapter the"
             " language model, which holds the adapter"
         )
+
+
+def target_problem(
+    named: Collection[str], layers: Mapping[ModelPart, Collection[str]], base_path: str
+) -> str | None:
+    """Return what is wrong with `model.adapter.target_modules`, if anything is.
+
+    Args:
+        named: the key's value.
+        layers: names of the linear layers of each part that is to be adapted.
+    """
+    titles = {part: part.replace("_", " ") for part in layers}
+    unknown = sorted(set(named).difference(*layers.values()))
+    without = [part for part, names in layers.items() if not set(named) & set(names)]
+    if unknown:
+        parts = " and the ".join(titles.values())
+        wrong = f"no linear layer of the {parts} in {base_path} is called {', '.join(unknown)}"
+    elif without:
+        wrong = f"it names no linear layer of the {titles[without[0]]} in {base_path}"
+        wrong += f", which training.parts.{without[0]}.adapted asks for"
+    else:
+        return None
+    has = [
+        f"{'it' if len(layers) == 1 else f'the {titles[part]}'} has"
+        f" {', '.join(sorted(set(names))) or 'none'}"
+        for part, names in layers.items()
+    ]
+    return f"model.adapter.target_modules: {wrong}; {'; '.join(has)}"
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[ModelPart, nn.Parameter]]:

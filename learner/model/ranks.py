@@ -219,9 +219,7 @@ class Ranks:
                 f"rank {self.rank} of {self.world_size}: {error.message}", phase=error.phase
             ) from error
         except RuntimeError as error:
-            # NCCL's errors have a class of their own, gloo's are known by the source file that they
-            # name.
-            if not isinstance(error, DistError) and "third_party/gloo" not in str(error):
+            if not is_of_collective(error):
                 raise
             # It may have been told at once, because the other's process is not there.
             raise CollectiveError(
@@ -249,6 +247,12 @@ class Ranks:
         options.reduceOp = operation
         options.timeout = timedelta(seconds=self._timeout_s)
         group.allreduce([tensor], options).wait()
+
+
+def is_of_collective(error: Exception) -> bool:
+    """Tell whether a collective raised it, because another rank was lost or late."""
+    # NCCL's errors have a class of their own, gloo's are known by the source file that they name.
+    return isinstance(error, DistError) or "third_party/gloo" in str(error)
 
 
 class Rendezvous:

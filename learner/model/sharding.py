@@ -39,7 +39,7 @@ FAILED = 2**62
 for it."""
 CHECKED_ELEMENTS = 4096
 """At the most, of each parameter, when ranks are compared."""
-INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Parallel:

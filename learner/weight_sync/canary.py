@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -15,7 +16,7 @@ from learner.segments import EncodedPrompt
 from shared.errors import LearnerError
 from shared.records import ImageRef
 from shared.tokens.pictures import EncodedImages
-from shared.weight_sync.canary import CanaryProbe, Differences
+from shared.weight_sync.canary import CanaryProbe, Differences, Logprobs
 from shared.weight_sync.phases import SyncPhase
 
 
@@ -38,7 +39,7 @@ class Canary:
     run_dir: InitVar[Path]
     noise: Differences | None = field(init=False, default=None)
     """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
-    _base_logprobs: tuple[float, ...] | None = field(init=False, default=None)
+    _base_logprobs: Logprobs | None = field(init=False, default=None)
 
     def __post_init__(self, run_dir: Path) -> None:
         self.images = tuple(image.with_data() for image in self.images)
@@ -58,17 +59,25 @@ class Canary:
             noise=self.noise,
         )
 
-    def probe(self) -> CanaryProbe:
-        """Return the probe with its log-probabilities, and those without an adapter sent alone."""
+    def probe(
+        self, forward: Callable[[Callable[[], Logprobs]], Logprobs] = lambda score: score()
+    ) -> CanaryProbe:
+        """Return the probe with its log-probabilities, and those without an adapter sent alone.
+
+        `forward` calls a function that is one forward (`Parallel.forward`): where the model is
+        sharded it is a collective, and all ranks call `probe` at once.
+        """
         # The first time alone: the weights under an adapter never change.
         if self.proves_adapter and self._base_logprobs is None:
             with without_adapter(self.loaded.model):
-                self._base_logprobs = self.logprobs()
+                self._base_logprobs = forward(self.logprobs)
         return replace(
-            self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs
+            self.question(),
+            expected_logprobs=forward(self.logprobs),
+            base_logprobs=self._base_logprobs,
         )
 
-    def logprobs(self) -> tuple[float, ...]:
+    def logprobs(self) -> Logprobs:
         """Score each token of the question but the first, under the weights as they are.
 
         Raises LearnerError where one is not finite: no engine could agree with it.

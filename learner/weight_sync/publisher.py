@@ -2,7 +2,7 @@
 
     offer -> send (rank 0 alone) -> done
 
-Every method but `send`, `fall_back_to_full` and `close` is called on all ranks, in the same order.
+Every method but `send` and `close` is called on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from learner.model.adapters import adapter_files
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.loading import LoadedModel
-from learner.model.ranks import LearnerDevice, Ranks, RankTopology
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology, is_of_collective
 from learner.model.sharding import Parallel
 from learner.segments import Segment
 from learner.weight_sync.canary import Canary
@@ -25,8 +25,8 @@ from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.errors import LEARNER, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
-from shared.weight_sync.canary import CanaryProbe, Differences
-from shared.weight_sync.offer import AdapterOffer
+from shared.weight_sync.canary import Differences
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
@@ -94,23 +94,28 @@ class WeightPublisher:
             self.device.wait()
             self.ranks.barrier()
             self.parallel.check()
-            self.parallel.gather()
-            probe = None
-            if self.parallel.holds_parts:
-                # Every rank computes it where none has the model alone.
-                probe = self.parallel.forward(self.canary.probe)
             self._is_again = again
             version = self.version + (not again)
             sender = self.sender
+            # Where none has the model alone, every rank computes the probe and gathers.
+            holds_parts = self.parallel.holds_parts
+            if not self.offers_adapter:
+                self.parallel.gather()
+            elif sender is None and not holds_parts:
+                return None
+            probe = None
+            if self.offers_adapter or holds_parts:
+                probe = self.canary.probe(self.parallel.forward)
+            files = adapter_to_offer(self.loaded.model) if self.offers_adapter else None
             if sender is None:
                 return None
-            if self.offers_adapter:
-                probe = probe or self.canary.probe()
-                model = self.loaded.model
-                return adapter_offer(model, version, probe, timeout_s=sender.timeout_s)
-            if probe is not None:
+            if probe is None:
+                return sender.offer(version, self.canary.question(), self.canary.logprobs)
+            if files is None:
                 return sender.offer(version, probe)
-            return sender.offer(version, self.canary.question(), self.canary.logprobs)
+            # Nothing is left to send (decision 20).
+            terms = AdapterOffer.make(files, timeout_s=sender.timeout_s)
+            return WeightOffer(version, TransportKind.ADAPTER, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Return when the weights are out. Raises what `WeightSender.send` does."""
@@ -203,17 +208,23 @@ def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> W
     )
 
 
-def adapter_offer(model: Any, version: int, probe: CanaryProbe, *, timeout_s: float) -> WeightOffer:
-    """Offer the model's adapter itself: nothing is left to send (decision 20)."""
+def adapter_to_offer(model: Any) -> AdapterFiles:
+    """Return the model's adapter as it is sent by itself.
+
+    Where the model is sharded, all ranks call it at once. Raises WeightSyncError where it cannot be
+    written down.
+    """
     try:
         files = adapter_files(model)
         assert files is not None, "the configuration has an adapter"
     # whatever peft and safetensors find wrong with it: the merged weights do without both
     except Exception as error:
+        # But for a rank that did not come, without which there are no merged weights either.
+        if is_of_collective(error):
+            raise
         raise WeightSyncError(
             f"it cannot be written down ({type(error).__name__}: {error})",
             actor=LEARNER,
             phase=OFFER,
         ) from error
-    terms = AdapterOffer.make(files, timeout_s=timeout_s)
-    return WeightOffer(version, TransportKind.ADAPTER, terms, probe)
+    return files

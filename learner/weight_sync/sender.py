@@ -16,14 +16,13 @@ from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.transports import SENDERS, NcclSender
 from shared.errors import LEARNER, ConfigError, LearnerError, Timeout, WeightSyncError, late
 from shared.rollouts import WeightOffer
-from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.canary import CanaryProbe, Logprobs
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.gloo import GlooSender
 from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
 from shared.weight_sync.transports import TransportKind
 
-Logprobs = tuple[float, ...]
 T = TypeVar("T")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_actors.engine import warm_python
-from shared.model_families import HYBRID_MODEL_TYPES, TILED_MODEL_TYPES
+from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, TILED_MODEL_TYPES
 from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
@@ -63,6 +64,25 @@ class EngineSettings:
     def sequences_per_device(self) -> int:
         """Most sequences decoded at a time by each device: decode_batch_size."""
         return self.max_num_seqs // self.tensor_parallel_size
+
+
+def family_problems(
+    model_path: str, *, device: Device, dtype: str, enable_lora: bool
+) -> Iterator[tuple[str, str]]:
+    """Name what vLLM does not do with the family of a checkpoint.
+
+    Yields the setting, "dtype" or "enable_lora", and what is wrong and helps.
+    """
+    kind = model_type(model_path)
+    if device is not Device.CPU:
+        return
+    if kind in HYBRID_MODEL_TYPES and dtype != "bfloat16":
+        computes = f"vLLM 0.32 computes the linear attention of a {kind} model on CPU in bfloat16"
+        yield "dtype", f"{dtype}, and {computes} alone; set it to bfloat16"
+    if kind in EXPERT_MODEL_TYPES and enable_lora:
+        serves = f"vLLM 0.32 serves adapters beside the experts of a {kind} model by Triton alone"
+        wrong = f"{serves}, which a CPU has not; set it to false, and merged weights are sent"
+        yield "enable_lora", wrong
 
 
 def model_type(model_path: str) -> str:

@@ -18,6 +18,7 @@ from shared.config.pipeline import (
 )
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
+from shared.model_families import ModelPart
 from shared.tokens.fresh import FILE, FreshTokens
 
 
@@ -92,15 +93,40 @@ def tokens_beside_adapter(run: RunConfig) -> FreshTokens | None:
 
     vLLM takes no adapter that has rows of embeddings, so they are sent in full weights.
     """
-    return None if run.model.adapter is None else FreshTokens.of(Path(run.model.path))
+    if ModelPart.LANGUAGE_MODEL not in adapted_parts(run):
+        return None
+    return FreshTokens.of(Path(run.model.path))
+
+
+def adapted_parts(run: RunConfig) -> tuple[ModelPart, ...]:
+    """Return the parts that the run's adapter is in; none without one."""
+    return () if run.model.adapter is None else run.training.parts.adapted
+
+
+def adapts_vision(run: RunConfig) -> bool:
+    """Tell whether the run's adapter is in the vision tower or the aligner.
+
+    Engines are sent such an adapter in full weights: vLLM calls its own way of serving it
+    experimental, and nobody has compared that with the learner here.
+    """
+    return any(part is not ModelPart.LANGUAGE_MODEL for part in adapted_parts(run))
+
+
+def is_quantized(run: RunConfig) -> bool:
+    """Tell whether the run's adapter is trained on weights in 4 bits.
+
+    Engines hold other weights, those of the checkpoint, until they are sent full ones.
+    """
+    return run.model.adapter is not None and run.model.adapter.quantize is not None
 
 
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
-    """Resolve `sync.mode`: `auto` is `adapter` where the engines can take one (LoRA, one rank)."""
+    """Resolve `sync.mode`: `auto` is `adapter` where the engines can take one (LoRA)."""
     mode = run.rollout_matching.vllm.sync.mode
     if mode != "auto":
         return mode
-    return "adapter" if _serves_lora(run) and tokens_beside_adapter(run) is None else "full"
+    stays = adapts_vision(run) or is_quantized(run) or tokens_beside_adapter(run) is not None
+    return "adapter" if _serves_lora(run) and not stays else "full"
 
 
 def _serves_lora(run: RunConfig) -> bool:
@@ -255,6 +281,16 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
         found.append(
             "rollout_matching.vllm.sync.mode: auto is full, because vLLM takes no adapter with the"
             f" fresh embeddings of {tokens.count:,} tokens in {run.model.path} ({FILE})"
+        )
+    reason = None
+    if adapts_vision(run):
+        reason = "the adapter is in the vision tower or the aligner too (training.parts)"
+    elif is_quantized(run):
+        reason = "the adapter is of weights in 4 bits (model.adapter.quantize)"
+    if reason is not None and _serves_lora(run) and matching.vllm.sync.mode == "auto":
+        found.append(
+            f"rollout_matching.vllm.sync.mode: auto is full, because {reason}, which engines serve"
+            " merged alone; set rollout_matching.vllm.enable_lora: false, which they do without"
         )
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))

@@ -21,10 +21,10 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 
 class AdapterSection(Section):
-    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen.
+    """Low-rank adaptation (peft) of linear layers; everything else is frozen.
 
-    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are
-    trained too.
+    They are those of the language model, and of parts with `training.parts.*.adapted`. Where
+    `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
     """
 
     kind: Literal["lora", "dora"]
@@ -42,7 +42,11 @@ class AdapterSection(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that are adapted."""
+    """Names of the linear layers that are adapted, in each adapted part."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the linear layers of the adapted parts in 4 bits under a LoRA (QLoRA); engines are
+    sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
+    in `model.dtype`."""
 
 
 class ModelSection(Section):
@@ -55,6 +59,9 @@ class ModelSection(Section):
     GPU computes in bfloat16; sdpa, eager: transformers' own, with a mask over the row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more time."""
+    activation_offload: bool = False
+    """What a recomputed layer starts from waits in host memory: less of the GPU's for a copy there
+    and back. With `gradient_checkpointing` alone; no effect on CPU."""
     adapter: AdapterSection | None = None
     """Train low-rank adapters in place of the weights; null: the weights."""
 

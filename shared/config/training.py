@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs
+from shared.model_families import ModelPart
 
 
 class LearnerSection(Section):
@@ -56,6 +57,9 @@ class PartSection(Section):
     """Keep the part as the checkpoint has it."""
     learning_rate: LearningRate | None = None
     """Peak learning rate of the part; null: `training.learning_rate`."""
+    adapted: bool | None = None
+    """With `model.adapter`: adapt those of the part's linear layers that `target_modules` names, or
+    none of them; null: those of the language model alone."""
 
 
 class PartsSection(Section):
@@ -65,6 +69,17 @@ class PartsSection(Section):
     """The mergers, which turn patches into the language model's embeddings."""
     language_model: PartSection = PartSection()
     """The language model, with its embeddings and head."""
+
+    @property
+    def adapted(self) -> tuple[ModelPart, ...]:
+        """The parts that an adapter is put into, where the run has one."""
+        found = []
+        for part in ModelPart:
+            section: PartSection = getattr(self, part)
+            by_default = part is ModelPart.LANGUAGE_MODEL
+            if by_default if section.adapted is None else section.adapted:
+                found.append(part)
+        return tuple(found)
 
 
 class TrainingSection(Section):
@@ -90,6 +105,12 @@ class TrainingSection(Section):
     """Evaluate after every this many updates, on `data.val` or the environment's held-out examples;
     null: only where the warm-up of channel A ends and at the end of the run, where reports are made
     in any case."""
+    optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload"] = "adamw_torch"
+    """adamw_torch: moments and float32 masters where the model is. adamw_bnb_8bit: moments of 8
+    bits, by blocks of 256 values (bitsandbytes; embeddings and tensors under 4,096 values keep 32):
+    6 bytes less for each trained value. adamw_offload: gradients, moments and masters in host
+    memory: 16 bytes less, or 12 of a float32 model, and updates at the speed of the CPU and of the
+    way there. The last two not with `learner.parallel: fsdp`."""
     learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
     """Peak learning rate of AdamW, at most 1."""
     weight_decay: NonNegativeFloat = 0.0

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import weakref
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,28 @@ class _OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
 
-class FileRows(Sequence[Sample]):
+class IndexedSamples(Sequence[Sample]):
+    """Samples that are made when they are asked for, by an index or a slice."""
+
+    @abstractmethod
+    def _sample(self, row: int) -> Sample:
+        """Return the sample of a row from 0 to the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
+        if isinstance(index, slice):
+            return tuple(self._sample(row) for row in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._sample(index % len(self))
+
+
+class FileRows(IndexedSamples):
     """The samples of a JSONL file, each read and made when it is asked for.
 
     The file stays open: one that is replaced under the run does not matter, and one that is
@@ -134,24 +156,6 @@ class FileRows(Sequence[Sample]):
 
     def __len__(self) -> int:
         return len(self.table.checks_N)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
-        if isinstance(index, slice):
-            return tuple(self._sample(row) for row in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._sample(index % len(self))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileRows) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def _sample(self, row: int) -> Sample:
         table = self.table

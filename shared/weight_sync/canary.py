@@ -64,6 +64,8 @@ USUAL_BEYOND = 0.5
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
 
+Logprobs = tuple[float, ...]
+"""Of a probe's tokens, all but the first."""
 Scores = tuple[Sequence[int], Sequence[float]]
 """An engine's answer to a probe: expanded token ids, log-probabilities of all but the first."""
 

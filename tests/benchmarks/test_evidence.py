@@ -98,8 +98,9 @@ def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, m
             (tmp_path / f"{arm}_{seed}.json").write_text(json.dumps(facts))
     header, _, sft, mixed = evidence.table(tmp_path)
     assert header.startswith("| arm | seeds | updates |")
-    assert "| **0.500** | 0.500 to 0.500 | - | 0.800 | 0.400 | 0.400 | 0.00 | 1.00 |" in sft
-    assert "| **0.600** | 0.600 to 0.600 | +0.100 (+0.100 to +0.100) |" in mixed
+    below = "-0.100 (-0.100 to -0.100)"
+    assert f"| **0.500** | 0.500 to 0.500 | - | {below} | 0.800 | 0.400 | 0.400 | 0.00 |" in sft
+    assert "| **0.600** | 0.600 to 0.600 | +0.100 (+0.100 to +0.100) | - |" in mixed
 
     facts = json.loads((tmp_path / "sft_1.json").read_text())
     (tmp_path / "sft_1.json").write_text(json.dumps(facts | {"start": "another"}))

@@ -139,6 +139,10 @@ NO_QUEUE = {"stage2_ab__channel_b": {"enable_pipeline": False}}
             "model__adapter": {"kind": "lora"},
         },
         {
+            "model__adapter": {"kind": "lora", "quantize": "nf4"},
+            "training__parts": {"vision_tower": {"adapted": True}, "aligner": {"frozen": True}},
+        },
+        {
             "learner__world_size": 2,
             "training__per_device_train_batch_size": 1,
             "training__effective_batch_size": 4,

@@ -193,6 +193,18 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(unset)
 
 
+def test_what_vllm_does_not_do_with_a_family_is_said_before_anything_is_loaded(tmp_path) -> None:
+    config = tmp_path / "config.json"
+    words = (f"model={tmp_path}", "device=cpu")
+    config.write_text('{"model_type": "qwen3_5"}')
+    with pytest.raises(ConfigError, match=r"^dtype: float32, and vLLM 0.32 computes the linear"):
+        settings(*words, "dtype=float32")
+    assert settings(*words, "dtype=bfloat16").dtype == "bfloat16"
+    config.write_text('{"model_type": "qwen3_vl_moe"}')
+    with pytest.raises(ConfigError, match=r"^enable_lora: vLLM 0.32 serves adapters beside"):
+        settings(*words, "enable_lora=true")
+
+
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -10,6 +10,7 @@ from transformers import AutoProcessor
 
 from launch.cli import read_arguments
 from launch.evaluate import ModelOptions, main, model_config, report_folder
+from launch.preflight import engine_family_problems
 from launch.reports.detection import make_report
 from launch.serve import device_here
 from learner.data.samples import load_samples
@@ -96,3 +97,11 @@ def test_a_model_is_asked_within_its_positions_and_longer_sequences_are_refused(
         main([*words, "data.answer_format=qwen3_vl", f"telemetry.run_dir={tmp_path}"])
     told = " ".join(capsys.readouterr().out.split())
     assert f"global_max_length: 4097 tokens are more than the 4096 positions of {stock}" in told
+
+
+@pytest.mark.skipif(device_here() is not Device.CPU, reason="a limit of vLLM's on CPU")
+def test_an_evaluation_says_what_vllm_does_not_do_with_the_family(demo_data, tmp_path):
+    config = config_of(make_stock_model(tmp_path / "model", "qwen3_5"), demo_data, *SIZES)
+    assert config.model.dtype == "float32"
+    (problem,) = engine_family_problems(config, Device.CPU)
+    assert problem.startswith("model.dtype: float32, and vLLM 0.32 computes the linear attention")

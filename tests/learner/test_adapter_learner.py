@@ -16,20 +16,20 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.model.adapters import apply_adapter
-from learner.weight_sync.publisher import adapter_offer
+from learner.model.parts import model_part
+from learner.weight_sync.publisher import adapter_to_offer
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
+from shared.model_families import ModelPart
 from shared.schedule import StepPlan
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
-from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.slow
 
 VLLM = "rollout_matching__vllm"
-PROBE = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 4,
@@ -87,6 +87,53 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
     after = weights(one)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".lora_" in name}
+
+
+def test_over_weights_in_4_bits_the_adapter_alone_learns_and_the_checkpoint_thinks_what_it_does(
+    learner, tmp_path
+):
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "quantize": "nf4"}
+    one = learner(mode="full", model__adapter=adapter)
+    before = weights(one)
+    (report,) = steps(one, 1)
+    assert report.step_metrics["optim/grad_norm"] > 0
+    after = weights(one)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".lora_" in name for name in changed)
+    assert one.publisher.offer().transport == TransportKind.GLOO
+    one.publisher.done()
+    one.save(tmp_path / "saved", "{}")
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids_1T = torch.tensor([one.publisher.canary.question().expanded_token_ids[-20:]])
+    with torch.no_grad():
+        mine, theirs = (
+            model(input_ids=ids_1T, use_cache=False).logits for model in (one.loaded.model, saved)
+        )
+    torch.testing.assert_close(theirs, mine, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_in_the_vision_tower_learns_at_its_part_s_rate(learner):
+    rates = {"vision_tower": {"adapted": True, "learning_rate": 1e-3}}
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["qkv", "q_proj"]}
+    one = learner(
+        mode="auto",
+        model__adapter=adapter,
+        training__parts=rates,
+        model__gradient_checkpointing=True,
+    )
+    before = weights(one)
+    (report,) = steps(one, 1)
+    assert report.step_metrics["optim/learning_rate.vision_tower"] == 1e-3
+    assert report.step_metrics["optim/learning_rate"] == 1e-2
+    after = weights(one)
+    # The first step of AdamW moves by the rate, where the gradient is well above epsilon.
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    for name in (name for name, distance in moved.items() if distance):
+        in_tower = name.startswith("model.visual.")
+        assert moved[name] == pytest.approx(1e-3 if in_tower else 1e-2, rel=0.05), name
+    parts = {model_part(name) for name, distance in moved.items() if distance}
+    assert parts == {ModelPart.VISION_TOWER, ModelPart.LANGUAGE_MODEL}
+    assert one.publisher.offer().transport == TransportKind.GLOO, "in full weights"
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -200,4 +247,4 @@ def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_ch
     model.peft_config.clear()
     message = r"offer on learner: it cannot be written down \(KeyError: 'default'\)"
     with pytest.raises(WeightSyncError, match=message):
-        adapter_offer(model, 1, PROBE, timeout_s=1.0)
+        adapter_to_offer(model)

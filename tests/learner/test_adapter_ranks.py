@@ -1,5 +1,5 @@
-"""Several ranks train an adapter as one rank does, whole or sharded, and write the same checkpoint
-(decision 38).
+"""Several ranks train an adapter as one rank does, whole or sharded, write the same checkpoint and
+offer the same files (decision 38).
 """
 
 import shutil
@@ -8,9 +8,12 @@ import pytest
 import rank_jobs
 import safetensors.torch
 import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
 
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.tokens.fresh import FreshTokens
+from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.processes
 
@@ -71,3 +74,54 @@ def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(
             "base_model.model.model.language_model.embed_tokens.token_adapter.trainable_tokens_delta"
             in several
         )
+
+
+@pytest.fixture(scope="module")
+def served_lora(demo_checkpoint):
+    """Engines that are sent the adapter alone, of a checkpoint without fresh tokens."""
+    served = {
+        "rollout_matching__vllm__enable_lora": True,
+        "rollout_matching__vllm__sync": {"mode": "adapter"},
+    }
+    return adapter("lora", demo_checkpoint) | served
+
+
+@pytest.fixture(scope="module")
+def offered_alone(rank_config, served_lora):
+    return rank_jobs.offer_adapter(ALONE, None, rank_config(**served_lora))
+
+
+def files_of(offer):
+    files = offer.terms.files
+    return safetensors.torch.load(files.tensors), files.config
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_rank_0_offers_the_adapter_that_one_rank_does_and_every_rank_falls_back_to_full_weights(
+    two_ranks, rank_config, served_lora, offered_alone, demo_checkpoint, tmp_path, parallel
+):
+    ranks = {"learner__world_size": 2, "learner__parallel": parallel}
+    first, second = two_ranks.run(rank_jobs.offer_adapter, rank_config(**served_lora, **ranks))
+    assert second.offers == [None, None, None]
+    untrained, trained, full = first.offers
+    alone_untrained, alone_trained, _ = offered_alone.offers
+    assert [offer.version for offer in first.offers] == [1, 2, 3]
+    assert (trained.transport, full.transport) == (TransportKind.ADAPTER, TransportKind.GLOO)
+    assert untrained.terms.files == alone_untrained.terms.files, "to the bit"
+    (tensors, config), (expected, expected_config) = map(files_of, (trained, alone_trained))
+    assert config == expected_config
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
+    for one, several in ((alone_untrained, untrained), (alone_trained, trained)):
+        for scores in ("expected_logprobs", "base_logprobs"):
+            expected = getattr(one.canary, scores)
+            assert getattr(several.canary, scores) == pytest.approx(expected, abs=1e-4)
+    assert trained.canary.base_logprobs != trained.canary.expected_logprobs
+    # The files load, and are what the merged weights are of.
+    trained.terms.files.save(tmp_path)
+    base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
+    merged = dict(PeftModel.from_pretrained(base, tmp_path).merge_and_unload().named_parameters())
+    assert first.weights.keys() == merged.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(first.weights[name], weight, rtol=0, atol=1e-6)

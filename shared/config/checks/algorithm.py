@@ -36,7 +36,7 @@ from shared.config.pipeline import (
     TokenCEEntry,
 )
 from shared.config.run import RunConfig
-from shared.records import GeometryKind
+from shared.records import POINT_TOLERANCE, GeometryKind
 from shared.rollouts import DecodeMode
 
 _OBJECTIVE = "rollout_matching.pipeline.objective"
@@ -319,6 +319,12 @@ def options_act(run: RunConfig) -> Iterator[Problem]:
             f"{section.ot_epsilon_cap:g} has no effect without polygons, which {variant} does not"
             " learn here",
             "remove it, or learn polygons (rollout_matching.geometry)",
+        )
+    if section.point_tolerance != POINT_TOLERANCE and GeometryKind.POINT not in run.geometry:
+        yield Problem(
+            "rollout_matching.point_tolerance",
+            f"{section.point_tolerance:g} has no effect without points",
+            "remove it, or ask for them (rollout_matching.geometry: [bbox_2d, point_2d])",
         )
     for index, entry in enumerate(section.pipeline.objective):
         if not isinstance(entry, TokenCEEntry) or Channel.B in entry.channels:

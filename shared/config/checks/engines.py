@@ -8,8 +8,10 @@ from shared.chunking import chunk_size
 from shared.config.base import Problem
 from shared.config.derive import (
     EngineLocation,
+    adapts_vision,
     engine_devices,
     engines_in,
+    is_quantized,
     is_sharded,
     resolved_sync_mode,
     tokens_beside_adapter,
@@ -168,7 +170,7 @@ def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
-    """`sync.mode: adapter` needs LoRA, engines that serve it, and one rank (decision 38)."""
+    """`sync.mode: adapter` needs LoRA, and engines that serve it (decision 38)."""
     adapter = run.model.adapter
     vllm = run.rollout_matching.vllm
     ranks = run.learner.world_size
@@ -197,15 +199,28 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
         if adapter is not None and adapter.kind == "dora":
             wrong = "'adapter' cannot carry DoRA, which vLLM does not serve unmerged"
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
+        if is_quantized(run):
+            wrong = (
+                "'adapter' cannot carry the weights in 4 bits that the adapter is of"
+                " (model.adapter.quantize), and engines hold others"
+            )
+            yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
+        if adapts_vision(run):
+            wrong = (
+                "'adapter' cannot carry what training.parts adapts of the vision tower or the"
+                " aligner, which engines serve merged alone"
+            )
+            yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
         if (tokens := tokens_beside_adapter(run)) is not None:
             wrong = (
                 f"'adapter' cannot carry the embeddings of model.path's {tokens.count:,} fresh"
                 " tokens, which are trained with it"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-    if ranks > 1 and resolved_sync_mode(run) == "adapter":
-        wrong = f"'{vllm.sync.mode}' sends adapters alone, which one learner rank can, not {ranks}"
-        yield Problem(_SYNC, wrong, f"set {_SYNC}: full, or learner.world_size: 1")
+    if ranks > 1 and vllm.mode == "server" and resolved_sync_mode(run) == "adapter":
+        wrong = f"'{vllm.sync.mode}' sends adapters alone, which servers take of one rank, not of"
+        remedy = f"set {_SYNC}: full, or learner.world_size: 1"
+        yield Problem(_SYNC, f"{wrong} {ranks}", remedy)
 
 
 def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from shared.config.base import Problem
 from shared.config.checks import algorithm, engines
-from shared.config.derive import has_held_out
+from shared.config.derive import has_held_out, is_sharded
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
@@ -31,10 +31,60 @@ def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
     if all(section.frozen for section in parts.values()):
         wrong = "all of them are frozen: nothing is left to train"
         yield Problem("training.parts", wrong, "unfreeze one")
-    elif run.model.adapter is not None and run.training.parts.language_model.frozen:
-        wrong = "true, and model.adapter, all that is trained, is in it"
-        remedy = "unfreeze it, or remove model.adapter"
-        yield Problem("training.parts.language_model.frozen", wrong, remedy)
+        return
+    if run.model.adapter is None:
+        for name, section in parts.items():
+            if section.adapted is not None:
+                wrong = f"{str(section.adapted).lower()}, and the run trains no adapter"
+                remedy = "set model.adapter, or remove the key"
+                yield Problem(f"training.parts.{name}.adapted", wrong, remedy)
+        return
+    adapted = run.training.parts.adapted
+    if not adapted:
+        wrong = "false, and no other part is adapted: nothing is left to train"
+        yield Problem("training.parts.language_model.adapted", wrong, "adapt a part")
+    for part in adapted:
+        if not parts[part].frozen:
+            continue
+        path = f"training.parts.{part}.frozen"
+        if parts[part].adapted is None and len(adapted) == 1:
+            wrong = "true, and model.adapter, all that is trained, is in it"
+            yield Problem(path, wrong, "unfreeze it, or remove model.adapter")
+        else:
+            wrong = "true, and model.adapter is put into the part"
+            yield Problem(path, wrong, f"unfreeze it, or set training.parts.{part}.adapted: false")
+
+
+def _weights_in_4_bits_stay_whole(run: RunConfig) -> Iterator[Problem]:
+    adapter = run.model.adapter
+    if adapter is None or adapter.quantize is None:
+        return
+    path = "model.adapter.quantize"
+    if adapter.kind != "lora":
+        wrong = f"'{adapter.quantize}' is of LoRA alone, and model.adapter.kind is {adapter.kind}"
+        yield Problem(path, wrong, "set kind: lora, or remove the key")
+    if is_sharded(run):
+        wrong = (
+            f"'{adapter.quantize}', and weights in 4 bits are not sharded (learner.parallel: fsdp)"
+        )
+        yield Problem(path, wrong, "set learner.parallel: ddp, or remove the key")
+    matching = run.rollout_matching
+    if matching.backend_name == "colocate" and matching.offload.moves_model:
+        wrong = "moves the model away, and weights in 4 bits stay where they are"
+        remedy = "set offload_optimizer: true and offload_model: false, or remove"
+        yield Problem("rollout_matching.offload", wrong, f"{remedy} {path}")
+
+
+def _memory_is_saved_where_it_can_be(run: RunConfig) -> Iterator[Problem]:
+    if run.model.activation_offload and not run.model.gradient_checkpointing:
+        wrong = "true, and only what a recomputed layer starts from can wait in host memory"
+        remedy = "set model.gradient_checkpointing: true, or this to false"
+        yield Problem("model.activation_offload", wrong, remedy)
+    optimizer = run.training.optimizer
+    if optimizer != "adamw_torch" and run.learner.world_size > 1 and run.learner.parallel == "fsdp":
+        wrong = f"'{optimizer}' has no moments of shards (learner.parallel: fsdp)"
+        remedy = "set it to adamw_torch, of which each rank has its part, or learner.parallel: ddp"
+        yield Problem("training.optimizer", wrong, remedy)
 
 
 def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:
@@ -127,6 +177,8 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,
     _something_is_trained,
+    _weights_in_4_bits_stay_whole,
+    _memory_is_saved_where_it_can_be,
     _a_restart_has_a_checkpoint,
     engines.servers_are_listed_where_used,
     engines.one_process_has_everything,

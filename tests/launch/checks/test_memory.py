@@ -84,6 +84,10 @@ FROZEN_TOWER = {"training__parts": {"vision_tower": {"frozen": True}}}
         {"training__parts": {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}}},
         {"model__adapter": {"kind": "lora", "rank": 4}},
         {"model__adapter": {"kind": "dora", "rank": 4}},
+        {
+            "model__adapter": {"kind": "lora", "rank": 4, "target_modules": ["proj", "q_proj"]},
+            "training__parts": {"vision_tower": {"adapted": True}},
+        },
     ],
 )
 def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, changes):
@@ -150,23 +154,33 @@ def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(le
     assert all(recomputed[name] < kept[name] for name in names)
 
 
-# Hidden 128, intermediate 512, 4 patches to a token, float32, rows of 512 tokens.
-VISION_LAYER = (10 * 128 + 4 * 512) * 512 * 4 * 4
+# Hidden 128, intermediate 512, 4 patches to a token, float32, rows of 512 tokens, 4 mergers.
 VISION_INPUT = 128 * 512 * 4 * 4
+VISION_LAYER = (11 * 128 + 2 * 512) * 512 * 4 * 4
+MERGED = 4 * 128 * 512 * 4
+MERGERS = MERGED + 4 * 3 * VISION_INPUT
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        pytest.param({}, 3 * VISION_LAYER, id="every layer"),
+        pytest.param({}, 3 * VISION_LAYER + MERGERS, id="every layer, and the mergers'"),
         pytest.param(
             {"model__gradient_checkpointing": True},
-            3 * VISION_INPUT + VISION_LAYER,
-            id="one, and the inputs of the others, where it is recomputed",
+            3 * VISION_INPUT + MERGERS,
+            id="the inputs of layers that are recomputed",
         ),
-        pytest.param(FROZEN_TOWER, VISION_LAYER, id="nothing for a backward where it is frozen"),
+        pytest.param(FROZEN_TOWER, MERGERS, id="nothing of the tower where it is frozen"),
         pytest.param(
-            {"model__adapter": {"kind": "lora", "rank": 4}}, VISION_LAYER, id="frozen by an adapter"
+            {"model__adapter": {"kind": "lora", "rank": 4}}, MERGED, id="frozen by an adapter"
+        ),
+        pytest.param(
+            {
+                "model__adapter": {"kind": "lora", "rank": 4},
+                "training__parts": {"vision_tower": {"adapted": True}},
+            },
+            3 * VISION_LAYER,
+            id="with an adapter in it",
         ),
     ],
 )
@@ -178,22 +192,25 @@ def test_the_vision_tower_keeps_its_layers_for_every_patch_of_a_row_of_images(
     assert learner_parts(text, **changes)["activations of its images"] == 0
 
 
-# One byte a pair, and a number that is added; keys and values of 4 heads of 32, float32.
-PAIRS = 512 * 512 * (1 + 4)
-REPEATED = 2 * 4 * 32 * 512 * 4
-# The softmax of 4 heads in float32 and once more in the model's dtype.
-EAGER = 4 * 512 * 512 * (4 + 4) + REPEATED
-EAGER_HALF = 512 * 512 * (1 + 2) + 3 * (4 * 512 * 512 * (2 + 4) + 2 * 4 * 32 * 512 * 2)
+PAIRS = 512 * 512
+# Keys and values of 2 heads of 32 become those of 4.
+REPEATED = 2 * 2 * 32 * 512 * 4
+# sdpa makes numbers of the booleans in each layer.
+SDPA = REPEATED + PAIRS * 4
+# The mask in numbers, and the softmax of 4 heads in float32 and, where that is another, in the
+# model's dtype.
+EAGER = REPEATED + 4 * PAIRS * 4
+EAGER_HALF = PAIRS * (1 + 2) + 3 * (REPEATED // 2 + 4 * PAIRS * (4 + 2))
 RECOMPUTED = {"model__gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize(
     ("attention", "changes", "packed", "alone"),
     [
-        ("sdpa", {}, PAIRS + 3 * REPEATED, 0),
-        ("sdpa", RECOMPUTED, PAIRS + REPEATED, 0),
-        ("eager", {}, PAIRS + 3 * EAGER, PAIRS + 3 * EAGER),
-        ("eager", RECOMPUTED, PAIRS + EAGER, PAIRS + EAGER),
+        ("sdpa", {}, PAIRS + 3 * SDPA, 0),
+        ("sdpa", RECOMPUTED, PAIRS, 0),
+        ("eager", {}, PAIRS * 5 + 3 * EAGER, PAIRS * 5 + 3 * EAGER),
+        ("eager", RECOMPUTED, PAIRS * 5, PAIRS * 5),
         ("eager", {"model__dtype": "bfloat16"}, EAGER_HALF, EAGER_HALF),
         (None, {}, 0, 0),
     ],
@@ -286,7 +303,9 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(config, shape):
     assert parts(shape)[BUCKETS] == 0, "the row's activations are more"
     layers = {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)}
     many = parts(replace(shape, parameters=dict(shape.parameters) | layers))
-    row = sum(size for name, size in many.items() if name.startswith(("activations", "attention")))
+    row = sum(
+        size for name, size in many.items() if name.startswith(("activations", "attention", "what"))
+    )
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
 
@@ -305,7 +324,7 @@ def test_a_learner_of_78_gib_is_warned_of_on_a_gpu_of_80_and_refused_on_one_of_4
     extra = sum(
         size
         for name, size in learner.parts.items()
-        if "images" in name or "masks" in name or "CUDA" in name
+        if "images" in name or "masks" in name or "CUDA" in name or "moment" in name
     )
     assert learner.total - extra < 79 * GIB
     needs = Needs(learner, 1)
@@ -409,17 +428,17 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_logit", "with_top"), [("bfloat16", 9, 12), ("float32", 9, 16)]
+    ("dtype", "of_logit", "with_top"), [("bfloat16", 9, 12), ("float32", 10, 16)]
 )
 def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
     demo_lm, tmp_path, dtype, of_logit, with_top
 ):
-    shape = ModelShape.read(demo_lm)
+    shape = replace(ModelShape.read(demo_lm), vocabulary=10**6)
 
     def row_bytes(reference):
         run = trajectory_config(demo_lm, tmp_path, reference=reference, model__dtype=dtype)
         parts = learner_estimate(run, shape).parts
-        return parts[f"activations of a row of {run.global_max_length} tokens"], run
+        return parts["what a backward has for a moment"], run
 
     top = {"estimator": "top", "top_tokens": 20}
     plain, run = row_bytes({"estimator": "k3"})

@@ -453,6 +453,14 @@ def test_a_picture_that_its_file_turns_is_left_out_where_no_size_is_stated(tmp_p
     assert report["images"]["skipped"] == {"rotated_by_exif": 1}
 
 
+def test_records_go_to_a_jsonl_file_or_into_a_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["format=yolo", f"source={tmp_path}", f"out={tmp_path / 'train.json'}"])
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"train.json is no name of a JSONL file; write {tmp_path / 'train.jsonl'}" in told
+    assert not (tmp_path / "train.json").exists()
+
+
 def test_the_command_names_its_formats_and_prints_what_it_skipped_first(tmp_path, refused, capsys):
     message = "format: must be one of coco, lvis, refcoco, yolo, voc, swift, hf, got format=yolov8"
     assert message in refused("format=yolov8")

@@ -229,7 +229,8 @@ def test_tables_are_rectangular_and_leave_out_what_is_empty():
         ("IoU 0.75, by class", True),
     ]
     points = scene(0, [truth(0, 0)], [guess(30, 40), guess(60, 80)])
-    of_points = report_on([points], rollout_matching__point_tolerance=100.0)
+    learned = {"rollout_matching__geometry": ["bbox_2d", "point_2d"]}
+    of_points = report_on([points], rollout_matching__point_tolerance=100.0, **learned)
     assert (of_points.counts.num_matched, of_points.coco.num_points) == (1, 3)
     detection, coco = report_tables(of_points)[:2]
     assert "two points 100 bins apart" in detection.note

@@ -204,6 +204,24 @@ def test_what_changes_the_computation_is_refused_by_its_key(saved, config_of):
 
 
 @pytest.mark.slow
+def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    for file in run.glob("checkpoint*/**/run.json"):
+        state = json.loads(file.read_text())
+        del state["config"]["rollout_matching"]["point_tolerance"]
+        del state["config"]["rollout_matching"]["pipeline"]["objective"][0]["config"][
+            "fp_end_weight"
+        ]
+        file.write_text(json.dumps(state))
+    _, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
+    assert point is not None and "point_tolerance" not in point.state.config["rollout_matching"]
+    changed = {"rollout_matching__trim_trailing_false_positives": True}
+    with pytest.raises(ConfigError, match="was False when the checkpoint was saved, and is True"):
+        resumed(config_of("channels A and B", run, resume={"run": "auto"}, **changed))
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_configuration_and_single_keys_changed(saved):
     (*_, checkpoint) = sorted((saved / "checkpoints").glob("step_*"))
     for path in (saved, checkpoint):

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from peft import PeftModel
+from tiny_qwen import make_stock_model
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3Config, Qwen3ForCausalLM
 
 from learner.model.adapters import (
@@ -25,6 +26,7 @@ from learner.model.adapters import (
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.model_families import ModelPart, find_part
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterOffer
 
@@ -42,7 +44,15 @@ def untie(model):
 
 
 def adapted(
-    checkpoint: Path, kind="lora", *, seed=3, trained=True, token_ids=(), tied=True, **section
+    checkpoint: Path,
+    kind="lora",
+    *,
+    seed=3,
+    trained=True,
+    token_ids=(),
+    tied=True,
+    parts=(ModelPart.LANGUAGE_MODEL,),
+    **section,
 ):
     """The demo's model with an adapter that has learned something: noise in place of every trained
     tensor's start.
@@ -51,7 +61,8 @@ def adapted(
     if not tied:
         untie(model)
     section = AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section)
-    apply_adapter(model, section, base_path=str(checkpoint), seed=seed, token_ids=token_ids)
+    options = {"base_path": str(checkpoint), "token_ids": token_ids, "parts": parts}
+    apply_adapter(model, section, seed=seed, **options)
     if trained:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -256,6 +267,91 @@ def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwar
     assert not torch.equal(with_it, logits(load(demo_checkpoint)))
     assert same(snapshot(model), before)
     assert trainable(model), "what is trained stays trained"
+
+
+TARGETS = {
+    "qwen3_vl": ("qkv", "proj", "linear_fc1", "linear_fc2", "q_proj", "down_proj"),
+    "qwen2_5_vl": ("qkv", "proj", "gate_proj", "0", "2"),
+}
+"""Of each tower's family, names in its tower, its aligner and its language model."""
+
+
+@pytest.fixture(params=TARGETS)
+def family(request, tmp_path):
+    return make_stock_model(tmp_path / "stock", request.param), TARGETS[request.param]
+
+
+def logprobs_of_picture(model):
+    """Log-probabilities of a text around a picture of 4 x 4 patches, which become 4 tokens."""
+    config = model.config
+    picture = (config.image_token_id,) * 4
+    ids_1T = torch.tensor(
+        [[5, 17, config.vision_start_token_id, *picture, config.vision_end_token_id, 41, 7, 99]]
+    )
+    vision = config.vision_config
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return model(
+        input_ids=ids_1T,
+        mm_token_type_ids=(ids_1T == config.image_token_id).long(),
+        pixel_values=torch.randn(16, size, generator=torch.Generator().manual_seed(1)),
+        image_grid_thw=torch.tensor([[1, 4, 4]]),
+        use_cache=False,
+    ).logits.log_softmax(-1)
+
+
+@pytest.mark.slow
+def test_every_part_may_be_adapted_is_trained_by_pictures_and_merged_does_what_it_does(
+    family, tmp_path
+):
+    stock, names = family
+    model = adapted(stock, parts=tuple(ModelPart), target_modules=names)
+    layers = adapted_layers(model)
+    assert {find_part(f"{path}.") for path in layers} == set(ModelPart)
+    assert {path.rpartition(".")[2] for path in layers} == set(names)
+    logprobs = logprobs_of_picture(model)
+    # Of all tokens: what is added behind the last layer reaches the picture's own alone.
+    logprobs[0, :, 3].sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in trainable(model).values())
+    ordinary = load(stock)
+    with torch.no_grad():
+        before = logprobs_of_picture(ordinary)
+        assert [name for name, _ in CheckpointWeights(model).tensors()] == [
+            name for name, _ in ordinary.named_parameters()
+        ]
+        ordinary.load_state_dict(merged(model), strict=False)
+        torch.testing.assert_close(logprobs_of_picture(ordinary), logprobs, rtol=0, atol=1e-5)
+        assert (logprobs - before).abs().max() > 1e-2
+        adapter_files(model).save(tmp_path / "adapter")
+        restored = PeftModel.from_pretrained(load(stock), tmp_path / "adapter").eval()
+        assert torch.equal(logprobs_of_picture(restored), logprobs)
+
+
+def test_the_tower_alone_may_be_adapted(family):
+    stock, _ = family
+    model = adapted(stock, parts=(ModelPart.VISION_TOWER,), target_modules=("proj",))
+    assert {find_part(name) for name in trainable(model)} == {ModelPart.VISION_TOWER}
+    assert all(path.endswith(".attn.proj") for path in adapted_layers(model))
+
+
+def test_a_part_of_which_no_layer_is_named_is_refused_with_the_layers_of_each(demo_checkpoint):
+    parts = (ModelPart.VISION_TOWER, ModelPart.LANGUAGE_MODEL)
+    has = (
+        "the vision tower has linear_fc1, linear_fc2, proj, qkv; the language model has down_proj,"
+        " gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    start = "model.adapter.target_modules: "
+    with pytest.raises(ConfigError) as caught:
+        adapted(demo_checkpoint, parts=parts)
+    assert str(caught.value) == (
+        f"{start}it names no linear layer of the vision tower in {demo_checkpoint}, which"
+        f" training.parts.vision_tower.adapted asks for; {has}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        adapted(demo_checkpoint, parts=parts, target_modules=("qkv", "wq"))
+    assert str(caught.value) == (
+        f"{start}no linear layer of the vision tower and the language model in {demo_checkpoint} is"
+        f" called wq; {has}"
+    )
 
 
 FRESH = range(100, 131)

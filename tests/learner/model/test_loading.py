@@ -81,6 +81,29 @@ def test_recomputed_activations_change_no_bit_frozen_parts_or_not(config, frozen
     assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
+def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeypatch):
+    """As on a GPU, but that nothing is pinned."""
+    recomputed = {"model__gradient_checkpointing": True}
+    kept, kept_losses = losses(config(**recomputed), 1)
+    moved = []
+
+    class Moved(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, *, pin_memory, device_type):
+            super().__init__(self.pack, lambda tensor: tensor)
+
+        def pack(self, tensor):
+            moved.append(tensor.shape[-1])
+            return tensor.clone()
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", Moved)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    waiting, waiting_losses = losses(config(**recomputed, model__activation_offload=True), 1)
+    assert kept_losses == waiting_losses
+    pairs = zip(kept.loaded.model.parameters(), waiting.loaded.model.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert moved.count(128) >= 6, "of three layers of the tower, and of the language model"
+
+
 def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     frozen = {"vision_tower": {"frozen": True}}
     learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)

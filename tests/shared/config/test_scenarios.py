@@ -180,6 +180,7 @@ def test_canonical_grouped_config_drives_trainer_contract():
         "maskiou_resolution": 128,
         "fp_cost": 0.5,
         "fn_cost": 2.0,
+        "geometry": ["bbox_2d", "point_2d"],
         "point_tolerance": 20.0,
         "ot_cost": "l1",
         "ot_epsilon": 5.0,
@@ -307,14 +308,40 @@ def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(chang
 
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_non_full_sync_mode_fails_fast_under_multi_process_learner(mode):
-    ranks = {**SERVED_LORA, "learner.world_size": 2}
+    """The specification's scenario, which is about servers."""
+    ranks = {**SERVED_LORA, **SERVERS, "learner.world_size": 2}
     assert problems({**ranks, SYNC: mode}) == [
         (
-            f"{SYNC}: '{mode}' sends adapters alone, which one learner rank can, not 2; set {SYNC}:"
-            " full, or learner.world_size: 1"
+            f"{SYNC}: '{mode}' sends adapters alone, which servers take of one rank, not of 2; set"
+            f" {SYNC}: full, or learner.world_size: 1"
         )
     ]
     assert problems({**ranks, SYNC: "full"}) == []
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("mode", "resolved"), [("adapter", "adapter"), ("auto", "adapter"), ("full", "full")]
+)
+def test_several_learner_ranks_send_what_one_does(mode, resolved, parallel):
+    ranks = {"learner.world_size": 2, "learner.parallel": parallel}
+    assert resolved_sync_mode(load({**SERVED_LORA, **ranks, SYNC: mode})) == resolved
+
+
+@pytest.mark.parametrize("part", ["vision_tower", "aligner"])
+def test_an_adapter_in_the_vision_tower_or_the_aligner_is_sent_merged_and_auto_says_why(part):
+    run = load({**SERVED_LORA, f"training.parts.{part}.adapted": True, SYNC: "auto"})
+    assert resolved_sync_mode(run) == "full"
+    (remark,) = remarks(run)
+    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is in the vision tower or")
+
+
+def test_an_adapter_of_weights_in_4_bits_is_sent_merged_and_auto_says_why():
+    quantized = {"model.adapter": {"kind": "lora", "quantize": "nf4"}, f"{VLLM}.enable_lora": True}
+    run = load({**quantized, SYNC: "auto"})
+    assert resolved_sync_mode(run) == "full"
+    (remark,) = remarks(run)
+    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is of weights in 4 bits")
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ GUARD = f"{MATCHING}.repeat_terminate"
 PARTS = "training.parts"
 FROZEN = {f"{PARTS}.{part}.frozen": True for part in ("vision_tower", "aligner", "language_model")}
 BUFFER = "training.packing_buffer"
+QLORA = {"model.adapter": {"kind": "lora", "quantize": "nf4"}}
 STALENESS = f"{MATCHING}.max_staleness"
 NO_TEACHER = f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers"
 
@@ -48,6 +49,18 @@ def at(url):
 
 
 REFUSED = [
+    # Memory.
+    (
+        {"model.activation_offload": True},
+        "model.activation_offload: true, and only what ... checkpointing: true, or this to false",
+    ),
+    *(
+        (
+            {"training.optimizer": name, "learner.world_size": 2, "learner.parallel": "fsdp"},
+            f"training.optimizer: '{name}' has no moments of shards ... , or learner.parallel: ddp",
+        )
+        for name in ("adamw_bnb_8bit", "adamw_offload")
+    ),
     # Reports.
     (
         {"training.eval_steps": 20, "data.val": ...},
@@ -253,6 +266,38 @@ REFUSED = [
         {f"{PARTS}.language_model.frozen": True, **LORA},
         f"{PARTS}.language_model.frozen: true, and model.adapter ... remove model.adapter",
     ),
+    (
+        {f"{PARTS}.aligner": {"frozen": True, "adapted": True}, **LORA},
+        f"{PARTS}.aligner.frozen: true, and model.adapter is put into the part; unfreeze it, or set",
+    ),
+    (
+        {f"{PARTS}.vision_tower.adapted": True},
+        f"{PARTS}.vision_tower.adapted: true, and the run trains no adapter; set model.adapter, or",
+    ),
+    (
+        {f"{PARTS}.language_model.adapted": False, **LORA},
+        f"{PARTS}.language_model.adapted: false, and no other part is adapted: nothing is left to",
+    ),
+    (
+        {"model.adapter": {"kind": "dora", "quantize": "nf4"}},
+        "model.adapter.quantize: 'nf4' is of LoRA alone, and model.adapter.kind is dora; set kind:",
+    ),
+    (
+        {**QLORA, "learner.world_size": 2, "learner.parallel": "fsdp"},
+        "model.adapter.quantize: 'nf4', and weights in 4 bits are not sharded (learner.parallel: fsdp)",
+    ),
+    (
+        {**QLORA, **COLOCATE, f"{MATCHING}.offload.enabled": True},
+        f"{MATCHING}.offload: moves the model away, and ... or remove model.adapter.quantize",
+    ),
+    (
+        {**QLORA, f"{VLLM}.enable_lora": True, SYNC: "adapter"},
+        f"{SYNC}: 'adapter' cannot carry the weights in 4 bits ... {SYNC}: full or auto",
+    ),
+    (
+        {f"{PARTS}.vision_tower.adapted": True, **SERVED_LORA, SYNC: "adapter"},
+        f"{SYNC}: 'adapter' cannot carry what training.parts adapts ... {SYNC}: full or auto",
+    ),
 ]
 
 ACCEPTED = [
@@ -273,6 +318,18 @@ ACCEPTED = [
     {**HF, SYNC: "auto", **LORA},
     {**LORA, "learner.world_size": 2},
     {**SERVED_LORA, SYNC: "adapter"},
+    {f"{PARTS}.vision_tower.adapted": True, **LORA},
+    {**QLORA, "learner.world_size": 2},
+    {
+        **QLORA,
+        **COLOCATE,
+        f"{MATCHING}.offload": {"enabled": True, "offload_optimizer": True},
+    },
+    {
+        f"{PARTS}.vision_tower.adapted": True,
+        f"{PARTS}.language_model": {"frozen": True, "adapted": False},
+        **LORA,
+    },
     {
         "model.adapter": {"kind": "dora"},
         f"{VLLM}.enable_lora": True,

@@ -302,6 +302,17 @@ def test_a_text_gate_needs_a_token_ce_on_every_channel_that_both_gate_and_steps_
             {f"{MATCHING}.ot_epsilon_cap": 0.2, **ALIGNED, f"{MATCHING}.geometry": ["bbox_2d"]},
             f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect without polygons, which stage2_rollout_aligned",
         ),
+        (
+            {f"{MATCHING}.point_tolerance": 20.0},
+            f"{MATCHING}.point_tolerance: 20 has no effect without points",
+        ),
+        (
+            {
+                f"{MATCHING}.point_tolerance": 20.0,
+                f"{MATCHING}.geometry": ["bbox_2d", "point_2d"],
+            },
+            None,
+        ),
         ({f"{MATCHING}.supervise_separators": True}, None),
         (
             {

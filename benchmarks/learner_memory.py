@@ -1,0 +1,254 @@
+"""The estimate of a learner rank's memory (`launch/checks/memory.py`) beside what it took.
+
+`python -m benchmarks.learner_memory` (CPU, a quarter of a minute of one core for each case): the
+learner's own loading, rows and update on a random Qwen3-VL of some 7 million parameters. A short
+row and an update, so that there are moments; a short row, so that there are gradients; a row of
+`global_max_length` tokens, and the update. The peak is that of torch's allocator, of tensors and of
+kernels' workspaces, which `torch.profiler` records one by one, over the weights that were there
+before. It is exact, and is without what a process needs beside its tensors, so that all cases run
+in one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from benchmarks.logit_memory import PIPELINE
+from launch.checks.memory import Estimate, ModelShape, learner_estimate
+from launch.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
+from learner.model.loading import LoadedModel, load_model
+from learner.model.optimizer import Optimizer
+from learner.model.ranks import Ranks
+from learner.model.sharding import Parallel
+from learner.segments import EncodedPrompt, Segment
+from learner.step import RowTrainer
+from learner.targets import Target, TokenRole
+from shared.config import RunConfig, load_config
+from shared.config.pipeline import Channel
+from shared.tokens.vocabulary import NUM_BINS
+
+SHORT = 64
+"""Tokens of a row that makes moments and gradients."""
+PATCH = 16
+MERGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a random model, and of its rows."""
+
+    hidden: int = 256
+    layers: int = 4
+    intermediate: int = 768
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    vocabulary: int = 8_000
+    vision_hidden: int = 128
+    vision_layers: int = 3
+    vision_intermediate: int = 512
+    tokens: int = 1024
+    segment: int = 256
+    image: int = 10
+    """Side of a segment's image in tokens; 0: none."""
+
+
+USUAL = Sizes()
+
+
+class Case(NamedTuple):
+    """A measured setting: sizes that are not the usual ones, and keys of the configuration."""
+
+    sizes: Mapping[str, int] = MappingProxyType({})
+    keys: Mapping[str, Any] = MappingProxyType({})
+
+
+FROZEN = {"training.parts.vision_tower.frozen": True, "training.parts.aligner.frozen": True}
+LORA = {"kind": "lora", "rank": 16}
+CHECKPOINTING = {"model.gradient_checkpointing": True}
+HALF = {"model.dtype": "bfloat16"}
+CASES: Mapping[str, Case] = {
+    "full": Case(),
+    "full, checkpointing": Case(keys=CHECKPOINTING),
+    "full, bfloat16": Case(keys=HALF),
+    "full, bfloat16, checkpointing": Case(keys=HALF | CHECKPOINTING),
+    "full, text, sdpa": Case({"image": 0}, FROZEN | {"model.attention": "sdpa"}),
+    "full, text, eager": Case({"image": 0}, FROZEN | {"model.attention": "eager"}),
+    "full, text, eager, checkpointing": Case(
+        {"image": 0}, FROZEN | {"model.attention": "eager"} | CHECKPOINTING
+    ),
+    "full, 8-bit moments": Case(keys={"training.optimizer": "adamw_bnb_8bit"} | CHECKPOINTING),
+    "full, masters offloaded": Case(keys={"training.optimizer": "adamw_offload"} | CHECKPOINTING),
+    "lora": Case(keys={"model.adapter": LORA}),
+    "lora, bfloat16, checkpointing": Case(keys={"model.adapter": LORA} | HALF | CHECKPOINTING),
+}
+
+
+def make_checkpoint(folder: Path, sizes: Sizes) -> Path:
+    """Write a random model with the demo's tokenizer, whose embeddings have rows to spare."""
+    tokenizer = make_tokenizer("")
+    text = {
+        "vocab_size": max(sizes.vocabulary, len(tokenizer)),
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+    values = make_config(tokenizer).to_dict()
+    rope = values["text_config"]["rope_parameters"]
+    third = sizes.head_dim // 6
+    rope["mrope_section"] = [sizes.head_dim // 2 - 2 * third, third, third]
+    values["text_config"] |= text
+    values["vision_config"] |= {
+        "hidden_size": sizes.vision_hidden,
+        "depth": sizes.vision_layers,
+        "intermediate_size": sizes.vision_intermediate,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": sizes.hidden,
+        "deepstack_visual_indexes": [0, 1, 2],
+    }
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(Qwen3VLConfig(**values)).save_pretrained(folder)
+    make_processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def make_run(folder: Path, sizes: Sizes, keys: Mapping[str, Any]) -> RunConfig:
+    pipeline = PIPELINE.model_dump(mode="json", exclude_none=True)
+    # As in the experiments: coord logits at positions of text would be a tenth of such small rows.
+    pipeline["objective"][1]["config"]["text_gate_weight"] = 0.0
+    values: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "data": {"train": str(folder / "train.jsonl")},
+        "global_max_length": sizes.tokens,
+        "training": {"seed": 0, "max_steps": 10, "learning_rate": 1e-4},
+        "custom": {"trainer_variant": "stage2_two_channel"},
+        "stage2_ab": {"channel_b": {"enable_pipeline": False}},
+        "rollout_matching": {
+            "rollout_backend": "hf",
+            "max_new_tokens": 64,
+            "pipeline": pipeline,
+        },
+    }
+    for path, value in keys.items():
+        *parents, key = path.split(".")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    return load_config(values)
+
+
+def make_segment(number: int, length: int, image: int, loaded: LoadedModel) -> Segment:
+    """An image of `image` by `image` tokens, an eighth of the target coord slots."""
+    draw = np.random.default_rng(number)
+    image_id = loaded.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    tokenizer = loaded.tokenizer
+    start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    images = (start, *[image_id] * image**2, end) if image else ()
+    prompt_ids = (*images, *draw.integers(0, 100, 16).tolist())
+    num_target = length - len(prompt_ids)
+    roles = np.full(num_target, TokenRole.STRUCTURE, dtype=np.uint8)
+    slots = np.sort(draw.choice(num_target - 1, num_target // 32 * 4, replace=False))
+    roles[slots] = TokenRole.COORD
+    roles[-1] = TokenRole.CLOSING
+    bins = draw.integers(0, NUM_BINS, len(slots))
+    ids = draw.integers(0, 100, num_target)
+    ids[slots] = np.array(loaded.codec.coord_ids)[bins]
+    side = image * MERGE
+    pixels = draw.standard_normal((side**2, 3 * 2 * PATCH**2), dtype=np.float32)
+    prompt = EncodedPrompt(
+        prompt_ids,
+        prompt_ids,
+        torch.tensor([int(token == image_id) for token in prompt_ids]),
+        torch.from_numpy(pixels),
+        torch.tensor([[1, side, side]])[: bool(image)],
+    )
+    target = Target(
+        str(number),
+        tuple(ids.tolist()),
+        roles,
+        tuple(slots.tolist()),
+        tuple(map(float, bins)),
+        tuple(range(0, len(slots), 4)),
+    )
+    return Segment(number, prompt, target)
+
+
+def measure(config: RunConfig, sizes: Sizes) -> int:
+    """Return the most bytes of torch's allocator during the steps of a learner rank."""
+    loaded = load_model(config, torch.device("cpu"))
+    trainer = RowTrainer(
+        config,
+        loaded,
+        Parallel(loaded.model, None, Ranks()),  # type: ignore[arg-type]  # nothing is sent
+        config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),
+    )
+    weights = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*loaded.model.parameters(), *loaded.model.buffers())
+    }
+    short_image = min(sizes.image, 4)
+    short = trainer.collate([make_segment(0, SHORT, short_image, loaded)], Channel.A, version=0)
+    segments = [
+        make_segment(number, sizes.segment, sizes.image, loaded)
+        for number in range(sizes.tokens // sizes.segment)
+    ]
+    row = trainer.collate(segments, Channel.A, version=0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        optimizer = Optimizer(loaded.model, config.training, Ranks())
+        trainer.train(short, Channel.A)
+        optimizer.update(0, 1)
+        trainer.train(short, Channel.A)
+        trainer.train(row, Channel.A)
+        optimizer.update(1, len(segments))
+    held = most = 0
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return sum(weights.values()) + most
+
+
+def run_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[Estimate, int]:
+    """Return the estimate of a case, and what it took; `folder` has the checkpoint."""
+    sizes = replace(usual, **case.sizes)
+    config = make_run(folder, sizes, case.keys)
+    images = sizes.tokens // sizes.segment * sizes.image**2
+    estimate = learner_estimate(config, ModelShape.read(folder), image_tokens=images)
+    return estimate, measure(config, sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="cases with this in their name")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'case':36} estimate MB  measured MB  ratio")
+    with tempfile.TemporaryDirectory(prefix="rollmatch-") as folder:
+        path = make_checkpoint(Path(folder), USUAL)
+        for name, case in CASES.items():
+            if arguments.only is None or arguments.only in name:
+                estimate, peak = run_case(path, case)
+                total = estimate.total
+                print(f"{name:36} {total / 1e6:11.1f} {peak / 1e6:12.1f} {total / peak:6.2f}")
+                print(f"    {estimate.describe()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Settings that preflight proposes where a run does not fit, on the sizes of Qwen3-VL-4B."""
+
+import pytest
+from config_support import configuration
+
+from launch.checks.memory import (
+    DeviceMemory,
+    ModelShape,
+    Needs,
+    VisionShape,
+    host_estimate,
+    learner_estimate,
+)
+from launch.checks.proposals import changes, proposals
+from shared.weight_sync.transports import Device, TransportKind
+
+pytestmark = pytest.mark.slow
+
+GIB = 2**30
+TEXT = {
+    "self_attn.q_proj": (4096, 2560),
+    "self_attn.k_proj": (1024, 2560),
+    "self_attn.v_proj": (1024, 2560),
+    "self_attn.o_proj": (2560, 4096),
+    "self_attn.q_norm": (128,),
+    "mlp.gate_proj": (9728, 2560),
+    "mlp.up_proj": (9728, 2560),
+    "mlp.down_proj": (2560, 9728),
+}
+VISION = {
+    "attn.qkv": (3072, 1024),
+    "attn.proj": (1024, 1024),
+    "mlp.linear_fc1": (4096, 1024),
+    "mlp.linear_fc2": (1024, 4096),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    """Qwen3-VL-4B, by its published sizes."""
+    language, visual = "model.language_model", "model.visual"
+    parameters = {f"{language}.embed_tokens.weight": (151_936, 2560)}
+    for layer in range(36):
+        for name, sizes in TEXT.items():
+            parameters[f"{language}.layers.{layer}.{name}.weight"] = sizes
+    for layer in range(24):
+        for name, sizes in VISION.items():
+            parameters[f"{visual}.blocks.{layer}.{name}.weight"] = sizes
+    for merger in ("merger", *(f"deepstack_merger_list.{index}" for index in range(3))):
+        parameters[f"{visual}.{merger}.linear_fc1.weight"] = (4096, 4096)
+        parameters[f"{visual}.{merger}.linear_fc2.weight"] = (2560, 4096)
+    vision = VisionShape(1024, 24, 4096, 4)
+    return ModelShape(parameters, 2560, 36, 9728, 32, 8, 128, 151_936, vision)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(tokens=12_000, **changes):
+        settings = {"model__dtype": "bfloat16", "rollout_matching__max_new_tokens": 1024}
+        return configuration(
+            *(tmp_path, tmp_path, tmp_path), global_max_length=tokens, **settings | changes
+        )
+
+    return make
+
+
+def estimate(run, shape):
+    return learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL)
+
+
+def proposed(run, shape, size):
+    card = DeviceMemory(Device.CUDA, size)
+
+    def fitting(changed):
+        found = estimate(changed, shape)
+        needs = Needs(found, changed.learner.world_size)
+        return None if card.problems(needs) or card.warnings(needs) else found
+
+    assert fitting(run) is None
+    return proposals(run, fitting)
+
+
+def test_all_of_4b_is_trained_on_80_gib_with_keys_that_preflight_names(config, qwen):
+    found = proposed(config(), qwen, 80 * GIB)
+    assert found[0].overrides == (
+        "model.gradient_checkpointing=true",
+        "training.optimizer=adamw_bnb_8bit",
+    )
+    assert found[0].estimate.total == pytest.approx(61 * GIB, rel=0.01)
+    assert all(one.estimate.total < 0.92 * 80 * GIB for one in found)
+    assert found[0].describe().startswith(" ".join(found[0].overrides) + ": learner rank: ")
+
+
+def test_an_adapter_of_4b_is_trained_on_24_gib_with_keys_that_preflight_names(config, qwen):
+    found = proposed(config(model__adapter={"kind": "lora"}), qwen, 24 * GIB)
+    assert found[0].overrides == ("model.gradient_checkpointing=true",)
+    assert found[0].estimate.total == pytest.approx(14.4 * GIB, rel=0.01)
+
+
+def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_out(config, qwen):
+    found = proposed(config(), qwen, 40 * GIB)
+    assert found
+    order = [key for change in changes(config()) for key in change]
+    for one in found:
+        keys = [override.partition("=")[0] for override in one.overrides]
+        assert keys == sorted(keys, key=order.index), "in the order of their cost"
+        assert len(set(keys)) == len(keys)
+        assert ("model.activation_offload" in keys) <= ("model.gradient_checkpointing" in keys)
+        assert not ("training.optimizer" in keys and "learner.parallel" in keys)
+
+
+def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
+    settings = {"model__gradient_checkpointing": True, "model__activation_offload": True}
+    run = config(training__optimizer="adamw_offload", **settings)
+    host = host_estimate(run, qwen).parts
+    assert host == {
+        "masters, gradients and moments": 16 * qwen.num_parameters,
+        "inputs of layers": 2 * 12_000 * (36 * 2560 + 24 * 4 * 1024),
+    }
+    plain = estimate(config(model__gradient_checkpointing=True), qwen)
+    away = estimate(run, qwen)
+    of_update = ("master weights", "optimizer")
+    assert sum(away.parts.get(name, 0) for name in of_update) == 0
+    largest = 2 * 151_936 * 2560
+    assert away.parts["gradients"] == largest, "one at a time, as it leaves"
+    saved = sum(plain.parts[name] for name in (*of_update, "gradients")) - largest
+    kept = 2 * 12_000 * (35 * 2560 + 23 * 4 * 1024)
+    assert plain.total - away.total == saved + kept
+
+
+def test_8_bit_moments_take_two_bytes_and_a_scale_for_256_and_embeddings_keep_eight(config, qwen):
+    embedding = 151_936 * 2560
+    small = 36 * 128
+    coded = qwen.num_parameters - embedding - small
+    parts = estimate(config(training__optimizer="adamw_bnb_8bit"), qwen).parts
+    assert parts["optimizer"] == 8 * (embedding + small) + 2 * coded + 8 * coded // 256
+    assert parts["master weights"] == parts["gradients"] == 4 * qwen.num_parameters
