@@ -1,4 +1,4 @@
-r"""Turns a stock Qwen-VL checkpoint into one with the 1,000 coord tokens.
+r"""Turns a stock Qwen-VL or InternVL checkpoint into one with the 1,000 coord tokens.
 
     python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
@@ -34,6 +34,7 @@ from shared.errors import ConfigError, StorageError
 from shared.model_families import END_OF_TURN
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
+from shared.tokens.pictures import Pictures, TiledPictures, pictures_of
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
 ROW_MULTIPLE = 128
@@ -54,7 +55,8 @@ class AddOptions(Section):
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to it; null: as the checkpoint has it."""
+    """Smaller images are enlarged to it; null: as the checkpoint has it. Of InternVL whole tiles
+    count."""
     max_pixels: PositiveInt | None = None
     """Larger images are reduced to it; null: as the checkpoint has it, often more than a row holds.
     """
@@ -115,7 +117,7 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 def _read_stock(options: AddOptions) -> tuple[Any, Any]:
     """Read configuration and processor of the stock checkpoint."""
-    remedy = "give the folder of a downloaded Qwen-VL checkpoint"
+    remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
     processor = None
@@ -135,11 +137,13 @@ def _read_stock(options: AddOptions) -> tuple[Any, Any]:
         problems.append(f"out: {options.out} exists; remove it, or choose another folder")
     if processor is not None:
         problems += _token_problems(processor.tokenizer, options.model)
-        low, high = _pixel_limits(processor.image_processor, options)
-        one_token = _pixels_per_token(processor.image_processor)
-        if high < one_token:
+        pictures = pictures_of(processor)
+        low, high = _pixel_limits(pictures, options)
+        least = pictures.resize.side**2
+        if high < least:
+            what = "tile" if isinstance(pictures, TiledPictures) else "image token"
             problems.append(
-                f"max_pixels: {high} is less than one image token ({one_token} pixels); raise it"
+                f"max_pixels: {high} is less than one {what} ({least} pixels); raise it"
             )
         if low > high:
             problems.append(
@@ -167,14 +171,35 @@ def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
         )
 
 
-def _pixel_limits(image_processor: Any, options: AddOptions) -> tuple[int, int]:
+def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
     """Return the fewest and the most pixels of an image."""
-    size = image_processor.size
-    return options.min_pixels or size.shortest_edge, options.max_pixels or size.longest_edge
+    resize = pictures.resize
+    return options.min_pixels or resize.min_pixels, options.max_pixels or resize.max_pixels
 
 
-def _pixels_per_token(image_processor: Any) -> int:
-    return int(image_processor.patch_size * image_processor.merge_size) ** 2
+def _limit_pixels(processor: Any, options: AddOptions) -> str:
+    """Write the limits of an image into its processor."""
+    pictures = pictures_of(processor)
+    image_processor = processor.image_processor
+    low, high = _pixel_limits(pictures, options)
+    side = pictures.resize.side
+    if not isinstance(pictures, TiledPictures):
+        image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
+        tokens = high // side**2
+        return f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
+    few = max(1, low // side**2)
+    most = high // side**2
+    image_processor.min_patches = few
+    image_processor.max_patches = most
+    # What the processor does in any case, and engines read here.
+    image_processor.crop_to_patches = True
+    tile = processor.image_seq_length
+    if most == 1:
+        return f"images    one tile of {side} x {side} pixels, so {tile:,} tokens each"
+    return (
+        f"images    {few} to {most} tiles of {side} x {side} pixels and one of the whole, so at"
+        f" most {(most + 1) * tile:,} tokens each"
+    )
 
 
 def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Iterator[str]:
@@ -200,11 +225,7 @@ def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Ite
     )
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
-    image_processor = processor.image_processor
-    low, high = _pixel_limits(image_processor, options)
-    image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
-    tokens = high // _pixels_per_token(image_processor)
-    yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
+    yield _limit_pixels(processor, options)
     save_as_published(model, folder, dict(CheckpointWeights(model).tensors()))
     processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)

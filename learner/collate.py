@@ -3,7 +3,7 @@
 Positions restart per segment; supervision is offset and weighted once (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens
-to compare, M sampled tokens to learn, I images, R image patches, D patch values.
+to compare, M sampled tokens to learn, I images, R image patches or tiles, D their values.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from learner.objectives.base import (
 )
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
+from shared.tokens.pictures import EncodedImages
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`get_rope_index` of transformers' Qwen-VL models: M-RoPE positions of one unpacked sequence."""
@@ -36,18 +37,16 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor
     """int64 [1, T]"""
     position_ids: torch.Tensor
-    """int64, restarting per segment, by which transformers finds the borders: [1, T] of a text
-    model; with a vision tower [4, 1, T], the other three being M-RoPE rows."""
+    """int64, restarting per segment, by which transformers finds the borders: [1, T]; of a model
+    with M-RoPE [4, 1, T], the other three being its rows."""
     pixel_values: torch.Tensor
-    """float32 [R, D]; D is 0 in a row without images."""
+    """float32 [R, D]; [0, 0] in a row without images."""
     image_grid_thw: torch.Tensor
     """int64 [I, 3]"""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Vision arguments of the model's forward; empty for a row without images."""
-        if not len(self.image_grid_thw):
-            return {}  # text models have none, and Qwen-VL rejects empty pixel values
-        return {"pixel_values": self.pixel_values.to(dtype), "image_grid_thw": self.image_grid_thw}
+        return EncodedImages(self.pixel_values.to(dtype), self.image_grid_thw).arguments()
 
 
 class SampledTokens(NamedTuple):
@@ -109,7 +108,7 @@ def collate(
     """Pack `segments` into one row, in order.
 
     Args:
-        rope_index: None of a text model.
+        rope_index: None of a model whose tokens have one position each.
         beside: is read behind them, and nothing is learned of it.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target

@@ -4,7 +4,7 @@ Prompts come as samples, which the checkpoint's processor encodes (`PromptEncode
 engine's tokens with their images (`ImageEncoder`).
 
 Shape legend: P prompt tokens (image placeholders expanded), L target tokens, I images, R image
-patches, D patch values.
+patches or tiles, D their values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ from shared.prompts import Prompts, detection_messages, on_white
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
 from shared.seeds import request_seed
+from shared.tokens.pictures import EncodedImages, pictures_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +48,7 @@ class EncodedPrompt:
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
     image_grid_I3: torch.Tensor
-    """Patches in time, height and width per image (`image_grid_thw`)."""
+    """Patches in time, height and width per image (`image_grid_thw`), or tiles and their tokens."""
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
@@ -108,6 +109,7 @@ class PromptEncoder:
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
         self._processor = processor
+        self._pictures = pictures_of(processor)
         self.prompts = prompts
         # Where no row has a text of its own, prompts differ in their number of images alone.
         self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
@@ -120,9 +122,7 @@ class PromptEncoder:
     @property
     def picture_resize(self) -> PictureResize:
         """The size at which the model is shown a picture."""
-        images = self._processor.image_processor
-        side = images.patch_size * images.merge_size
-        return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
+        return self._pictures.resize
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
@@ -147,15 +147,14 @@ class PromptEncoder:
 
         Raises RecordError for a size or shape that the checkpoint's processor does not take.
         """
-        processor = self._processor.image_processor
-        patches = 0
+        added = 0
         if sample.images:
             try:
-                patches = processor.get_number_of_image_patches(sample.height, sample.width)
+                tokens = self._pictures.num_tokens(sample.width, sample.height)
             except ValueError as error:
                 raise _not_taken(sample, [(sample.width, sample.height)], error) from error
-        tokens_per_image = patches // processor.merge_size**2
-        return len(self.request_ids(sample)) + len(sample.images) * (tokens_per_image - 1)
+            added = tokens + sum(map(len, self._pictures.around)) - 1
+        return len(self.request_ids(sample)) + len(sample.images) * added
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """Encode the prompt and its images.
@@ -164,17 +163,14 @@ class PromptEncoder:
         checkpoint's processor takes.
         """
         images = [decode_image(image) for image in sample.images]
+        request_ids = self.request_ids(sample)
         try:
-            encoded = self._processor(text=[self.text(sample)], images=images, return_tensors="pt")
+            pixel_values_RD, image_grid_I3 = self._pictures.encode(images)
         except ValueError as error:
             raise _not_taken(sample, [image.size for image in images], error) from error
-        return EncodedPrompt(
-            request_token_ids=self.request_ids(sample),
-            token_ids=tuple(encoded["input_ids"][0].tolist()),
-            modality_P=encoded["mm_token_type_ids"][0],
-            pixel_values_RD=encoded["pixel_values"],
-            image_grid_I3=encoded["image_grid_thw"],
-        )
+        token_ids = self._pictures.expand(request_ids, image_grid_I3)
+        modality_P = modality_of(token_ids, self._pictures.token_id)
+        return EncodedPrompt(request_ids, token_ids, modality_P, pixel_values_RD, image_grid_I3)
 
     def text(self, sample: Sample) -> str:
         """Write the prompt by the chat template, one placeholder per image."""
@@ -201,32 +197,24 @@ def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueErr
     return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
 
 
-class EncodedImages(NamedTuple):
-    """Images as the vision tower takes them: see `EncodedPrompt`."""
-
-    pixel_values_RD: torch.Tensor
-    image_grid_I3: torch.Tensor
-
-    def first(self, number: int) -> EncodedImages:
-        """Keep the first `number` images."""
-        grid = self.image_grid_I3[:number]
-        return EncodedImages(self.pixel_values_RD[: int(grid.prod(dim=1).sum())], grid)
+def modality_of(token_ids: Sequence[int], image_token_id: int) -> torch.Tensor:
+    """Return 1 where a token stands for a part of an image, else 0: int [P]."""
+    return (torch.tensor(token_ids, dtype=torch.int64) == image_token_id).to(torch.int64)
 
 
 class ImageEncoder:
     """Encodes the images of prompts that come as an engine's tokens."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor`: of transformers' Qwen-VL models."""
-        self._images = processor.image_processor
-        self._token_id = int(processor.image_token_id)
-        self._patches_per_token = processor.image_processor.merge_size**2
+        """`processor`: of a checkpoint with a vision tower."""
+        self._pictures = pictures_of(processor)
+        self._token_id = self._pictures.token_id
         # The rollouts of a group show the same images, and come one after the other.
         self._last: tuple[tuple[str, ...], EncodedImages] | None = None
 
     def modality(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return 1 where a token stands for a part of an image, else 0: int [P]."""
-        return (torch.tensor(token_ids, dtype=torch.int64) == self._token_id).to(torch.int64)
+        return modality_of(token_ids, self._token_id)
 
     def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
         """Encode the images of `token_ids`, whose placeholders are expanded.
@@ -238,12 +226,9 @@ class ImageEncoder:
         # Pixels are decoded once for the rollouts of a group; tokens are checked for each.
         key = tuple(image.sha256 for image in images)
         if self._last is None or self._last[0] != key:
-            pictures = [decode_image(image) for image in images]
-            encoded = self._images(images=pictures, return_tensors="pt")
-            self._last = key, EncodedImages(encoded["pixel_values"], encoded["image_grid_thw"])
+            self._last = key, self._pictures.encode([decode_image(image) for image in images])
         images_of_key = self._last[1]
-        num_patches = images_of_key.image_grid_I3.prod(dim=1).tolist()
-        expected = [patches // self._patches_per_token for patches in num_patches]
+        expected = self._pictures.token_counts(images_of_key.image_grid_I3)
         found = self._runs(token_ids)
         if found != expected:
             raise ValueError(

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl")
 """`model_type` of checkpoints with a vision tower."""
 TEXT_MODEL_TYPES = ("qwen2", "qwen3")
 """`model_type` of those without, trained on trajectories alone: they are asked about no images."""
 
 NOT_TRAINED = {
-    "internvl": "its pictures come as tiles without the grid (image_grid_thw) by which prompts,"
-    " packed rows and the canary count their tokens here, and its placeholder is <IMG_CONTEXT>",
     "qwen3_5_moe": "nobody has compared packed rows, syncs and files of its experts",
 }
 """By `model_type` what is missing for families that somebody may well ask for."""
+IN_OTHER_FORMS = {
+    "internvl_chat": "comes with code of its own; take the same model in transformers' form, whose"
+    " name ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF",
+}
+"""By `model_type` how families are trained whose checkpoints transformers does not read so."""
 HYBRID_MODEL_TYPES = ("qwen3_5",)
 """Those of them with layers of linear attention, which keep a state and no keys and values."""
 EXPERT_MODEL_TYPES = ("qwen3_vl_moe",)
 """Those of them whose tokens go through some of many experts."""
+TILED_MODEL_TYPES = ("internvl",)
+"""Those of them that see pictures as tiles of one size, and whose tokens have one position each."""
+TILING_PROCESSORS = ("InternVLProcessor",)
+"""The classes of their processors (`shared.tokens.pictures`)."""
 TURNED_IN_FILES = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 """By `model_type` the ends of names of parameters whose last two dimensions change places in a
 checkpoint's files. transformers 5.19 turns them when it reads and not when it writes."""
@@ -37,8 +44,10 @@ PLACEHOLDER_KEYS = (
     "vision_end_token_id",
 )
 """Keys of a vision model's config.json. These tokens stand for features and are never sampled."""
-IMAGE_PLACEHOLDER = "<|image_pad|>"
-"""The placeholder of an image, as chat templates write it."""
+IMAGE_PLACEHOLDERS = ("<|image_pad|>", "<IMG_CONTEXT>")
+"""The placeholder of an image, as chat templates write it: a checkpoint's tokenizer has one."""
+TILE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+"""What the placeholders of `PLACEHOLDER_KEYS` are to `TILED_MODEL_TYPES`, by name."""
 END_OF_TURN = "<|im_end|>"
 """The token that ends a response."""
 
@@ -54,7 +63,8 @@ class ModelPart(StrEnum):
 # The first prefix that fits. Qwen2.5-VL has one merger; Qwen3-VL has more, for the vision layers
 # that it feeds into the first text layers. A tied head has no name of its own and follows the
 # embedding; so does an untied one by this table. Behind `lm_head.`: what the files of a Qwen2.5-VL
-# call what its parameters call `model.visual.` and `model.language_model.`.
+# call what its parameters call `model.visual.` and `model.language_model.`; then InternVL's, by
+# their parameters and by their files.
 _PREFIXES = (
     ("model.visual.merger.", ModelPart.ALIGNER),
     ("model.visual.deepstack_merger_list.", ModelPart.ALIGNER),
@@ -66,6 +76,11 @@ _PREFIXES = (
     ("model.embed_tokens.", ModelPart.LANGUAGE_MODEL),
     ("model.layers.", ModelPart.LANGUAGE_MODEL),
     ("model.norm.", ModelPart.LANGUAGE_MODEL),
+    ("model.multi_modal_projector.", ModelPart.ALIGNER),
+    ("model.vision_tower.", ModelPart.VISION_TOWER),
+    ("multi_modal_projector.", ModelPart.ALIGNER),
+    ("vision_tower.", ModelPart.VISION_TOWER),
+    ("language_model.", ModelPart.LANGUAGE_MODEL),
 )
 
 

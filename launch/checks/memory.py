@@ -32,7 +32,13 @@ from shared.config.derive import (
 )
 from shared.config.pipeline import Channel, CoordRegEntry
 from shared.errors import ConfigError
-from shared.model_families import PARTS_OF_ENGINES, VISION_MODEL_TYPES, ModelPart, find_part
+from shared.model_families import (
+    PARTS_OF_ENGINES,
+    TILED_MODEL_TYPES,
+    VISION_MODEL_TYPES,
+    ModelPart,
+    find_part,
+)
 from shared.tokens.vocabulary import NUM_BINS
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
@@ -114,16 +120,18 @@ class ModelShape:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
             tower = config.get("vision_config")
-            vision = (
-                None
-                if tower is None
-                else VisionShape(
-                    hidden=tower["hidden_size"],
-                    layers=tower["depth"],
-                    intermediate=tower["intermediate_size"],
-                    patches_per_token=tower["spatial_merge_size"] ** 2,
+            vision = None
+            if tower is not None:
+                is_tiled = config["model_type"] in TILED_MODEL_TYPES
+                merged = (
+                    tower["spatial_merge_size"] if not is_tiled else 1 / config["downsample_ratio"]
                 )
-            )
+                vision = VisionShape(
+                    hidden=tower["hidden_size"],
+                    layers=tower["num_hidden_layers" if is_tiled else "depth"],
+                    intermediate=tower["intermediate_size"],
+                    patches_per_token=round(merged**2),
+                )
             shape = cls(
                 parameters=_read_parameter_shapes(folder),
                 hidden=text["hidden_size"],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+from shared.model_families import IN_OTHER_FORMS
 
 _ANOTHER_MODEL = (
     "run `make demo-data` (it makes outputs/demo/model), `make demo-lm` (outputs/demo/lm) or `make"
@@ -16,7 +19,13 @@ def checkpoint_problems(
 ) -> tuple[str, ...]:
     """Return why `folder`, which `key` names, is no checkpoint; empty where it is one."""
     if (folder / "config.json").is_file():
-        return ()
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        # Told before transformers asks a terminal whether it may run that code.
+        return tuple(
+            f"{key}: {folder} is a {kind} model, which {form}"
+            for kind, form in IN_OTHER_FORMS.items()
+            if re.search(rf'"model_type": *"{kind}"', text)
+        )
     if (named := hub_id(folder)) is not None:
         repo, _, revision = named.partition("@")
         name = repo.partition("/")[2]

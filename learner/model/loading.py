@@ -33,6 +33,8 @@ from shared.model_families import (
     NOT_TRAINED,
     PLACEHOLDER_KEYS,
     TEXT_MODEL_TYPES,
+    TILE_PLACEHOLDERS,
+    TILED_MODEL_TYPES,
     VISION_MODEL_TYPES,
 )
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
@@ -87,8 +89,8 @@ class LoadedModel(LoadedTokens):
 
     @property
     def rope_index(self) -> RopeIndex | None:
-        """M-RoPE positions as `learner.collate` asks for them; None of a text model."""
-        if self.model.config.model_type in TEXT_MODEL_TYPES:
+        """M-RoPE positions as `learner.collate` asks for them; None of a model without."""
+        if self.model.config.model_type in TEXT_MODEL_TYPES + TILED_MODEL_TYPES:
             return None
         rope_index: RopeIndex = self.model.model.get_rope_index
         return rope_index
@@ -144,8 +146,12 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     _require_ids_as_written(path, tokenizer)
-    banned = () if is_text else sorted(getattr(model_config, key) for key in PLACEHOLDER_KEYS)
-    return LoadedTokens(processor, tokenizer, codec, tuple(banned))
+    banned: list[int] = []
+    if model_config.model_type in TILED_MODEL_TYPES:
+        banned = tokenizer.convert_tokens_to_ids(list(TILE_PLACEHOLDERS))
+    elif not is_text:
+        banned = [getattr(model_config, key) for key in PLACEHOLDER_KEYS]
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)))
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from learner.model.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.errors import LearnerError
 from shared.records import ImageRef
+from shared.tokens.pictures import EncodedImages
 from shared.weight_sync.canary import CanaryProbe, Differences, Logprobs
 from shared.weight_sync.phases import SyncPhase
 
@@ -88,12 +89,12 @@ class Canary:
         vision: dict[str, torch.Tensor] = {}
         # Without images a vision tower must not be called with empty pixel values.
         if len(prompt.image_grid_I3):
-            of_response = prompt.modality_P.new_zeros(len(self.response_ids))
-            vision = {
-                "mm_token_type_ids": torch.cat([prompt.modality_P, of_response])[None].to(device),
-                "pixel_values": prompt.pixel_values_RD.to(device, self.loaded.model.dtype),
-                "image_grid_thw": prompt.image_grid_I3.to(device),
-            }
+            pixel_values_RD = prompt.pixel_values_RD.to(device, self.loaded.model.dtype)
+            vision = EncodedImages(pixel_values_RD, prompt.image_grid_I3.to(device)).arguments()
+            if self.loaded.rope_index is not None:
+                of_response = prompt.modality_P.new_zeros(len(self.response_ids))
+                modality_1T = torch.cat([prompt.modality_P, of_response])[None]
+                vision["mm_token_type_ids"] = modality_1T.to(device)
         with torch.no_grad():
             logits_TV = self.loaded.model(input_ids=ids_1T, **vision, use_cache=False).logits[0]
             # In float32: bfloat16 has 8 bits, and rounding them here would add to the noise.

@@ -34,6 +34,7 @@ from shared.rollouts import (
     SyncReport,
     WeightOffer,
 )
+from shared.tokens.pictures import pictures_of
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
 NO_STOP_TOKEN = -1
@@ -193,7 +194,7 @@ class Encoded(NamedTuple):
     token_ids: tuple[int, ...]
     """[P] without padding."""
     features: dict[str, torch.Tensor]
-    """`pixel_values` [R, D] and `image_grid_thw` [I, 3]; empty without images."""
+    """As `EncodedImages.arguments`; empty without images."""
 
 
 class HFBackend:
@@ -216,6 +217,7 @@ class HFBackend:
         self._decode_batch_size = decode_batch_size
         self._rule = repeat_rule(repeat_guard, lambda: host.tokenizer)
         self._sees_images = host.processor is not host.tokenizer
+        self._pictures = pictures_of(host.processor)
         self.version = 0
         self._closed = False
 
@@ -282,26 +284,19 @@ class HFBackend:
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _encode(self, request: RolloutRequest) -> Encoded:
-        """Expand placeholders as the processor does: to as many as the image has merged patches."""
+        """Expand placeholders as the processor does."""
         if not self._sees_images:
             return Encoded(request.prompt_token_ids, {})
-        processor = self._host.processor
-        image_token_id = processor.image_token_id
         images = decode_images(request.images, request.sample_id, actor=self._name)
-        num_pads = request.prompt_token_ids.count(image_token_id)
+        num_pads = request.prompt_token_ids.count(self._pictures.token_id)
         if num_pads != len(images):
             has = f"has {len(images)} images and {num_pads} placeholders"
             raise self._error(f"sample {request.sample_id} {has}")
         if not images:
             return Encoded(request.prompt_token_ids, {})
-        features = processor.image_processor(images=images, return_tensors="pt")
-        patches_I = features["image_grid_thw"].prod(dim=-1)
-        lengths = iter((patches_I // processor.image_processor.merge_size**2).tolist())
-        token_ids: list[int] = []
-        for token_id in request.prompt_token_ids:
-            token_ids += [token_id] * (next(lengths) if token_id == image_token_id else 1)
-        names = ("pixel_values", "image_grid_thw")
-        return Encoded(tuple(token_ids), {name: features[name] for name in names})
+        encoded = self._pictures.encode(images)
+        token_ids = self._pictures.expand(request.prompt_token_ids, encoded.image_grid_I3)
+        return Encoded(token_ids, encoded.arguments())
 
     def _decode(
         self, batch: list[RolloutRequest], encoded: list[Encoded]
@@ -357,13 +352,13 @@ class HFBackend:
             ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
             mask_BP[row, begin:] = 1
         inputs = {"input_ids": ids_BP, "attention_mask": mask_BP}
-        if self._sees_images:
-            inputs["mm_token_type_ids"] = (ids_BP == self._host.processor.image_token_id).int()
+        if self._sees_images and self._pictures.takes_modality:
+            inputs["mm_token_type_ids"] = (ids_BP == self._pictures.token_id).int()
         features = [prompt.features for prompt in encoded if prompt.features]
         if features:
-            pixels_RD = torch.cat([one["pixel_values"] for one in features])
-            inputs["pixel_values"] = pixels_RD.to(model.dtype)
-            inputs["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in features])
+            for name in features[0]:
+                inputs[name] = torch.cat([one[name] for one in features])
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
     def _generate(

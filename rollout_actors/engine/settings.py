@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_actors.engine import warm_python
-from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES
+from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, TILED_MODEL_TYPES
 from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
@@ -114,12 +114,20 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # The configuration refuses ranks above the largest.
         rank = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
         lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    # A folder that is no checkpoint is refused elsewhere.
+    is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
+    kind = model_type(settings.model_path) if is_checkpoint else ""
+    tiles: dict[str, Any] = {}
+    if kind in TILED_MODEL_TYPES:
+        # vLLM 0.32 sizes its cache of images by the image processor's own setting, which is off in
+        # published checkpoints, and the processor cuts tiles all the same.
+        tiles = {"mm_processor_kwargs": {"crop_to_patches": True}}
     return {
         "model": settings.model_path,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        **(_cpu_arguments(settings) if settings.device is Device.CPU else {}),
+        **(_cpu_arguments(kind) if settings.device is Device.CPU else {}),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Stated, because inside a Ray placement group vLLM would choose "ray".
@@ -137,16 +145,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # In every engine: a rule may come after the start, from whoever asks for rollouts.
         "logits_processors": [GUARD_PROCESSOR],
         **lora,
+        **tiles,
     }
 
 
-def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+def _cpu_arguments(kind: str) -> dict[str, Any]:
     # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
     # does not use offset").
     arguments = {"enable_chunked_prefill": False}
-    # A folder that is no checkpoint is refused elsewhere.
-    is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
-    if is_checkpoint and model_type(settings.model_path) in HYBRID_MODEL_TYPES:
+    if kind in HYBRID_MODEL_TYPES:
         # Else vLLM keeps states of prefixes, which it does with chunked prefill alone.
         arguments["enable_prefix_caching"] = False
     return arguments

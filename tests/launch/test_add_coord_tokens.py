@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationC
 from launch.add_coord_tokens import AddOptions, main, make_coord_model
 from learner.model.loading import load_tokens
 from shared.errors import ConfigError, StorageError
-from shared.model_families import HYBRID_MODEL_TYPES
+from shared.model_families import HYBRID_MODEL_TYPES, TILED_MODEL_TYPES
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
@@ -28,6 +28,7 @@ CASES = [
     *((family, tied) for family in TOWERS for tied in (True, False)),
     ("qwen3_vl_moe", False),
     ("qwen3_5", True),
+    ("internvl", False),
 ]
 
 
@@ -93,8 +94,13 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_p
         )
     assert new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END)
     assert new.generation_config.do_sample
-    size = processor.image_processor.size
-    assert (size.shortest_edge, size.longest_edge) == (64 * 64, SCENE)
+    images = processor.image_processor
+    if family in TILED_MODEL_TYPES:
+        assert (images.min_patches, images.max_patches, images.crop_to_patches) == (1, 9, True)
+        shown = "1 to 9 tiles of 32 x 32 pixels and one of the whole, so at most 40 tokens each"
+        assert lines[4] == f"images    {shown}"
+    else:
+        assert (images.size.shortest_edge, images.size.longest_edge) == (64 * 64, SCENE)
     assert FreshTokens.of(tmp_path / "out") == FreshTokens(first, NUM_BINS)
     assert lines[1] == (
         f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
@@ -248,7 +254,13 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [("qwen3_vl", True), ("qwen2_5_vl", False), ("qwen3_vl_moe", False), ("qwen3_5", True)],
+    [
+        ("qwen3_vl", True),
+        ("qwen2_5_vl", False),
+        ("qwen3_vl_moe", False),
+        ("qwen3_5", True),
+        ("internvl", False),
+    ],
 )
 def test_an_engine_serves_what_was_made_and_takes_its_weights(
     ray_cluster, stock, tmp_path, family, tied

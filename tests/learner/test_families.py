@@ -15,7 +15,7 @@ import torch
 from config_support import configuration, trajectory_config
 from tiny_qwen import FAMILIES, HIDDEN, TOWERS, make_stock_model
 from trajectory_support import picture
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.memory import ModelShape
@@ -25,17 +25,21 @@ from learner.model.loading import load_model, model_type_problem
 from learner.model.parts import trained_parameters
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.segments import PromptEncoder, Segment
+from learner.segments import ImageEncoder, PromptEncoder, Segment, decode_image
 from learner.step import train_row
 from learner.targets import ground_truth_target, target_settings, text_weights
 from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
 from shared.errors import LearnerError
-from shared.model_families import ModelPart
+from shared.model_families import TILED_MODEL_TYPES, ModelPart, find_part
+from shared.prompts import Prompts
+from shared.records import Sample
 
 # Patches of 8 pixels, two by two merged: none of them is square in windows, and no two are alike.
 IMAGE_SIZES = ((96, 64), (80, 112), (64, 64), (144, 48))
+NUM_TILES = (7, 13, 5, 13)
+"""Of 32 pixels, where a family cuts such: 3 x 2, 3 x 4, 2 x 2 and 6 x 2, and one of the whole."""
 
 
 CASES = [
@@ -63,7 +67,13 @@ def parts(request, demo_data, tmp_path_factory):
         target = ground_truth_target(sample, loaded.codec, settings)
         shown = replace(sample, images=(picture(*size, seed=position),))
         prompt = encoder.encode(shown)
-        assert prompt.image_grid_I3.tolist() == [[1, size[1] // 8, size[0] // 8]]
+        grid = [1, size[1] // 8, size[0] // 8]
+        if family in TILED_MODEL_TYPES:
+            grid = [NUM_TILES[position], 2, 2]
+        assert prompt.image_grid_I3.tolist() == [grid]
+        assert encoder.num_tokens(replace(shown, width=size[0], height=size[1])) == len(
+            prompt.token_ids
+        )
         segments.append(Segment(position, prompt, target))
     return config, loaded, segments
 
@@ -89,7 +99,8 @@ def step(parts, rows):
 def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
     segments = parts[2]
     loss, gradients = step(parts, [[segment] for segment in segments])
-    assert gradients["model.visual.patch_embed.proj.weight"].any(), "the vision tower takes part"
+    of_towers = [name for name in gradients if find_part(name) is ModelPart.VISION_TOWER]
+    assert any(gradients[name].any() for name in of_towers), "the vision tower takes part"
     for rows in ([segments], [segments[:1], segments[1:]], [segments[::-1]]):
         packed_loss, packed = step(parts, rows)
         assert packed_loss == pytest.approx(loss, abs=2e-5)
@@ -115,11 +126,12 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
         start = 0
         for segment in segments:
             prompt = segment.prompt
+            vision = {"pixel_values": prompt.pixel_values_RD}
+            if loaded.rope_index is not None:
+                vision["mm_token_type_ids"] = segment.modality[None]
+                vision["image_grid_thw"] = prompt.image_grid_I3
             alone = hidden(
-                input_ids=torch.tensor([[*prompt.token_ids, *segment.target.token_ids]]),
-                mm_token_type_ids=segment.modality[None],
-                pixel_values=prompt.pixel_values_RD,
-                image_grid_thw=prompt.image_grid_I3,
+                input_ids=torch.tensor([[*prompt.token_ids, *segment.target.token_ids]]), **vision
             ).last_hidden_state[0]
             stop = start + len(alone)
             torch.testing.assert_close(packed[start:stop], alone, atol=5e-5, rtol=1e-4)
@@ -158,6 +170,8 @@ def test_a_checkpoint_with_a_merged_adapter_is_written_as_the_family_s_own(famil
         logits = saved(input_ids=ids_1T, use_cache=False).logits
     assert (before - expected).abs().max() > 0.1
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    tower = ModelShape.read(stock).vision
+    assert tower is not None and (tower.layers, tower.patches_per_token) == (2, 4)
     shapes = ModelShape.read(tmp_path / "saved").parameters
     assert shapes == ModelShape.read(stock).parameters
     specs = {name: tuple(shape) for name, _, shape in CheckpointWeights(saved).specs()}
@@ -181,7 +195,7 @@ def test_experts_lie_in_files_and_syncs_as_the_hub_s_and_not_as_transformers_kee
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("internvl", "tiles without the grid"), ("qwen3_5_moe", "its experts"), ("llava", None)],
+    [("qwen3_5_moe", "its experts"), ("llava", None)],
 )
 def test_a_family_that_is_not_trained_is_refused_by_name_with_what_is_missing(kind, reason):
     problem = model_type_problem(Path("here"), SimpleNamespace(model_type=kind))
@@ -189,6 +203,36 @@ def test_a_family_that_is_not_trained_is_refused_by_name_with_what_is_missing(ki
     assert problem.startswith(f"model.path: here is a {kind} model; this run trains qwen2_5_vl, ")
     assert (f"({kind}: " in problem) == (reason is not None)
     assert (reason or "") in problem
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_what_the_family_s_processor_makes_of_text_and_images(family, tmp_path):
+    processor = AutoProcessor.from_pretrained(make_stock_model(tmp_path, family))
+    images = tuple(picture(*size, seed) for seed, size in enumerate(IMAGE_SIZES))
+    # Only the numbers of images and the texts of a sample matter here.
+    sample = Sample("several", images, 96, 64, ())
+    encoder = PromptEncoder(processor, Prompts())
+    encoded = encoder.encode(sample)
+    pictures = [decode_image(image) for image in images]
+    expected = processor(text=[encoder.text(sample)], images=pictures, return_tensors="pt")
+    assert encoded.token_ids == tuple(expected["input_ids"][0].tolist())
+    assert torch.equal(encoded.pixel_values_RD, expected["pixel_values"])
+    if family in TILED_MODEL_TYPES:
+        assert encoded.image_grid_I3.tolist() == [[tiles, 2, 2] for tiles in NUM_TILES]
+        assert sum(NUM_TILES) * 4 == encoded.modality_P.sum()
+        sizes = [encoder.picture_resize.size_of(*size) for size in IMAGE_SIZES]
+        assert sizes == [(96, 64), (96, 128), (64, 64), (192, 64)]
+    else:
+        assert torch.equal(encoded.image_grid_I3, expected["image_grid_thw"])
+        assert torch.equal(encoded.modality_P, expected["mm_token_type_ids"][0])
+    # As prompts of trajectories are read, whose tokens are the engine's.
+    read = ImageEncoder(processor).encode(images, encoded.token_ids)
+    assert torch.equal(read.pixel_values_RD, encoded.pixel_values_RD)
+    for number in (1, 2, 3):
+        alone = encoder.encode(replace(sample, images=images[:number]))
+        first = read.first(number)
+        assert torch.equal(first.pixel_values_RD, alone.pixel_values_RD)
+        assert torch.equal(first.image_grid_I3, alone.image_grid_I3)
 
 
 def canary_of(parts):

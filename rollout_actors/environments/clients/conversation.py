@@ -26,7 +26,7 @@ from rollout_actors.environments.chat.responses import SENT_IMAGES, TOKEN_ID
 from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.chat.tools import AssistantMessage, ToolCallReader
 from rollout_actors.environments.clients.openai import LIMITS, overlong_answer
-from shared.model_families import IMAGE_PLACEHOLDER
+from shared.model_families import IMAGE_PLACEHOLDERS
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
@@ -115,8 +115,8 @@ class ConversationSettings:
     @cached_property
     def placeholder(self) -> int | None:
         """Token id of an image; None: the tokenizer has none, and no text means one."""
-        encoded = self.template.encode(IMAGE_PLACEHOLDER)
-        return encoded[0] if len(encoded) == 1 else None
+        encoded = map(self.template.encode, IMAGE_PLACEHOLDERS)
+        return next((token_ids[0] for token_ids in encoded if len(token_ids) == 1), None)
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
@@ -324,7 +324,8 @@ class Conversation:
         self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
     ) -> None:
         # A wrong placeholder would stand for another image, or for none.
-        number = num_before + token_ids.count(self._settings.placeholder)
+        placeholder = self._settings.placeholder
+        number = num_before + token_ids.count(placeholder)
         if number == len(images):
             return
         remedy = "leave that out of the text of messages"
@@ -333,9 +334,10 @@ class Conversation:
                 "the chat template writes none for some; show images where it does, or take a model"
                 " with a vision tower"
             )
-        raise ValueError(
-            f"prompt: has {number} x {IMAGE_PLACEHOLDER} and {len(images)} x an image; {remedy}"
-        )
+        name = IMAGE_PLACEHOLDERS[0]
+        if placeholder is not None:
+            name = self._template.decode([placeholder], with_special=True)
+        raise ValueError(f"prompt: has {number} x {name} and {len(images)} x an image; {remedy}")
 
     async def _sample(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         max_model_len = self._settings.max_model_len

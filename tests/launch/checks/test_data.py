@@ -334,7 +334,7 @@ def test_a_text_model_is_shown_no_images(of_environment, model, kind):
     problem = refused(of_environment, max_images_per_prompt=1)
     assert problem.startswith("environment.max_images_per_prompt: ")
     assert f"model is a {kind} model, which sees no images; set it to 0, or choose " in problem
-    assert problem.endswith("(qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5)")
+    assert problem.endswith("(qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, internvl)")
     assert of_environment().images == ImageNeeds(0)
 
 

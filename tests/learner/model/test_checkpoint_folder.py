@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,13 @@ def test_what_is_a_folder_is_told_as_one(
     (tmp_path / "here" / "Qwen" / "model").mkdir(parents=True)
     (tmp_path / "here" / "Qwen" / "model" / "config.json").write_text("{}")
     assert checkpoint_problems(Path("Qwen/model")) == ()
+
+
+def test_a_checkpoint_with_code_of_its_own_is_told_from_the_one_that_is_trained(
+    tmp_path: Path,
+) -> None:
+    config = {"llm_config": {"model_type": "qwen3"}, "model_type": "internvl_chat"}
+    (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
+    (problem,) = checkpoint_problems(tmp_path)
+    assert problem.startswith(f"model.path: {tmp_path} is a internvl_chat model, which comes with")
+    assert problem.endswith("whose name ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF")

@@ -6,6 +6,8 @@ import pytest
 from accelerate import init_empty_weights
 from tiny_qwen import FAMILIES
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -25,6 +27,7 @@ CLASSES = {
     "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig),
     "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig),
     "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+    "internvl": (InternVLForConditionalGeneration, InternVLConfig),
 }
 
 
@@ -41,6 +44,9 @@ def model(request):
         "text_config": {"num_hidden_layers": 4 if request.param[0] == "qwen3_5" else 2},
         "vision_config": {"depth": 3},
     }
+    if request.param[0] == "internvl":
+        small["text_config"]["model_type"] = "qwen3"
+        small["vision_config"] = {"num_hidden_layers": 3}
     if request.param[0].startswith("qwen3_vl"):
         small["vision_config"]["deepstack_visual_indexes"] = [0, 1]
     with init_empty_weights():
@@ -55,9 +61,12 @@ def test_every_family_that_is_trained_is_tested_here():
 
 @pytest.mark.slow
 def test_every_parameter_has_one_part_and_every_part_has_parameters(model):
-    visual = model.model.visual
+    inner = model.model
+    mergers = [
+        one for one in inner.modules() if type(one).__name__.endswith(("Merger", "Projector"))
+    ]
+    visual = inner.vision_tower if hasattr(inner, "vision_tower") else inner.visual
     vision = {id(parameter) for parameter in visual.parameters()}
-    mergers = [one for one in visual.modules() if "Merger" in type(one).__name__]
     aligner = {id(parameter) for merger in mergers for parameter in merger.parameters()}
     parts = set()
     for name, parameter in model.named_parameters():

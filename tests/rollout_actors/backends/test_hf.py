@@ -7,12 +7,16 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from backend_support import ModelHost, beams, what_was_said, with_decode
+from engine_support import SmallLearner
+from tiny_qwen import make_stock_model
+from trajectory_support import picture
 
 from rollout_actors.backends.hf import (
     BeamScores,
@@ -174,6 +178,27 @@ def test_an_image_without_a_placeholder_is_refused_by_sample(learner, backend):
     refused = "generate on hf: sample sample-0 has 2 images and 1 placeholders"
     with pytest.raises(RolloutError, match=refused):
         backend.generate([replace(request, images=request.images * 2)])
+
+
+@pytest.mark.slow
+def test_pictures_of_unlike_numbers_of_tiles_are_read_as_the_processor_writes_them(tmp_path):
+    with closing(SmallLearner(make_stock_model(tmp_path / "model", "internvl"), 1)) as learner:
+        learner.learn(seed=1)
+        sizes = ((96, 96), (144, 48), (64, 64))
+        requests = [
+            replace(learner.request(position, max_new_tokens=6), images=(picture(*size),))
+            for position, size in enumerate(sizes)
+        ]
+        text = tuple(one for one in requests[0].prompt_token_ids if one not in learner.banned)
+        asked = [*requests, replace(requests[0], prompt_token_ids=text, images=())]
+        rollouts = make_backend(learner).generate(asked)
+        assert rollouts[-1].prompt_token_ids == text
+        lengths = [len(rollout.prompt_token_ids) for rollout in rollouts[:3]]
+        assert lengths == [len(text) + 2 + 4 * tiles for tiles in (10, 13, 5)]
+        for request, rollout in zip(requests, rollouts, strict=False):
+            tokens, logprobs = learner.greedy(request)
+            assert rollout.response_token_ids == tokens
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -131,6 +131,15 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     assert "enable_chunked_prefill" not in engine_arguments(settings_of(device=Device.CUDA))
 
 
+@pytest.mark.parametrize(("kind", "cuts"), [("internvl", True), ("qwen3_vl", False)])
+def test_an_engine_is_told_where_a_processor_cuts_tiles(
+    tmp_path: Path, kind: str, cuts: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    expected = {"crop_to_patches": True} if cuts else None
+    assert engine_arguments(small_settings(tmp_path)).get("mm_processor_kwargs") == expected
+
+
 @pytest.mark.parametrize(("kind", "keeps"), [("qwen3_vl", True), ("qwen3_5", False)])
 def test_states_of_prefixes_are_not_kept_on_cpu_where_vllm_wants_chunked_prefill_for_them(
     tmp_path: Path, kind: str, keeps: bool

@@ -1,0 +1,175 @@
+"""Pictures as a family's prompts have them: what the vision tower takes, and tokens in their place.
+
+Qwen-VL resizes a picture and cuts it into patches, a row of `pixel_values` each; its grid
+(`image_grid_thw`) says how many there are. InternVL cuts it into tiles of one size, a row of
+[3, height, width] each, and shows the whole in one more where there are several. Here tiles have a
+grid too: [tiles, tokens down a tile, tokens across it].
+
+Shape legend: I images, R patches or tiles, D patch values (of a tile: 3, height, width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shared.grounding.json_list import PictureResize
+from shared.model_families import TILING_PROCESSORS
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+_TILE_AXES = 4
+"""Of `pixel_values` that are tiles; patches have two."""
+# The processor cuts tiles whatever its image processor's own setting is, so this one is told.
+_CUT = MappingProxyType({"crop_to_patches": True})
+
+
+class EncodedImages(NamedTuple):
+    """Images as the vision tower takes them.
+
+    Example: images of 8 x 8 and 4 x 4 patches have R = 80 and the grid [[1, 8, 8], [1, 4, 4]]; two
+    of 7 and 4 tiles of 16 x 16 tokens R = 11 and [[7, 16, 16], [4, 16, 16]].
+    """
+
+    pixel_values_RD: torch.Tensor
+    image_grid_I3: torch.Tensor
+
+    def first(self, number: int) -> EncodedImages:
+        """Keep the first `number` images."""
+        grid = self.image_grid_I3[:number]
+        rows_I = grid[:, 0] if self.pixel_values_RD.ndim == _TILE_AXES else grid.prod(dim=1)
+        return EncodedImages(self.pixel_values_RD[: int(rows_I.sum())], grid)
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """Return the vision arguments of the model's forward; empty without images."""
+        if not len(self.image_grid_I3):
+            return {}  # text models have none, and Qwen-VL rejects empty pixel values
+        if self.pixel_values_RD.ndim == _TILE_AXES:
+            return {"pixel_values": self.pixel_values_RD}  # all of one size: no grid is asked for
+        return {"pixel_values": self.pixel_values_RD, "image_grid_thw": self.image_grid_I3}
+
+
+class Pictures:
+    """What the processor of a Qwen-VL checkpoint makes of pictures."""
+
+    takes_modality = True
+    """Whether the model's forward is told which tokens stand for images (`mm_token_type_ids`)."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    @property
+    def token_id(self) -> int:
+        """The placeholder: one for an image in requests, one for each of its tokens in prompts."""
+        return int(self._processor.image_token_id)
+
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens that expanding a placeholder puts before and behind an image's."""
+        return (), ()
+
+    @property
+    def resize(self) -> PictureResize:
+        """The size at which the model is shown a picture."""
+        images = self._processor.image_processor
+        side = images.patch_size * images.merge_size
+        return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Count the tokens of an image of this size, without those around it.
+
+        Raises ValueError for a shape that the processor does not take.
+        """
+        images = self._processor.image_processor
+        return int(images.get_number_of_image_patches(height, width)) // images.merge_size**2
+
+    def encode(self, images: Sequence[Image]) -> EncodedImages:
+        encoded = self._processor.image_processor(images=images, return_tensors="pt")
+        return EncodedImages(encoded["pixel_values"], encoded["image_grid_thw"])
+
+    def token_counts(self, image_grid_I3: torch.Tensor) -> list[int]:
+        """Count the tokens of each image, without those around it."""
+        per_token = self._processor.image_processor.merge_size**2
+        return [patches // per_token for patches in image_grid_I3.prod(dim=1).tolist()]
+
+    def expand(self, token_ids: Sequence[int], image_grid_I3: torch.Tensor) -> tuple[int, ...]:
+        """Put the tokens of each image in its placeholder's place.
+
+        Raises ValueError where there are not as many placeholders as images.
+        """
+        placeholder = self.token_id
+        before, behind = self.around
+        number = token_ids.count(placeholder)
+        if number != len(image_grid_I3):
+            raise ValueError(f"a prompt has {number} placeholders of {len(image_grid_I3)} images")
+        counts = iter(self.token_counts(image_grid_I3))
+        expanded: list[int] = []
+        for token_id in token_ids:
+            if token_id == placeholder:
+                expanded += [*before, *[placeholder] * next(counts), *behind]
+            else:
+                expanded.append(token_id)
+        return tuple(expanded)
+
+
+class TiledPictures(Pictures):
+    """What the processor of an InternVL checkpoint makes of pictures."""
+
+    takes_modality = False
+
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self._processor.start_image_token_id,), (self._processor.end_image_token_id,)
+
+    @property
+    def resize(self) -> TileResize:
+        images = self._processor.image_processor
+        side = images.size.height
+        few, most = (number * side**2 for number in (images.min_patches, images.max_patches))
+        return TileResize(side, few, most)
+
+    def num_tokens(self, width: int, height: int) -> int:
+        images = self._processor.image_processor
+        tiles = images.get_number_of_image_patches(height, width, dict(_CUT))
+        return int(tiles) * self._processor.image_seq_length
+
+    def encode(self, images: Sequence[Image]) -> EncodedImages:
+        encode = self._processor.image_processor
+        encoded = encode(images=images, return_tensors="pt", **_CUT)
+        tiles_I = encoded["num_patches"]
+        side = isqrt(self._processor.image_seq_length)
+        grid = [[tiles, side, side] for tiles in tiles_I.tolist()]
+        return EncodedImages(encoded["pixel_values"], tiles_I.new_tensor(grid))
+
+    def token_counts(self, image_grid_I3: torch.Tensor) -> list[int]:
+        counts: list[int] = image_grid_I3.prod(dim=1).tolist()
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class TileResize(PictureResize):
+    """The size of all tiles of a picture together.
+
+    `side` is a tile's, and the pixels are those of the fewest and the most tiles.
+
+    Example: `TileResize(448, 448**2, 12 * 448**2).size_of(640, 480)` is (1792, 1344): 4 x 3 tiles.
+    """
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        # Where a picture has been shown, its processor has imported this.
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+        few, most = (pixels // self.side**2 for pixels in (self.min_pixels, self.max_pixels))
+        columns, rows = get_optimal_tiled_canvas((height, width), (self.side,) * 2, few, most)
+        return columns * self.side, rows * self.side
+
+
+def pictures_of(processor: Any) -> Pictures:
+    """Return what a checkpoint's processor makes of pictures, by its class."""
+    is_tiling = type(processor).__name__ in TILING_PROCESSORS
+    return TiledPictures(processor) if is_tiling else Pictures(processor)
