@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
+from learner.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
-from learner.model.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.reference import load_reference

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from launch.checks.memory import BYTES, ModelShape
-from learner.model.host_memory import in_gib
+from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from launch.runtime.placement import Placement
-from learner.model.host_memory import container_limits, in_gib
+from learner.host_memory import container_limits, in_gib
 from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig

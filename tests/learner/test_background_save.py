@@ -13,10 +13,10 @@ from config_support import configuration
 from learner_support import finish_step, make_learner
 from safetensors.torch import save_file
 
-from learner.model import host_memory
+from learner import host_memory
+from learner.host_memory import NodeMemory
 from learner.model.checkpoint import CheckpointContent
 from learner.model.checkpoint_save import HostCopies
-from learner.model.host_memory import NodeMemory
 from learner.run_state import RandomState, RankState
 from shared.errors import StorageError
 from shared.schedule import RunSchedule

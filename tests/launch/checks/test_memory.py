@@ -565,8 +565,8 @@ def test_a_containers_limit_is_read_from_every_control_group_around_the_process(
         file = tmp_path / "cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr("learner.model.host_memory.OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr("learner.model.host_memory.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("learner.host_memory.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("learner.host_memory.CGROUPS", tmp_path / "cgroup")
     assert list(container_limits()) == limits
     memory = device_memory(Device.CPU)
     assert memory is not None
