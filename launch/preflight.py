@@ -321,7 +321,7 @@ def engine_family_problems(config: RunConfig, device: Device) -> Iterator[str]:
     found = family_problems(config.model.path, device=device, dtype=dtype, enable_lora=enable_lora)
     keys = {"dtype": "model.dtype", "enable_lora": "rollout_matching.vllm.enable_lora"}
     for setting, text in found:
-        yield f"{keys[setting]}: {text}"
+        yield f"{keys[setting]}: {text}, or rollout_matching.rollout_backend: hf"
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
@@ -420,16 +420,24 @@ def _memory(
             yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
     if needs.synced:
         lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(needs.synced)}")
+    machine = device_memory(Device.CPU)
+
+    def exceeds_host(changed: RunConfig, num_ranks: int) -> bool:
+        needed = host_estimate(changed, shape).total * num_ranks
+        return num_nodes == 1 and machine is not None and needed > machine.total
+
     if not on_cpu and (host := host_estimate(config, shape)).total:
         lines.append(f"memory    {host.describe()}")
-        machine = device_memory(Device.CPU)
-        needed = host.total * len(placement.ranks)
-        if num_nodes == 1 and machine is not None and needed > machine.total:
+        num_ranks = len(placement.ranks)
+        if machine is not None and exceeds_host(config, num_ranks):
+            key, remedy = "model.activation_offload", "set it to false"
+            if config.training.optimizer == "adamw_offload":
+                key, remedy = "training.optimizer", "set it to adamw_bnb_8bit"
+                if config.model.activation_offload:
+                    remedy += ", or model.activation_offload: false"
             yield (
-                f"training.optimizer: {host.describe()}, of {len(placement.ranks)} ranks"
-                f" {in_gib(needed)}, and this machine, or its container, has"
-                f" {in_gib(machine.total)}; set training.optimizer: adamw_bnb_8bit, or"
-                " model.activation_offload: false"
+                f"{key}: {host.describe()}, of {num_ranks} ranks {in_gib(host.total * num_ranks)},"
+                f" and this machine, or its container, has {in_gib(machine.total)}; {remedy}"
             )
     if num_nodes > 1 and on_cpu:
         unknown = f"which of the {num_nodes} nodes a process comes to is not known here"
@@ -444,10 +452,13 @@ def _memory(
 
         def fitting(changed: RunConfig) -> Estimate | None:
             try:
-                needs = _needs(changed, plan_placement(changed, nodes), shape, memory)
+                place = plan_placement(changed, nodes)
+                needs = _needs(changed, place, shape, memory)
             except ConfigError:
                 return None  # not enough GPUs for as many ranks
             if memory.problems(needs) or memory.warnings(needs):
+                return None
+            if not on_cpu and exceeds_host(changed, len(place.ranks)):
                 return None
             return needs.shared or needs.learner
 

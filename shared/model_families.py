@@ -44,8 +44,9 @@ PLACEHOLDER_KEYS = (
     "vision_end_token_id",
 )
 """Keys of a vision model's config.json. These tokens stand for features and are never sampled."""
-IMAGE_PLACEHOLDERS = ("<|image_pad|>", "<IMG_CONTEXT>")
-"""The placeholder of an image, as chat templates write it: a checkpoint's tokenizer has one."""
+IMAGE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<|image_pad|>")
+"""The placeholder of an image, as chat templates write it: the first that a tokenizer has. That of
+InternVL, which extends Qwen's, has both."""
 TILE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 """What the placeholders of `PLACEHOLDER_KEYS` are to `TILED_MODEL_TYPES`, by name."""
 END_OF_TURN = "<|im_end|>"

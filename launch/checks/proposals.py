@@ -73,7 +73,8 @@ def _of_one_rank(config: RunConfig) -> list[Change]:
         for change in (*_FIXED, halved, adapter)
         if any(_value(values, key) != value for key, value in change.items())
         and not (config.model.adapter and change is adapter)
-        and not (change is halved and _changed(config, [halved]) is None)
+        # Half a row may be too little for an answer, and an adapter needs a part that is trained.
+        and not (change in (halved, adapter) and _changed(config, [change]) is None)
     ]
 
 
@@ -113,7 +114,10 @@ def _minimal(
             together = [possible[number] for number in numbers]
             if (estimate := _fits(config, fitting, together)) is not None:
                 found[numbers] = Proposal(tuple(_overrides(together)), estimate)
-    cost = lambda numbers: sum(1 << number for number in numbers)  # noqa: E731
+
+    def cost(numbers: tuple[int, ...]) -> int:
+        return sum(1 << number for number in numbers)
+
     return [found[numbers] for numbers in sorted(found, key=cost)]
 
 

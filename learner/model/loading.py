@@ -148,7 +148,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     _require_ids_as_written(path, tokenizer)
     banned: list[int] = []
     if model_config.model_type in TILED_MODEL_TYPES:
-        banned = tokenizer.convert_tokens_to_ids(list(TILE_PLACEHOLDERS))
+        vocabulary = tokenizer.get_vocab()
+        banned = [vocabulary[name] for name in TILE_PLACEHOLDERS if name in vocabulary]
     elif not is_text:
         banned = [getattr(model_config, key) for key in PLACEHOLDER_KEYS]
     return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)))

@@ -41,8 +41,8 @@ def freeze_parts(model: nn.Module, config: PartsSection) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "training.parts: nothing is left to train; unfreeze a part, with model.adapter the"
-            " language model, which holds the adapter"
+            "training.parts: nothing is left to train; unfreeze a part, with model.adapter"
+            " one that is adapted"
         )
 
 

@@ -81,7 +81,7 @@ def family_problems(
         yield "dtype", f"{dtype}, and {computes} alone; set it to bfloat16"
     if kind in EXPERT_MODEL_TYPES and enable_lora:
         serves = f"vLLM 0.32 serves adapters beside the experts of a {kind} model by Triton alone"
-        wrong = f"{serves}, which a CPU has not; set it to false, and merged weights are sent"
+        wrong = f"{serves}, which a CPU has not; set it to false"
         yield "enable_lora", wrong
 
 

@@ -76,8 +76,10 @@ class PartsSection(Section):
         found = []
         for part in ModelPart:
             section: PartSection = getattr(self, part)
-            by_default = part is ModelPart.LANGUAGE_MODEL
-            if by_default if section.adapted is None else section.adapted:
+            is_adapted = section.adapted
+            if is_adapted is None:
+                is_adapted = part is ModelPart.LANGUAGE_MODEL
+            if is_adapted:
                 found.append(part)
         return tuple(found)
 

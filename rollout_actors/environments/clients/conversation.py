@@ -334,7 +334,7 @@ class Conversation:
                 "the chat template writes none for some; show images where it does, or take a model"
                 " with a vision tower"
             )
-        name = IMAGE_PLACEHOLDERS[0]
+        name = IMAGE_PLACEHOLDERS[-1]
         if placeholder is not None:
             name = self._template.decode([placeholder], with_special=True)
         raise ValueError(f"prompt: has {number} x {name} and {len(images)} x an image; {remedy}")

@@ -81,7 +81,7 @@ def _memory_is_saved_where_it_can_be(run: RunConfig) -> Iterator[Problem]:
         remedy = "set model.gradient_checkpointing: true, or this to false"
         yield Problem("model.activation_offload", wrong, remedy)
     optimizer = run.training.optimizer
-    if optimizer != "adamw_torch" and run.learner.world_size > 1 and run.learner.parallel == "fsdp":
+    if optimizer != "adamw_torch" and is_sharded(run):
         wrong = f"'{optimizer}' has no moments of shards (learner.parallel: fsdp)"
         remedy = "set it to adamw_torch, of which each rank has its part, or learner.parallel: ddp"
         yield Problem("training.optimizer", wrong, remedy)
