@@ -109,6 +109,13 @@ def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_ou
         assert not ("training.optimizer" in keys and "learner.parallel" in keys)
 
 
+def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
+    frozen = {"training__parts": {"language_model": {"frozen": True}}}
+    run = config(**frozen)
+    assert not any("model.adapter.kind" in change for change in changes(run))
+    assert proposed(run, qwen, 24 * GIB)
+
+
 def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
     settings = {"model__gradient_checkpointing": True, "model__activation_offload": True}
     run = config(training__optimizer="adamw_offload", **settings)

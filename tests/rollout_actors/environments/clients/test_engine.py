@@ -72,6 +72,15 @@ def ending(state: Any) -> tuple[Any, Any, Any]:
     return state["error"], state["is_truncated"], state["stop_condition"]
 
 
+def test_a_tokenizer_with_the_placeholders_of_two_families_means_the_younger_ones() -> None:
+    """InternVL's tokenizer extends Qwen's."""
+    both = demo_tokenizer(CHAT_TEMPLATE)
+    assert conversation_over(ScriptedEngines(""), both)._settings.placeholder == PAD
+    both.add_tokens(["<IMG_CONTEXT>"], special_tokens=True)
+    placeholder = conversation_over(ScriptedEngines(""), both)._settings.placeholder
+    assert placeholder == both.convert_tokens_to_ids("<IMG_CONTEXT>") != PAD
+
+
 class Expanding(ScriptedEngines):
     """Engines of a vision model: three tokens for each image's one. They say no."""
 
