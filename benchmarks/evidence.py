@@ -149,6 +149,7 @@ def make_start(out: Path) -> Path:
         "training.lr_schedule=cosine",
         f"training.min_lr_ratio={RATE / START_RATE:g}",
         f"training.max_steps={FALL_UPDATES}",
+        "data.val=null",
         "model.path=outputs/demo/start/checkpoint",
     )
     run = out / "start"

@@ -5,15 +5,17 @@ learner's own loading, rows and update on a random Qwen3-VL of some 7 million pa
 row and an update, so that there are moments; a short row, so that there are gradients; a row of
 `global_max_length` tokens, and the update. The peak is that of torch's allocator, of tensors and of
 kernels' workspaces, which `torch.profiler` records one by one, over the weights that were there
-before. It is exact, and is without what a process needs beside its tensors, so that all cases run
-in one.
+before. It is exact, and is without what a process needs beside its tensors, so that all cases
+of one rank run in one.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,22 +23,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import PIPELINE
-from launch.checks.memory import Estimate, ModelShape, learner_estimate
+from launch.checks.learner_memory import learner_estimate
+from launch.checks.memory import Estimate
+from launch.checks.model_shape import ModelShape
 from launch.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
-from learner.model.loading import LoadedModel, load_model
+from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
-from learner.model.ranks import Ranks
-from learner.model.sharding import Parallel
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
+from learner.model.sharding import load_parallel
 from learner.segments import EncodedPrompt, Segment
 from learner.step import RowTrainer
 from learner.targets import Target, TokenRole
 from shared.config import RunConfig, load_config
+from shared.config.derive import is_sharded
 from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
+from shared.weight_sync.transports import TransportKind
 
 SHORT = 64
 """Tokens of a row that makes moments and gradients."""
@@ -78,6 +85,11 @@ FROZEN = {"training.parts.vision_tower.frozen": True, "training.parts.aligner.fr
 LORA = {"kind": "lora", "rank": 16}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 HALF = {"model.dtype": "bfloat16"}
+SHARDED = {
+    "learner.parallel": "fsdp",
+    "learner.world_size": 2,
+    "rollout_matching.rollout_backend": "vllm",  # shards cannot generate; no engine is started
+}
 CASES: Mapping[str, Case] = {
     "full": Case(),
     "full, checkpointing": Case(keys=CHECKPOINTING),
@@ -92,6 +104,11 @@ CASES: Mapping[str, Case] = {
     "full, masters offloaded": Case(keys={"training.optimizer": "adamw_offload"} | CHECKPOINTING),
     "lora": Case(keys={"model.adapter": LORA}),
     "lora, bfloat16, checkpointing": Case(keys={"model.adapter": LORA} | HALF | CHECKPOINTING),
+    "full, two shards": Case(keys=SHARDED | CHECKPOINTING),
+    "full, bfloat16, two shards": Case(keys=SHARDED | HALF | CHECKPOINTING),
+    "lora, bfloat16, two shards": Case(
+        keys=SHARDED | {"model.adapter": LORA} | HALF | CHECKPOINTING
+    ),
 }
 
 
@@ -190,18 +207,21 @@ def make_segment(number: int, length: int, image: int, loaded: LoadedModel) -> S
     return Segment(number, prompt, target)
 
 
-def measure(config: RunConfig, sizes: Sizes) -> int:
+def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     """Return the most bytes of torch's allocator during the steps of a learner rank."""
-    loaded = load_model(config, torch.device("cpu"))
+    loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
         config,
         loaded,
-        Parallel(loaded.model, None, Ranks()),  # type: ignore[arg-type]  # nothing is sent
+        parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),
     )
-    weights = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+    local = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for tensor in (*loaded.model.parameters(), *loaded.model.buffers())
+    ]
+    weights = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local
     }
     short_image = min(sizes.image, 4)
     short = trainer.collate([make_segment(0, SHORT, short_image, loaded)], Channel.A, version=0)
@@ -211,7 +231,7 @@ def measure(config: RunConfig, sizes: Sizes) -> int:
     ]
     row = trainer.collate(segments, Channel.A, version=0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        optimizer = Optimizer(loaded.model, config.training, Ranks())
+        optimizer = Optimizer(loaded.model, config.training, ranks)
         trainer.train(short, Channel.A)
         optimizer.update(0, 1)
         trainer.train(short, Channel.A)
@@ -225,13 +245,41 @@ def measure(config: RunConfig, sizes: Sizes) -> int:
     return sum(weights.values()) + most
 
 
+def measure_of_two(config: RunConfig, sizes: Sizes) -> int:
+    """Return what `measure` does, of the first of two ranks."""
+    torch.set_num_threads(1)
+    rendezvous = Rendezvous("127.0.0.1")
+    peer = multiprocessing.get_context("spawn").Process(
+        target=_be_peer, args=(rendezvous.endpoint, config, sizes), daemon=True
+    )
+    peer.start()
+    peak = measure(config, sizes, _join(0, rendezvous.endpoint, rendezvous))
+    peer.join()
+    return peak
+
+
+def _be_peer(endpoint: str, config: RunConfig, sizes: Sizes) -> None:
+    torch.set_num_threads(1)
+    measure(config, sizes, _join(1, endpoint, None))
+
+
+def _join(rank: int, endpoint: str, rendezvous: Rendezvous | None) -> Ranks:
+    place = RankTopology(TransportKind.GLOO, (), rank=rank, world_size=2, rendezvous=endpoint)
+    device = LearnerDevice(torch.device("cpu"))
+    return join_ranks(place, rendezvous, device, timeout_s=240.0, sums_in_backward=True)
+
+
 def run_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[Estimate, int]:
     """Return the estimate of a case, and what it took; `folder` has the checkpoint."""
     sizes = replace(usual, **case.sizes)
     config = make_run(folder, sizes, case.keys)
     images = sizes.tokens // sizes.segment * sizes.image**2
     estimate = learner_estimate(config, ModelShape.read(folder), image_tokens=images)
-    return estimate, measure(config, sizes)
+    if is_sharded(config):
+        # torch knows a group of ranks by its name, of which a process has one.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return estimate, pool.submit(measure_of_two, config, sizes).result()
+    return estimate, measure(config, sizes, Ranks())
 
 
 def main() -> None:

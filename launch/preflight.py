@@ -24,21 +24,18 @@ from rich.console import Console
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
 from launch.checks.host import path_problems, starts_engines, version_problems
 from launch.checks.hub import with_fetched_model
+from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
     DeviceMemory,
     Estimate,
-    ModelShape,
     Needs,
     device_memory,
     engine_estimate,
-    host_estimate,
-    in_gib,
-    is_linear,
-    learner_estimate,
     sequences_in_cache,
     shared_device_estimate,
     synced_bytes,
 )
+from launch.checks.model_shape import ModelShape, is_linear
 from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.cli import (
@@ -54,6 +51,7 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.resume import resumed
+from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens

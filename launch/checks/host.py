@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from launch.checks.memory import BYTES, ModelShape
+from launch.checks.model_shape import BYTES, ModelShape
 from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.checks.data import ImageNeeds
-from launch.checks.memory import ModelShape, batch_cache_bytes
+from launch.checks.memory import batch_cache_bytes
+from launch.checks.model_shape import ModelShape
 from launch.runtime.placement import Placement
 from rollout_actors.engine import warm_python
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env

@@ -22,7 +22,9 @@ from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems, version_problems
-from launch.checks.memory import DeviceMemory, ModelShape, learner_estimate
+from launch.checks.learner_memory import learner_estimate
+from launch.checks.memory import DeviceMemory
+from launch.checks.model_shape import ModelShape
 from launch.checks.servers import (
     ask_servers,
     port_problems,

@@ -18,7 +18,7 @@ from trajectory_support import picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
-from launch.checks.memory import ModelShape
+from launch.checks.model_shape import ModelShape
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from learner.model.loading import load_model, model_type_problem

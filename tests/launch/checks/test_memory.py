@@ -11,24 +11,22 @@ from tiny_qwen import TOWERS, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
+from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import (
     CUDA_CONTEXT,
     DeviceMemory,
     Estimate,
-    ModelShape,
     Needs,
-    VisionShape,
-    container_limits,
     device_memory,
     engine_estimate,
-    learner_estimate,
-    num_trainable,
     sequences_in_cache,
     shared_device_estimate,
     synced_bytes,
 )
+from launch.checks.model_shape import ModelShape, VisionShape, num_trainable
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Resources, plan_placement
+from learner.host_memory import container_limits
 from learner.model.loading import load_model
 from learner.step import LOGIT_CHUNK
 from shared.errors import ConfigError

@@ -3,14 +3,9 @@
 import pytest
 from config_support import configuration
 
-from launch.checks.memory import (
-    DeviceMemory,
-    ModelShape,
-    Needs,
-    VisionShape,
-    host_estimate,
-    learner_estimate,
-)
+from launch.checks.learner_memory import host_estimate, learner_estimate
+from launch.checks.memory import DeviceMemory, Needs
+from launch.checks.model_shape import ModelShape, VisionShape
 from launch.checks.proposals import changes, proposals
 from shared.weight_sync.transports import Device, TransportKind
 

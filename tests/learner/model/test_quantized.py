@@ -12,7 +12,8 @@ import torch
 from config_support import configuration
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from launch.checks.memory import ModelShape, learner_estimate
+from launch.checks.learner_memory import learner_estimate
+from launch.checks.model_shape import ModelShape
 from learner.model.adapters import (
     adapted_layers,
     adapter_files,

@@ -1,0 +1,238 @@
+"""The sizes of a checkpoint, from its files' headers, and what a configuration trains of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from learner.model.parts import model_part, part_settings
+from shared.config import RunConfig
+from shared.config.derive import adapted_parts, is_quantized, tokens_beside_adapter
+from shared.errors import ConfigError
+from shared.model_families import (
+    PARTS_OF_ENGINES,
+    TILED_MODEL_TYPES,
+    VISION_MODEL_TYPES,
+    ModelPart,
+    find_part,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The sizes of a vision tower that its activations follow from."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    patches_per_token: int
+    """Patches of an image that become one token of the language model."""
+
+    @property
+    def layer_numbers_per_patch(self) -> int:
+        """Numbers that a layer keeps for its backward; as many keys and values as queries."""
+        return 10 * self.hidden + 4 * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that its memory follows from."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    """Shape of each tensor of the checkpoint; tied ones are in it once."""
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    vision: VisionShape | None
+    """None: a text model."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Read config.json and the headers of the safetensors files. Raises ConfigError."""
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            text = config.get("text_config", config)
+            tower = config.get("vision_config")
+            vision = None
+            if tower is not None:
+                is_tiled = config["model_type"] in TILED_MODEL_TYPES
+                merged = (
+                    tower["spatial_merge_size"] if not is_tiled else 1 / config["downsample_ratio"]
+                )
+                vision = VisionShape(
+                    hidden=tower["hidden_size"],
+                    layers=tower["num_hidden_layers" if is_tiled else "depth"],
+                    intermediate=tower["intermediate_size"],
+                    patches_per_token=round(merged**2),
+                )
+            shape = cls(
+                parameters=_read_parameter_shapes(folder),
+                hidden=text["hidden_size"],
+                layers=text["num_hidden_layers"],
+                # Of experts, those that a token goes through.
+                intermediate=max(
+                    text["intermediate_size"],
+                    text.get("num_experts_per_tok", 0) * text.get("moe_intermediate_size", 0),
+                ),
+                heads=text["num_attention_heads"],
+                kv_heads=text["num_key_value_heads"],
+                head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+                vocabulary=text["vocab_size"],
+                vision=vision,
+            )
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigError(
+                f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
+                " folder that save_pretrained wrote"
+            ) from error
+        if unknown := [name for name in shape.parameters if find_part(name) is None]:
+            raise ConfigError(
+                f"model.path: {folder} holds {unknown[0]}, which no model has of the types"
+                f" {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
+            )
+        return shape
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.parameters.values()))
+
+    def num_in_blocks(self) -> dict[str, int]:
+        """Count the values of each layer of the language model and the tower, as fsdp gathers them.
+
+        Those of no layer have the key "".
+        """
+        counts = {"": 0}
+        for name, sizes in self.parameters.items():
+            block = ""
+            if find_part(name) is not ModelPart.ALIGNER:
+                # model.language_model.layers.7.mlp.up_proj.weight: layer 7.
+                head, *number = re.split(r"(?<=\.)(\d+)\.", name, maxsplit=1)[:2]
+                block = head + number[0] if number else ""
+            counts[block] = counts.get(block, 0) + math.prod(sizes)
+        return counts
+
+    @property
+    def has_query_norm(self) -> bool:
+        """Whether queries and keys are normalized, as of Qwen3."""
+        return any(name.endswith(".q_norm.weight") for name in self.parameters)
+
+    @property
+    def has_gated_tower(self) -> bool:
+        """Whether the tower's layers are like those of a language model, as of Qwen2.5-VL."""
+        return any(
+            name.endswith(".mlp.gate_proj.weight") and ".blocks." in name
+            for name in self.parameters
+        )
+
+    @property
+    def num_mergers(self) -> int:
+        """Count what makes tokens of patches: several, where the tower's layers are read too."""
+        if self.vision is None:
+            return 0
+        matrices = [
+            name
+            for name, sizes in self.parameters.items()
+            if len(sizes) == 2 and find_part(name) is ModelPart.ALIGNER
+        ]
+        return max(1, len(matrices) // 2)
+
+    @property
+    def layer_numbers_per_token(self) -> int:
+        """Numbers that a layer of the language model keeps for its backward, for each token."""
+        # Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
+        # product.
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return 6 * self.hidden + attention + 4 * self.intermediate
+
+
+def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError("no *.safetensors files")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="np") as file:
+            shapes |= {
+                name: tuple(file.get_slice(name).get_shape())
+                for name in file.offset_keys()
+                if not name.startswith(PARTS_OF_ENGINES)
+            }
+    return shapes
+
+
+def num_trainable(config: RunConfig, shape: ModelShape) -> int:
+    """Count the values that have gradients and optimizer state."""
+    adapter = config.model.adapter
+    if adapter is None:
+        return sum(
+            math.prod(sizes)
+            for name, sizes in shape.parameters.items()
+            if not part_settings(model_part(name), config.training.parts).frozen
+        )
+    values = sum(
+        adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
+        for sizes in adapted_shapes(config, shape)
+    )
+    tokens = tokens_beside_adapter(config)
+    if tokens is None:
+        return values
+    return values + tokens.count * sum(sizes[1] for sizes in embeddings_with_rows(config, shape))
+
+
+def has_gradients(config: RunConfig, part: ModelPart) -> bool:
+    """Tell whether the part, or an adapter in it, is trained."""
+    if config.model.adapter is not None:
+        return part in adapted_parts(config)
+    return not part_settings(part, config.training.parts).frozen
+
+
+def adapted_shapes(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    adapter = config.model.adapter
+    assert adapter is not None, "the caller knows that there is one"
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        # Another part has modules of the same names, which are not adapted.
+        if len(sizes) == 2
+        and name.split(".")[-2] in adapter.target_modules
+        and model_part(name) in adapted_parts(config)
+    ]
+
+
+def shapes_in_4_bits(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of what `model.adapter.quantize` packs."""
+    if not is_quantized(config):
+        return []
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        if len(sizes) == 2 and is_linear(name) and model_part(name) in adapted_parts(config)
+    ]
+
+
+def is_linear(name: str) -> bool:
+    """Tell whether a matrix of this name is a linear layer that an adapter may be in."""
+    return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")
+
+
+def embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of the embedding and the head of which rows are trained with an adapter."""
+    if tokens_beside_adapter(config) is None:
+        return []
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        if name.split(".")[-2] in ("embed_tokens", "lm_head")
+    ]
