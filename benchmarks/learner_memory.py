@@ -14,20 +14,20 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import PIPELINE
+from benchmarks.segments import MERGE, PATCH, ImageIds, random_segment
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
 from launch.checks.model_shape import ModelShape
@@ -36,19 +36,15 @@ from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
-from learner.segments import EncodedPrompt, Segment
+from learner.segments import Segment
 from learner.step import RowTrainer
-from learner.targets import Target, TokenRole
 from shared.config import RunConfig, load_config
 from shared.config.derive import is_sharded
 from shared.config.pipeline import Channel
-from shared.tokens.vocabulary import NUM_BINS
 from shared.weight_sync.transports import TransportKind
 
 SHORT = 64
 """Tokens of a row that makes moments and gradients."""
-PATCH = 16
-MERGE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,40 +167,21 @@ def make_run(folder: Path, sizes: Sizes, keys: Mapping[str, Any]) -> RunConfig:
     return load_config(values)
 
 
-def make_segment(number: int, length: int, image: int, loaded: LoadedModel) -> Segment:
-    """An image of `image` by `image` tokens, an eighth of the target coord slots."""
-    draw = np.random.default_rng(number)
-    image_id = loaded.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
-    tokenizer = loaded.tokenizer
-    start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-    images = (start, *[image_id] * image**2, end) if image else ()
-    prompt_ids = (*images, *draw.integers(0, 100, 16).tolist())
-    num_target = length - len(prompt_ids)
-    roles = np.full(num_target, TokenRole.STRUCTURE, dtype=np.uint8)
-    slots = np.sort(draw.choice(num_target - 1, num_target // 32 * 4, replace=False))
-    roles[slots] = TokenRole.COORD
-    roles[-1] = TokenRole.CLOSING
-    bins = draw.integers(0, NUM_BINS, len(slots))
-    ids = draw.integers(0, 100, num_target)
-    ids[slots] = np.array(loaded.codec.coord_ids)[bins]
-    side = image * MERGE
-    pixels = draw.standard_normal((side**2, 3 * 2 * PATCH**2), dtype=np.float32)
-    prompt = EncodedPrompt(
-        prompt_ids,
-        prompt_ids,
-        torch.tensor([int(token == image_id) for token in prompt_ids]),
-        torch.from_numpy(pixels),
-        torch.tensor([[1, side, side]])[: bool(image)],
-    )
-    target = Target(
-        str(number),
-        tuple(ids.tolist()),
-        roles,
-        tuple(slots.tolist()),
-        tuple(map(float, bins)),
-        tuple(range(0, len(slots), 4)),
-    )
-    return Segment(number, prompt, target)
+def segment_maker(loaded: LoadedModel) -> Callable[[int, int, int], Segment]:
+    """Return what makes a segment of a number, a length and the side of its image."""
+    ids = loaded.tokenizer.convert_tokens_to_ids(["<|vision_start|>", IMAGE_PAD, "<|vision_end|>"])
+
+    def make(number: int, length: int, image: int) -> Segment:
+        return random_segment(
+            number,
+            length,
+            image=image,
+            image_ids=ImageIds(*ids),
+            words=range(100),
+            coord_ids=loaded.codec.coord_ids,
+        )
+
+    return make
 
 
 def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
@@ -223,11 +200,10 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     weights = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local
     }
-    short_image = min(sizes.image, 4)
-    short = trainer.collate([make_segment(0, SHORT, short_image, loaded)], Channel.A, version=0)
+    make = segment_maker(loaded)
+    short = trainer.collate([make(0, SHORT, min(sizes.image, 4))], Channel.A, version=0)
     segments = [
-        make_segment(number, sizes.segment, sizes.image, loaded)
-        for number in range(sizes.tokens // sizes.segment)
+        make(number, sizes.segment, sizes.image) for number in range(sizes.tokens // sizes.segment)
     ]
     row = trainer.collate(segments, Channel.A, version=0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
+from benchmarks.segments import ImageIds, random_segment
 from learner.collate import PackedRow, collate
 from learner.model.attention import attend_by_segments
 from learner.model.loading import project_patches_as_matrix
@@ -29,9 +29,9 @@ from learner.model.ranks import Ranks
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.segments import EncodedPrompt, Segment
+from learner.segments import Segment
 from learner.step import train_row
-from learner.targets import Target, TextWeights, TokenRole
+from learner.targets import TextWeights
 from shared.config.pipeline import Channel
 from shared.config.training import TrainingSection
 from shared.tokens.vocabulary import NUM_BINS
@@ -123,38 +123,14 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_segment(number: int, length: int, vocabulary: int) -> Segment:
-    """An image of 8 x 8 merged patches, a short prompt, and `length` tokens in all, an eighth of
-    the target coord slots.
-    """
-    draw = np.random.default_rng(number)
-    prompt_ids = (START, *[IMAGE] * 64, END, *draw.integers(2000, vocabulary, 20).tolist())
-    num_target = length - len(prompt_ids)
-    roles = np.full(num_target, TokenRole.STRUCTURE, dtype=np.uint8)
-    slots = np.sort(draw.choice(num_target - 1, num_target // 32 * 4, replace=False))
-    roles[slots] = TokenRole.COORD
-    roles[-1] = TokenRole.CLOSING
-    bins = draw.integers(0, NUM_BINS, len(slots))
-    ids = draw.integers(2000, vocabulary, num_target)
-    ids[slots] = FIRST_COORD + bins
-    modality = torch.tensor([int(token == IMAGE) for token in prompt_ids])
-    prompt = EncodedPrompt(
-        prompt_ids,
-        prompt_ids,
-        modality,
-        torch.from_numpy(draw.standard_normal((256, 3 * 2 * 16 * 16), dtype=np.float32)),
-        torch.tensor([[1, 16, 16]]),
-    )
-    return Segment(
+    """An image of 8 x 8 merged patches, and `length` tokens in all."""
+    return random_segment(
         number,
-        prompt,
-        Target(
-            str(number),
-            tuple(ids.tolist()),
-            roles,
-            tuple(slots.tolist()),
-            tuple(map(float, bins)),
-            tuple(range(0, len(slots), 4)),
-        ),
+        length,
+        image=8,
+        image_ids=ImageIds(START, IMAGE, END),
+        words=range(2000, vocabulary),
+        coord_ids=range(FIRST_COORD, FIRST_COORD + NUM_BINS),
     )
 
 

@@ -34,7 +34,7 @@ NAME = "default"
 """What peft calls the one adapter."""
 NO_BITSANDBYTES = (
     "model.adapter.quantize: bitsandbytes, which holds weights in 4 bits, is not installed; run"
-    " `.venv/bin/python -m pip install -e '.[qlora]'`, or remove the key"
+    " `pip install 'rollmatch[qlora]'`, or remove the key"
 )
 
 

@@ -55,13 +55,9 @@ class MasterWeights:
             parameters, masters = zip(*self._copies, strict=True)
             torch._foreach_copy_(parameters, masters)
 
-    def own_masters(self) -> list[torch.Tensor]:
-        """Return the masters that are no parameters: a move of the model leaves them behind."""
-        return [master for _, master in self._copies]
-
     def move_to(self, device: torch.device) -> None:
-        """Move the own masters, with their gradients so far."""
-        for master in self.own_masters():
+        """Move the masters that are no parameters, with their gradients so far."""
+        for _, master in self._copies:
             # A gradient has to be where its tensor is.
             gradient = master.grad
             master.grad = None

@@ -163,11 +163,13 @@ class WeightPublisher:
         content: CheckpointContent | None = None
         if self.ranks.rank == 0:
             if weights is None:
-                source = CheckpointWeights(self.loaded.model)
-                weights = {
-                    name: tensor if copies is None else copies(tensor)
-                    for name, tensor in source.tensors()
-                }
+                weights = {}
+                for name, tensor in CheckpointWeights(self.loaded.model).tensors():
+                    if copies is not None:
+                        weights[name] = copies(tensor)
+                    else:
+                        # What is merged is made one by one: a GPU never holds all of it.
+                        weights[name] = tensor if adapter is None else tensor.cpu()
             loaded = self.loaded
             content = CheckpointContent(
                 loaded.model, loaded.processor, weights, adapter, loaded.fresh_tokens

@@ -6,6 +6,7 @@ from benchmarks.learner_memory import (
     CHECKPOINTING,
     HALF,
     LORA,
+    SHARDED,
     Case,
     Sizes,
     make_checkpoint,
@@ -40,6 +41,7 @@ def folder(tmp_path_factory):
         pytest.param({}, id="full"),
         pytest.param(HALF | CHECKPOINTING, id="bfloat16, recomputed"),
         pytest.param({"model.adapter": LORA, "model.attention": "eager"}, id="lora, eager"),
+        pytest.param(SHARDED | HALF | CHECKPOINTING, id="two shards in bfloat16, recomputed"),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_peak(folder, keys):

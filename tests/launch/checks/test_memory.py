@@ -116,14 +116,39 @@ def test_bfloat16_halves_the_weights_and_adds_float32_masters(learner_parts):
     assert half["optimizer"] == single["optimizer"]
 
 
-def test_sharding_divides_all_but_the_activations(learner_parts):
+GATHERED = "blocks gathered from shards"
+
+
+def test_sharding_divides_all_but_the_activations_and_gathers_a_block_after_another(learner_parts):
     whole, shared = (
         learner_parts(learner__world_size=2, learner__parallel=parallel)
         for parallel in ("ddp", "fsdp")
     )
     divided = {"weights", "master weights", "gradients", "optimizer"}
     assert divided < set(whole)
+    gathered = shared.pop(GATHERED)
+    assert whole.pop(GATHERED) == 0 < gathered < whole["weights"]
     assert shared == {name: size // (1 + (name in divided)) for name, size in whole.items()}
+
+
+def test_shards_are_float32_and_their_own_masters_and_are_gathered_in_the_models_dtype(
+    learner_parts,
+):
+    sharded = {"learner__world_size": 2, "learner__parallel": "fsdp"}
+    single, half = (learner_parts(model__dtype=of, **sharded) for of in ("float32", "bfloat16"))
+    assert half["weights"] == single["weights"]
+    assert half["master weights"] == 0
+    assert half[GATHERED] * 2 == single[GATHERED]
+
+
+def test_what_lies_in_no_layer_is_gathered_together(shape):
+    counts = shape.num_in_blocks()
+    assert sum(counts.values()) == shape.num_parameters
+    blocks = [name for name in counts if name]
+    assert sorted(blocks) == [
+        *(f"model.language_model.layers.{number}" for number in range(3)),
+        *(f"model.visual.blocks.{number}" for number in range(3)),
+    ]
 
 
 def test_a_reference_is_a_second_model_where_there_is_no_adapter(demo_lm, tmp_path):
