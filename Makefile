@@ -79,10 +79,10 @@ $(FEW_DIGITS): | setup
 $(CROWDED_MODEL): | setup
 	@$(PYTHON) -m launch.demo crowded-model --out $@
 
-# Moved into place when it is complete: a run that was interrupted does not stand in for it.
+# Moved into place when it is complete: a run that was interrupted does not stand in for it. Its held-out report is the first of `demo` and `control`.
 $(START): | $(FEW_DIGITS) $(CROWDED_MODEL)
 	@rm -rf $@.partial
-	@$(PYTHON) -m launch.train +experiment=demo_start telemetry.name=start telemetry.run_dir=$@.partial
+	@$(PYTHON) -m launch.train +experiment=demo_start data.val=null telemetry.name=start telemetry.run_dir=$@.partial
 	@mv $@.partial $@
 
 demo-start: $(START)
