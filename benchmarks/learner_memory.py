@@ -1,4 +1,4 @@
-"""The estimate of a learner rank's memory (`launch/checks/memory.py`) beside what it took.
+"""The estimate of a learner rank's memory (`launch/checks/learner_memory.py`) beside what it took.
 
 `python -m benchmarks.learner_memory` (CPU, a quarter of a minute of one core for each case): the
 learner's own loading, rows and update on a random Qwen3-VL of some 7 million parameters. A short
@@ -6,7 +6,7 @@ row and an update, so that there are moments; a short row, so that there are gra
 `global_max_length` tokens, and the update. The peak is that of torch's allocator, of tensors and of
 kernels' workspaces, which `torch.profiler` records one by one, over the weights that were there
 before. It is exact, and is without what a process needs beside its tensors, so that all cases
-of one rank run in one.
+of one rank run in one; a case of two has processes of its own, and takes twice as long.
 """
 
 from __future__ import annotations
@@ -221,41 +221,49 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     return sum(weights.values()) + most
 
 
-def measure_of_two(config: RunConfig, sizes: Sizes) -> int:
-    """Return what `measure` does, of the first of two ranks."""
-    torch.set_num_threads(1)
+def measure_rank(
+    place: RankTopology, rendezvous: Rendezvous | None, config: RunConfig, sizes: Sizes
+) -> int:
+    """Return what `measure` does, of one of several ranks, all of which come here."""
+    device = LearnerDevice(torch.device("cpu"))
+    limit_s = config.timeouts.learn_s
+    ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, sums_in_backward=True)
+    return measure(config, sizes, ranks)
+
+
+def measure_two(config: RunConfig, sizes: Sizes) -> int:
+    """Return the peak of the first of two ranks, whose peer has a process of its own."""
     rendezvous = Rendezvous("127.0.0.1")
-    peer = multiprocessing.get_context("spawn").Process(
-        target=_be_peer, args=(rendezvous.endpoint, config, sizes), daemon=True
+    first, second = (
+        RankTopology(
+            TransportKind.GLOO, (), rank=rank, world_size=2, rendezvous=rendezvous.endpoint
+        )
+        for rank in range(2)
     )
-    peer.start()
-    peak = measure(config, sizes, _join(0, rendezvous.endpoint, rendezvous))
-    peer.join()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        peer = pool.submit(measure_rank, second, None, config, sizes)
+        peak = measure_rank(first, rendezvous, config, sizes)
+        peer.result(timeout=config.timeouts.learn_s)
     return peak
 
 
-def _be_peer(endpoint: str, config: RunConfig, sizes: Sizes) -> None:
-    torch.set_num_threads(1)
-    measure(config, sizes, _join(1, endpoint, None))
-
-
-def _join(rank: int, endpoint: str, rendezvous: Rendezvous | None) -> Ranks:
-    place = RankTopology(TransportKind.GLOO, (), rank=rank, world_size=2, rendezvous=endpoint)
-    device = LearnerDevice(torch.device("cpu"))
-    return join_ranks(place, rendezvous, device, timeout_s=240.0, sums_in_backward=True)
-
-
-def run_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[Estimate, int]:
-    """Return the estimate of a case, and what it took; `folder` has the checkpoint."""
+def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunConfig, Sizes]:
+    """Return the run of a case, and its sizes; `folder` has the checkpoint."""
     sizes = replace(usual, **case.sizes)
-    config = make_run(folder, sizes, case.keys)
+    return make_run(folder, sizes, case.keys), sizes
+
+
+def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
     images = sizes.tokens // sizes.segment * sizes.image**2
-    estimate = learner_estimate(config, ModelShape.read(folder), image_tokens=images)
-    if is_sharded(config):
-        # torch knows a group of ranks by its name, of which a process has one.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return estimate, pool.submit(measure_of_two, config, sizes).result()
-    return estimate, measure(config, sizes, Ranks())
+    return learner_estimate(config, ModelShape.read(Path(config.model.path)), image_tokens=images)
+
+
+def measure_case(config: RunConfig, sizes: Sizes) -> int:
+    if not is_sharded(config):
+        return measure(config, sizes, Ranks())
+    # torch knows a group of ranks by its name, of which a process has one.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure_two, config, sizes).result()
 
 
 def main() -> None:
@@ -268,7 +276,8 @@ def main() -> None:
         path = make_checkpoint(Path(folder), USUAL)
         for name, case in CASES.items():
             if arguments.only is None or arguments.only in name:
-                estimate, peak = run_case(path, case)
+                config, sizes = prepare_case(path, case)
+                estimate, peak = estimate_of(config, sizes), measure_case(config, sizes)
                 total = estimate.total
                 print(f"{name:36} {total / 1e6:11.1f} {peak / 1e6:12.1f} {total / peak:6.2f}")
                 print(f"    {estimate.describe()}", flush=True)

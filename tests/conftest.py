@@ -20,6 +20,7 @@ from rollout_actors.engine import warm_python
 
 if TYPE_CHECKING:
     from engine_support import EnginePool
+    from rank_support import RankProcesses
 
 # Nothing is ever fetched, and Ray leaves the environment of its workers alone.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -112,6 +113,16 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
     folder = Path(os.environ[warm_python.FOLDER])
     with warm_python.connect(folder, os.environ | engine_environment(settings)):
         yield
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankProcesses]:
+    """Two learner ranks' processes, for one job after the other."""
+    from rank_support import RankProcesses
+
+    processes = RankProcesses(2)
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(scope="session")

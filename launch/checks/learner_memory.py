@@ -7,6 +7,7 @@ Weights, gradients and optimizer state are exact; activations follow the shapes 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from launch.checks.memory import BUCKETS, CONTEXT, CUDA_CONTEXT, REFERENCE, Estimate, bucket_bytes
@@ -75,7 +76,7 @@ def learner_estimate(
             REFERENCE: _reference_bytes(config, shape) // ranks,
             # peft computes with a copy that has the rows in it, and the copy has a gradient.
             "copies of an embedding with trained rows": 2 * size * with_rows,
-            "blocks gathered from shards": _gathered_bytes(config, shape),
+            "gathered from shards": _gathered_bytes(config, shape),
             **of_a_row,
             BUCKETS: buckets,
             CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
@@ -95,6 +96,10 @@ def host_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
             patches = tokens * shape.vision.patches_per_token
             numbers += shape.vision.layers * patches * shape.vision.hidden
         parts["inputs of layers"] = numbers * BYTES[config.model.dtype]
+    if is_sharded(config):
+        parts["weights gathered for a sync or a checkpoint"] = (
+            shape.num_parameters * BYTES[config.model.dtype]
+        )
     return Estimate("host memory of a learner rank", parts)
 
 
@@ -108,19 +113,32 @@ def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _gathered_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count what fsdp makes whole in a backward: what is in no layer, and one layer after another.
-
-    The next layer comes while one is computed. Gradients are whole until they are summed; that of
-    the head is counted with the logits.
-    """
+    """Count what fsdp has whole in a backward, in the dtype of the forward."""
     if not is_sharded(config):
         return 0
-    counts = shape.num_in_blocks()
-    around = counts.pop("")
-    numbers = around + 2 * max(counts.values())
+
+    def largest_of(sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        """Count the values that lie in no layer, and those of the largest layer."""
+        numbers = {
+            layer: sum(math.prod(sizes[name]) for name in names if name in sizes)
+            for layer, names in shape.layers_of_tensors().items()
+        }
+        return numbers.pop("", 0), max(numbers.values(), default=0)
+
+    outside, layer = largest_of(shape.parameters)
+    # What lies in no layer is gathered for the whole backward; while a layer is computed the next
+    # one arrives.
+    weights = outside + 2 * layer
+    gradients = 0
     if config.model.adapter is None:
-        numbers += around - shape.vocabulary * shape.hidden + max(counts.values())
-    return numbers * BYTES[config.model.dtype]
+        trained = {
+            name: sizes
+            for name, sizes in shape.parameters.items()
+            if not part_settings(model_part(name), config.training.parts).frozen
+        }
+        # They are whole until they are summed: those of no layer at the backward's end.
+        gradients = sum(largest_of(trained))
+    return (weights + gradients) * BYTES[config.model.dtype]
 
 
 def _moment_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -283,7 +301,8 @@ def _logit_bytes(config: RunConfig, shape: ModelShape) -> int:
         logits += 5 * 4 * NUM_BINS * config.global_max_length
     head = shape.vocabulary * shape.hidden * size
     is_trained = config.model.adapter is None and not config.training.parts.language_model.frozen
-    return logits + is_trained * head
+    # Of shards it is among what is gathered: it stays to the end of the backward.
+    return logits + head * (is_trained and not is_sharded(config))
 
 
 def _mask_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int, int]:

@@ -193,10 +193,11 @@ def shared_device_estimate(
 
 
 def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count the weights that exist for a sync alone: gathered shards, or merged adapters."""
+    """Count the weights that are on a device for a sync alone: merged, or back from the host."""
     size = BYTES[config.model.dtype]
     if is_sharded(config):
-        return shape.num_parameters * size
+        # Gathered into host memory, they return one by one.
+        return size * max(map(math.prod, shape.parameters.values()))
     if config.model.adapter is None:
         return 0
     merged = shapes_in_4_bits(config, shape) or adapted_shapes(config, shape)

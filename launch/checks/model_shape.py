@@ -108,20 +108,18 @@ class ModelShape:
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
 
-    def num_in_blocks(self) -> dict[str, int]:
-        """Count the values of each layer of the language model and the tower, as fsdp gathers them.
+    def layers_of_tensors(self) -> dict[str, list[str]]:
+        """Return the tensors' names by layer of the language model or the tower; "": of none.
 
-        Those of no layer have the key "".
+        These are the parts in which fsdp gathers a model.
         """
-        counts = {"": 0}
-        for name, sizes in self.parameters.items():
-            block = ""
-            if find_part(name) is not ModelPart.ALIGNER:
-                # model.language_model.layers.7.mlp.up_proj.weight: layer 7.
-                head, *number = re.split(r"(?<=\.)(\d+)\.", name, maxsplit=1)[:2]
-                block = head + number[0] if number else ""
-            counts[block] = counts.get(block, 0) + math.prod(sizes)
-        return counts
+        names: dict[str, list[str]] = {}
+        for name in self.parameters:
+            # model.language_model.layers.7.mlp.up_proj.weight: model.language_model.layers.7.
+            layer = re.match(r"(.*?\.\d+)\.", name)
+            is_of_layer = layer is not None and find_part(name) is not ModelPart.ALIGNER
+            names.setdefault(layer[1] if layer and is_of_layer else "", []).append(name)
+        return names
 
     @property
     def has_query_norm(self) -> bool:

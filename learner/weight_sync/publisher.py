@@ -163,13 +163,12 @@ class WeightPublisher:
         content: CheckpointContent | None = None
         if self.ranks.rank == 0:
             if weights is None:
-                weights = {}
-                for name, tensor in CheckpointWeights(self.loaded.model).tensors():
-                    if copies is not None:
-                        weights[name] = copies(tensor)
-                    else:
-                        # What is merged is made one by one: a GPU never holds all of it.
-                        weights[name] = tensor if adapter is None else tensor.cpu()
+                # Moved one by one: what is made for the files (merged, unpacked, turned) would fill
+                # a GPU.
+                weights = {
+                    name: tensor.cpu() if copies is None else copies(tensor)
+                    for name, tensor in CheckpointWeights(self.loaded.model).tensors()
+                }
             loaded = self.loaded
             content = CheckpointContent(
                 loaded.model, loaded.processor, weights, adapter, loaded.fresh_tokens

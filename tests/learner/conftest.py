@@ -1,25 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from rank_support import RankProcesses
-
     from shared.config import RunConfig
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankProcesses]:
-    """Two learner ranks' processes, for one job after the other."""
-    from rank_support import RankProcesses
-
-    processes = RankProcesses(2)
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(scope="session")

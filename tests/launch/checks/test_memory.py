@@ -11,7 +11,7 @@ from tiny_qwen import TOWERS, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
-from launch.checks.learner_memory import learner_estimate
+from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
     CUDA_CONTEXT,
     DeviceMemory,
@@ -116,10 +116,12 @@ def test_bfloat16_halves_the_weights_and_adds_float32_masters(learner_parts):
     assert half["optimizer"] == single["optimizer"]
 
 
-GATHERED = "blocks gathered from shards"
+GATHERED = "gathered from shards"
 
 
-def test_sharding_divides_all_but_the_activations_and_gathers_a_block_after_another(learner_parts):
+def test_sharding_divides_all_but_the_activations_and_gathers_a_layer_after_another(
+    learner_parts, shape
+):
     whole, shared = (
         learner_parts(learner__world_size=2, learner__parallel=parallel)
         for parallel in ("ddp", "fsdp")
@@ -128,6 +130,8 @@ def test_sharding_divides_all_but_the_activations_and_gathers_a_block_after_anot
     assert divided < set(whole)
     gathered = shared.pop(GATHERED)
     assert whole.pop(GATHERED) == 0 < gathered
+    # The head's gradient is whole for longer, and among what is gathered.
+    whole["what a backward has for a moment"] -= shape.vocabulary * shape.hidden * 4
     assert shared == {name: size // (1 + (name in divided)) for name, size in whole.items()}
 
 
@@ -141,14 +145,27 @@ def test_shards_are_float32_and_their_own_masters_and_are_gathered_in_the_models
     assert half[GATHERED] * 2 == single[GATHERED]
 
 
-def test_what_lies_in_no_layer_is_gathered_together(shape):
-    counts = shape.num_in_blocks()
-    assert sum(counts.values()) == shape.num_parameters
-    blocks = [name for name in counts if name]
-    assert sorted(blocks) == [
+def test_of_shards_each_layer_and_what_lies_in_none_is_gathered(shape):
+    names = shape.layers_of_tensors()
+    assert sorted(name for of_layer in names.values() for name in of_layer) == sorted(
+        shape.parameters
+    )
+    assert sorted(names) == [
+        "",
         *(f"model.language_model.layers.{number}" for number in range(3)),
         *(f"model.visual.blocks.{number}" for number in range(3)),
     ]
+    assert "model.visual.deepstack_merger_list.0.norm.weight" in names[""]
+
+
+def test_what_is_frozen_has_no_gathered_gradient(learner_parts):
+    sharded = {"learner__world_size": 2, "learner__parallel": "fsdp"}
+    frozen = {name: {"frozen": True} for name in ("vision_tower", "aligner")}
+    all_of_it, some = (
+        learner_parts(training__parts=parts, **sharded)[GATHERED] for parts in ({}, frozen)
+    )
+    adapter = learner_parts(model__adapter={"kind": "lora"}, **sharded)[GATHERED]
+    assert adapter < some < all_of_it
 
 
 def test_a_reference_is_a_second_model_where_there_is_no_adapter(demo_lm, tmp_path):
@@ -490,7 +507,10 @@ def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, sh
     assert name in merged.describe()
     sharded = config(**COLOCATE, learner__world_size=2, learner__parallel="fsdp")
     shards = shared_device_estimate(sharded, shape, LEARNER, ENGINE)
-    assert shards.parts[name] == shape.num_parameters * 4
+    # Gathered into host memory, they return one by one.
+    assert shards.parts[name] == max(map(math.prod, shape.parameters.values())) * 4
+    (kept,) = host_estimate(sharded, shape).parts.values()
+    assert kept == shape.num_parameters * 4
 
 
 CACHE_KEY = "rollout_matching.vllm.kv_cache_memory_bytes"
