@@ -6,7 +6,7 @@ row and an update, so that there are moments; a short row, so that there are gra
 `global_max_length` tokens, and the update. The peak is that of torch's allocator, of tensors and of
 kernels' workspaces, which `torch.profiler` records one by one, over the weights that were there
 before. It is exact, and is without what a process needs beside its tensors, so that all cases
-of one rank run in one; a case of two has processes of its own, and takes twice as long.
+of one rank run in one; a case of two has processes of its own.
 """
 
 from __future__ import annotations

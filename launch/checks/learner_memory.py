@@ -7,7 +7,6 @@ Weights, gradients and optimizer state are exact; activations follow the shapes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from launch.checks.memory import BUCKETS, CONTEXT, CUDA_CONTEXT, REFERENCE, Estimate, bucket_bytes
@@ -96,10 +95,6 @@ def host_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
             patches = tokens * shape.vision.patches_per_token
             numbers += shape.vision.layers * patches * shape.vision.hidden
         parts["inputs of layers"] = numbers * BYTES[config.model.dtype]
-    if is_sharded(config):
-        parts["weights gathered for a sync or a checkpoint"] = (
-            shape.num_parameters * BYTES[config.model.dtype]
-        )
     return Estimate("host memory of a learner rank", parts)
 
 
@@ -117,27 +112,25 @@ def _gathered_bytes(config: RunConfig, shape: ModelShape) -> int:
     if not is_sharded(config):
         return 0
 
-    def largest_of(sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-        """Count the values that lie in no layer, and those of the largest layer."""
-        numbers = {
-            layer: sum(math.prod(sizes[name]) for name in names if name in sizes)
-            for layer, names in shape.layers_of_tensors().items()
-        }
-        return numbers.pop("", 0), max(numbers.values(), default=0)
+    layers = shape.names_by_layer()
+    outside = layers.pop("", [])
 
-    outside, layer = largest_of(shape.parameters)
-    # What lies in no layer is gathered for the whole backward; while a layer is computed the next
-    # one arrives.
-    weights = outside + 2 * layer
+    def values_of(names: list[str], *, trained: bool) -> int:
+        return sum(
+            math.prod(shape.parameters[name])
+            for name in names
+            if not (trained and part_settings(model_part(name), config.training.parts).frozen)
+        )
+
+    # What lies in no layer is whole for all of the backward; while a layer is computed the next one
+    # arrives.
+    weights = values_of(outside, trained=False)
+    weights += 2 * max(values_of(names, trained=False) for names in layers.values())
     gradients = 0
     if config.model.adapter is None:
-        trained = {
-            name: sizes
-            for name, sizes in shape.parameters.items()
-            if not part_settings(model_part(name), config.training.parts).frozen
-        }
         # They are whole until they are summed: those of no layer at the backward's end.
-        gradients = sum(largest_of(trained))
+        gradients = values_of(outside, trained=True)
+        gradients += max(values_of(names, trained=True) for names in layers.values())
     return (weights + gradients) * BYTES[config.model.dtype]
 
 

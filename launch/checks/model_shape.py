@@ -108,7 +108,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
 
-    def layers_of_tensors(self) -> dict[str, list[str]]:
+    def names_by_layer(self) -> dict[str, list[str]]:
         """Return the tensors' names by layer of the language model or the tower; "": of none.
 
         These are the parts in which fsdp gathers a model.

@@ -11,7 +11,7 @@ from tiny_qwen import TOWERS, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
-from launch.checks.learner_memory import host_estimate, learner_estimate
+from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import (
     CUDA_CONTEXT,
     DeviceMemory,
@@ -146,7 +146,7 @@ def test_shards_are_float32_and_their_own_masters_and_are_gathered_in_the_models
 
 
 def test_of_shards_each_layer_and_what_lies_in_none_is_gathered(shape):
-    names = shape.layers_of_tensors()
+    names = shape.names_by_layer()
     assert sorted(name for of_layer in names.values() for name in of_layer) == sorted(
         shape.parameters
     )
@@ -509,8 +509,6 @@ def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, sh
     shards = shared_device_estimate(sharded, shape, LEARNER, ENGINE)
     # Gathered into host memory, they return one by one.
     assert shards.parts[name] == max(map(math.prod, shape.parameters.values())) * 4
-    (kept,) = host_estimate(sharded, shape).parts.values()
-    assert kept == shape.num_parameters * 4
 
 
 CACHE_KEY = "rollout_matching.vllm.kv_cache_memory_bytes"
