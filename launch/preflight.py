@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
-from launch.checks.host import path_problems, starts_engines, version_problems
+from launch.checks.host import path_problems, starts_engines, version_problems, vllm_import
 from launch.checks.hub import with_fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -116,7 +116,9 @@ def main(composed: DictConfig) -> None:
         if point is not None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)
-        findings = preflight(config)
+        with vllm_import(config) as import_problems:
+            findings = preflight(config)
+            findings.collect(import_problems())
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:
