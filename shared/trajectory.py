@@ -24,6 +24,9 @@ class ExampleCounts:
     held_out: int
     digest: str = field(default="", compare=False)
     """Digest of some rows: every process that loads the environment must find the same."""
+    scores_at_once: bool = False
+    """A rubric has a `score_rollouts` of its own: a step's rollouts are one round, of one process.
+    """
 
 
 class ExampleGroup(NamedTuple):

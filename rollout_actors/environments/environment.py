@@ -150,12 +150,19 @@ class Environment(ABC):
         self._has_cleanup = bool(self._cleanups) or overrides_cleanup
         self._uncalled_tools = UncalledTools()
         self._is_closed = False
+        self._said: set[str] = set()
         if self._teardowns:
             close_at_exit(self)
 
     @property
     def name(self) -> str:
         return self.env_id or type(self).__name__
+
+    def say_once(self, remark: str, *arguments: object) -> None:
+        """Log a remark about this environment, which holds as long as it lives."""
+        if remark not in self._said:
+            self._said.add(remark)
+            _LOGGER.warning(f"%s: {remark}", self.name, *arguments)
 
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
         """Return the environment that plays rollouts of this task: in a group, one of several."""
@@ -325,7 +332,8 @@ class Environment(ABC):
             max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
             max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
             interleave_scoring: score a rollout (or an example's, if the rubric compares them) as
-                soon as it is finished; False: when all are.
+                soon as it is finished; False: when all are, as always where the rubric has a
+                `score_rollouts` of its own.
             state_columns: fields of the state that are saved too, such as `timing.total_ms`. One
                 that no rollout has is left out, with a warning.
             save_path: a folder for the results, made before the first rollout.
