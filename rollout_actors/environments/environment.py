@@ -131,8 +131,8 @@ class Environment(ABC):
             eval_dataset: the same for `evaluate`; None: `dataset`.
             sampling_args: of every call; those of a call of `generate` win.
             message_type: `chat`, or `completion` if prompts are plain text.
-            max_seq_len: tokens of a call's prompt and answer together that end a rollout as
-                `is_truncated`.
+            max_seq_len: tokens of a call's prompt and answer together; what is beyond is cut off
+                (`is_truncated`), and ends the rollout.
             client: kept with `model` as attributes, for what the environment asks by itself;
                 rollouts go to the client that they are given.
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from rollout_actors.backends.calls import ASKER, ASKERS, Asker
 from rollout_actors.environments.answers.parsers import Parser
+from rollout_actors.environments.chat.responses import is_cut
 from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.concurrency import (
@@ -253,7 +254,11 @@ class _Batch:
             result = await awaited(
                 environment.rollout(scope.input, call.client, call.model, call.sampling_args)  # type: ignore[arg-type]
             )
-        return with_defaults(require_state(result, "rollout", environment), scope.input)
+        state = with_defaults(require_state(result, "rollout", environment), scope.input)
+        # Environments may call the model and write the steps themselves.
+        responses = (step.get("response") for step in state["trajectory"])
+        state["is_truncated"] = bool(state["is_truncated"]) or any(map(is_cut, responses))
+        return state
 
     async def _note_failure(self, state: State, error: BaseException) -> None:
         state["error"] = describe_error(error)

@@ -17,7 +17,7 @@ from typing import Any
 from rollout_actors.backends.http import all_answers
 from rollout_actors.environments.chat.images import without_images
 from rollout_actors.environments.chat.messages import sanitize_messages
-from rollout_actors.environments.chat.responses import SENT_IMAGES
+from rollout_actors.environments.chat.responses import SENT_IMAGES, is_cut
 from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.chat.tools import num_tool_calls, reader_of
 from rollout_actors.environments.clients.conversation import ConversationSettings
@@ -223,9 +223,6 @@ class EnvironmentRunner:
         for index, state in enumerate(states):
             trajectory = state["trajectory"]
             tokens = [step["tokens"] for step in trajectory if step["tokens"] is not None]
-            reasons = [
-                [choice.finish_reason for choice in step["response"].choices] for step in trajectory
-            ]
             rollouts.append(
                 EnvironmentRollout(
                     position=rows.positions[index],
@@ -236,7 +233,8 @@ class EnvironmentRunner:
                     is_truncated=bool(state["is_truncated"]),
                     num_turns=len(trajectory),
                     num_tokens=sum(len(one["completion_ids"]) for one in tokens),
-                    num_length_limited=sum("length" in of_step for of_step in reasons),
+                    num_length_limited=sum(is_cut(step["response"]) for step in trajectory),
+                    is_overlong=bool(state.get("prompt_too_long")),
                     num_splits=int(state.get("num_splits") or 0),
                     examples=tuple(learned[index]),
                     prompt=_loggable(state["prompt"]) if keeps_messages else None,

@@ -244,12 +244,14 @@ def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled():
     assert rollout.examples[0].num_learned == rollout.num_tokens > 0
     ((rollout, _),) = ran(group_requests(4), max_model_len=5)
     assert (*ending(rollout), rollout.examples) == (None, True, 0, ())
+    assert rollout.is_overlong
 
 
 def test_a_stop_token_that_was_not_sampled_is_not_learned():
     says = Says((1, 2, 3), finish_reason=FinishReason.LENGTH)
     ((rollout, _),) = ran(group_requests(4), ScriptedEngines(lambda _: says))
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
+    assert (rollout.is_truncated, rollout.is_overlong) == (True, False)
     assert sum(example.num_learned for example in rollout.examples) == 6
 
 
