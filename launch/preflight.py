@@ -45,6 +45,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
@@ -108,7 +109,9 @@ def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
-        config = with_fetched_model(config_of_command(composed), show)
+        config = config_of_command(composed)
+        make_missing_demo_files(config, show)
+        config = with_fetched_model(config, show)
         config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):

@@ -30,6 +30,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
@@ -59,6 +60,7 @@ def run_job(config: RunConfig, console: Console) -> None:
     good.
     """
     budget: RestartBudget | None = None
+    make_missing_demo_files(config, lambda line: _print(console, [line]))
     config = with_fetched_model(config, lambda line: _print(console, [line]))
     while True:
         try:

@@ -189,9 +189,8 @@ def load_checked(config: RunConfig, source: DataSource) -> Dataset:
     path = source.path
     if not path.is_file():
         raise ConfigError(
-            f"{source.key}: there is no file {path}; run `make demo-data` (`make"
-            " demo-polygons-data` for data=demo_polygons, `make demo-start` for data=few_digits),"
-            f" or set {source.key} to a JSONL file"
+            f"{source.key}: there is no file {path}; set {source.key} to a JSONL file, or choose"
+            " data=demo, which launch.train makes if it is missing"
         )
     shown_s = time.monotonic()
     # On a terminal in place of the start's bar, which is drawn anew in the next line.

@@ -102,7 +102,7 @@ def test_the_check_loads_neither_torch_nor_what_needs_it():
 
 def test_a_missing_file_is_named_with_its_key(config, data):
     (data / "val.jsonl").unlink()
-    missing = r"data\.val: there is no file .*val\.jsonl; run `make demo-data` .*, or set data\.val"
+    missing = r"data\.val: there is no file .*val\.jsonl; set data\.val .*, or choose data=demo"
     with pytest.raises(ConfigError, match=missing):
         check_data(config)
 
