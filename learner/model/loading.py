@@ -23,7 +23,7 @@ from transformers import (
 from learner.collate import RopeIndex
 from learner.model.adapters import apply_adapter, quantize_layers
 from learner.model.attention import attend_by_segments
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems, end_token_ids
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
 from shared.config.derive import adapted_parts, is_quantized, is_sharded, tokens_beside_adapter
@@ -75,6 +75,8 @@ class LoadedTokens:
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there."""
+    stop_token_ids: tuple[int, ...]
+    """Ids that end an answer: the end of a turn, which is taught, then the checkpoint's others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         banned = [vocabulary[name] for name in TILE_PLACEHOLDERS if name in vocabulary]
     elif not is_text:
         banned = [getattr(model_config, key) for key in PLACEHOLDER_KEYS]
-    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)))
+    ends = end_token_ids(path, len(tokenizer), codec.special_ids) | {tokenizer.eos_token_id}
+    stops = (codec.eos_token_id, *sorted(ends - {codec.eos_token_id, None}))
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops)
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
@@ -248,6 +252,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         banned_token_ids=tokens.banned_token_ids,
+        stop_token_ids=tokens.stop_token_ids,
         fresh_tokens=fresh,
     )
 
