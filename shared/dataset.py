@@ -24,7 +24,7 @@ from shared.data.file_rows import (
     decode_row,
     readable,
 )
-from shared.errors import BadRows, RecordError
+from shared.errors import BadRows, RecordError, UnlearnedGeometryError
 from shared.records import DEFAULT_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
 
 _LOGGER = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ def load_dataset(
 
     Raises:
         RecordError: names file, line, field and remedy of the first 20 bad rows, with the number
-            of all. With "skip" only for a file that cannot be read or has no usable row.
+            of all. With "skip" only for a file that cannot be read or has no usable row, and for
+            objects of a geometry that the run does not learn.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
@@ -171,7 +172,7 @@ def load_dataset(
                 require(sample)
         except RecordError as error:
             located = error.at(str(path), number)
-            if on_bad_row == "error":
+            if on_bad_row == "error" or isinstance(error, UnlearnedGeometryError):
                 bad.add(located)
             else:
                 skipped.append(note_skipped(located))

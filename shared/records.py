@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.errors import ConfigError, RecordError
+from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
 from shared.model_families import END_OF_TURN
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
 
@@ -426,7 +426,8 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
                 " data.answer_format that has points (coord_tokens, qwen3_vl, qwen2_5_vl), or"
                 " remove the object"
             )
-        _refuse(path, "is a kind of geometry that this run does not learn", remedy)
+        problem = "is a kind of geometry that this run does not learn"
+        raise UnlearnedGeometryError(problem, field=path, remedy=remedy)
     items = _list(path, value[kind], "a flat list of coordinates")
     bins = tuple(_load_bin(path, i, item) for i, item in enumerate(items))
     _check_bins(path, kind, bins)

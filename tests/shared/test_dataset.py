@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from shared.dataset import Dataset, Draw, MixedStream, SampleStream, load_dataset
-from shared.errors import RecordError
+from shared.errors import RecordError, UnlearnedGeometryError
 from shared.records import GeometryKind, PictureSize
 
 CAT = {"bbox_2d": [1, 20, 3, 40], "desc": "cat"}
@@ -141,6 +141,16 @@ def test_bad_rows_are_skipped_counted_and_logged_when_told_to(
     for line, (reason, (_, field, _)) in enumerate(zip(dataset.skipped, BAD_ROWS, strict=True), 2):
         assert reason.startswith(f"{path}:{line}: {field}: ")
         assert reason in caplog.text
+
+
+def test_objects_of_a_geometry_that_the_run_does_not_learn_are_no_bad_rows_to_skip(write) -> None:
+    polygon = {"poly": [0, 0, 9, 0, 9, 9], "desc": "cat"}
+    path = write(row(), "bad", row(id="polygon", objects=[polygon]))
+    with pytest.raises(UnlearnedGeometryError) as caught:
+        load(path, on_bad_row="skip", geometry=frozenset({GeometryKind.BBOX}))
+    error = caught.value
+    assert (error.field, error.file, error.line) == ("objects[0].poly", str(path), 3)
+    assert "geometry=bbox" in error.remedy
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_the_check_loads_neither_torch_nor_what_needs_it():
 
 def test_a_missing_file_is_named_with_its_key(config, data):
     (data / "val.jsonl").unlink()
-    missing = r"data\.val: there is no file .*val\.jsonl; run `make demo-data` .*, or set data\.val"
+    missing = r"data\.val: there is no file .*val\.jsonl; set data\.val .*, or choose data=demo"
     with pytest.raises(ConfigError, match=missing):
         check_data(config)
 
@@ -198,9 +198,10 @@ COUNTS = ExampleCounts(6, 3)
 def of_environment(tmp_path, model):
     """Check a configuration of an environment with these arguments."""
 
-    def check(env_id="runner_environment", **section):
+    def check(env_id="runner_environment", run=None, **section):
         environment = {"id": env_id, "rollouts_per_example": 4, **section}
-        return check_data(trajectory_config(model, tmp_path / "run", environment=environment))
+        changes = {"environment": environment, **(run or {})}
+        return check_data(trajectory_config(model, tmp_path / "run", **changes))
 
     return check
 
@@ -229,6 +230,20 @@ def test_an_environments_examples_are_counted_and_told(of_environment):
     assert of_environment(num_eval_examples=2).examples == ExampleCounts(6, 2)
     sizes = {"num_examples": 30, "num_eval_examples": 8}
     assert of_environment("copy_digits", args=sizes).examples == ExampleCounts(30, 8)
+
+
+def test_a_rubric_that_scores_at_once_is_told_and_needs_one_environment(of_environment):
+    facts = of_environment(args={"ranks": True})
+    assert facts.examples == ExampleCounts(6, 3, scores_at_once=True)
+    assert "score_rollouts" in facts.describe()[1]
+    beside = {
+        "learner__world_size": 2,
+        "rollout_matching__rollout_backend": "hf",
+        "queue": False,
+    }
+    with pytest.raises(ConfigError, match=r"^learner\.world_size: is 2.*score_rollouts"):
+        of_environment(args={"ranks": True}, run=beside)
+    assert not of_environment(run=beside).examples.scores_at_once
 
 
 def test_the_environment_that_was_looked_at_is_closed(of_environment):
