@@ -205,7 +205,9 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    facts = DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    report.lines += facts.describe()
+    return facts
 
 
 def _learnable(

@@ -54,6 +54,10 @@ class Dataset(Sequence[Sample]):
     """`FileRows`, where they were read from a file."""
     skipped: tuple[str, ...] = ()
     """The reason why each bad row was left out: file, line, field and problem."""
+    turned: tuple[str, ...] = ()
+    """Pictures of its rows that their EXIF orientation turns, as the rows name them; of data whose
+    images were checked.
+    """
     key: str = ""
     """Digest of all that decides the samples of the file, images included; empty: not known."""
 
@@ -177,7 +181,10 @@ def load_dataset(
         table.add(offset, line, number, sample, mapping["images"])
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
-    return Dataset(path, rows, tuple(skipped)).require_rows()
+    turned = tuple(
+        name for name in table.names if name in known_images and known_images[name].orientation != 1
+    )
+    return Dataset(path, rows, tuple(skipped), turned).require_rows()
 
 
 def image_names(path: Path) -> set[str]:

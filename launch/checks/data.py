@@ -59,6 +59,8 @@ class DataFacts:
     examples: ExampleCounts | None = None
     warning: str | None = None
     """About the environment; the run starts all the same."""
+    turned: tuple[str, ...] = ()
+    """A line for each data file with pictures that their EXIF orientation turns."""
 
     @classmethod
     def from_datasets(
@@ -70,10 +72,11 @@ class DataFacts:
             ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
             sum(one.num_skipped for one in train),
             sum(one.num_skipped for one in val),
+            turned=tuple(_about_turned(one) for one in (*train, *val) if one.turned),
         )
 
     def describe(self) -> list[str]:
-        """List an environment's examples and warning, or skipped rows."""
+        """List an environment's examples and warning, or skipped rows and turned pictures."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
             lines = [f"data      the environment has {counts} are held out"]
@@ -84,9 +87,20 @@ class DataFacts:
                 )
             return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
-            return []
+            return list(self.turned)
         counts = f"{self.num_train_skipped} bad rows of data.train and {self.num_val_skipped}"
-        return [f"data      skipped {counts} of data.val (data.on_bad_row: skip)"]
+        skipped = f"data      skipped {counts} of data.val (data.on_bad_row: skip)"
+        return [skipped, *self.turned]
+
+
+def _about_turned(data: Dataset) -> str:
+    """Name the pictures that are learned as they are displayed, not as they are stored."""
+    first, *others = data.turned
+    number = "1 picture is" if not others else f"{len(data.turned)} pictures are"
+    return (
+        f"data      {data.path}: {number} turned by EXIF orientation (first: {first}); boxes are"
+        " relative to the picture as it is displayed"
+    )
 
 
 def check_data(config: RunConfig) -> DataFacts:

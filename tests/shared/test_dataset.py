@@ -16,7 +16,7 @@ from PIL import Image
 
 from shared.dataset import Dataset, Draw, MixedStream, SampleStream, load_dataset
 from shared.errors import RecordError, UnlearnedGeometryError
-from shared.records import GeometryKind
+from shared.records import GeometryKind, PictureSize
 
 CAT = {"bbox_2d": [1, 20, 3, 40], "desc": "cat"}
 DOG = {"bbox_2d": [1, 2, 3, 4], "desc": "dog"}
@@ -179,7 +179,7 @@ def test_images_are_not_read_where_nobody_asks(write) -> None:
 def test_rows_with_bad_images_are_skipped_like_any_bad_row(write) -> None:
     gone = row(id="gone", images=["a.png", "b.png"])
     path = write(row(id="kept"), row(id="small", width=9), gone)
-    dataset = load(path, on_bad_row="skip", image_size=lambda data: (8, 8))
+    dataset = load(path, on_bad_row="skip", image_size=lambda data: PictureSize(8, 8))
     assert ids(dataset) == ["kept"]
     assert [reason.split(": ")[:2] for reason in dataset.skipped] == [
         [f"{path}:2", "images[0]"],

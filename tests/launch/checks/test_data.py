@@ -66,6 +66,18 @@ def test_the_most_images_and_the_largest_are_those_of_training_and_validation(
     assert check_data(enlarged).images == ImageNeeds(3, 300 * 152)
 
 
+def test_pictures_that_exif_turns_are_counted_and_the_first_is_named(config, data):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (64, 32)).save(data / "val" / name, exif=exif)
+    change_row(data, 3, name="val.jsonl", images=["val/a.png"], width=64, height=32)
+    change_row(data, 4, name="val.jsonl", images=["val/b.png"], width=64, height=32)
+    (line,) = check_data(config).describe()
+    assert f"{data / 'val.jsonl'}: 2 pictures" in line
+    assert "EXIF" in line and "first: val/a.png" in line
+
+
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
     config, data, tmp_path, monkeypatch, capsys
 ):
