@@ -35,6 +35,7 @@ def page(report: DetectionReport) -> str:
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
         f"{counts.num_predictions} valid objects of {written} written ({counts.valid_rate:.3f})",
+        *([f"{counts.num_ignored} in regions to ignore"] if counts.num_ignored else []),
         *(f"{number} answers {what}" for what, number in report.faults().items()),
         f"generated and read in {evaluation.wall_s:.1f} s",
     ]
