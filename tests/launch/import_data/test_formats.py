@@ -666,6 +666,12 @@ def test_keys_next_to_a_box_that_nobody_reads_are_counted_and_the_first_place_is
     picture(tmp_path / "flat" / "a.png")
     _, report = run("voc", source=tmp_path / "flat")
     assert report["objects"]["unknown_keys"] == {"visible": 1}
+    shutil.rmtree(tmp_path / "out")
+    row = swift_row(
+        "<image>Find <ref-object>", "<bbox>", ["cat"], [PIXELS], objects={"angle": [30]}
+    )
+    _, report = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert report["objects"]["unknown_keys"] == {"angle": 1}
 
 
 def test_records_go_to_a_jsonl_file_or_into_a_folder(tmp_path, capsys):
