@@ -124,6 +124,8 @@ def _records(
             "width": frame.size[0],
             "height": frame.size[1],
             "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
+            # For the way back (`launch.coco export`): annotations were turned with their picture.
+            **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             **image.keys,
         }
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
 from learner.data.image_files import image_size
 from learner.segments import decode_image
@@ -530,6 +531,32 @@ def test_boxes_of_a_picture_that_exif_turns_lie_on_the_object_as_it_is_displayed
         wrong = coco_of(tmp_path / "wrong", stored, [10, 20, 30, 40])
         data, _ = run("coco", annotations=wrong["annotations"], images=tmp_path, exif="displayed")
         assert white_share(data) > 0.9
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_results_of_stored_pictures_go_back_into_their_annotations_frame(
+    tmp_path, run, orientation
+):
+    stored = turned_picture(tmp_path / "a.png", orientation)
+    x1, y1, x2, y2 = stored_box(tmp_path / "a.png")
+    (data,), _ = run("coco", **coco_of(tmp_path, stored, [x1, y1, x2 - x1, y2 - y1]), exif="stored")
+    (one,) = data.objects
+    row = {
+        "sample_id": data.sample_id,
+        "width": data.width,
+        "height": data.height,
+        "metadata": dict(data.metadata),
+        "objects": [{"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}],
+    }
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    categories = tmp_path / "out" / "train.categories.json"
+    results = tmp_path / "results.json"
+    coco_main(
+        ["export", f"predictions={predictions}", f"categories={categories}", f"out={results}"]
+    )
+    (result,) = json.loads(results.read_text())
+    x, y, w, h = result["bbox"]
+    assert [x, y, x + w, y + h] == pytest.approx([x1, y1, x2, y2], abs=0.2)
 
 
 @pytest.mark.parametrize("orientation", TURNS)
