@@ -38,6 +38,7 @@ from launch.checks.memory import (
 from launch.checks.model_shape import ModelShape, is_linear
 from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
+from launch.checks.weights import weight_warnings
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -157,6 +158,10 @@ def preflight(
         shape = report.attempt(lambda: ModelShape.read(Path(config.model.path)))
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
+        warnings = report.attempt(
+            lambda: weight_warnings(Path(config.model.path), for_engines=starts_engines(config))
+        )
+        report.lines += (f"warning   {warning}" for warning in warnings or ())
         report.collect(_adapter_problems(config, shape))
         report.collect(position_problems(config))
         report.collect(teacher_problems(config, waits=waits_for_servers))

@@ -16,7 +16,6 @@ from shared.config import RunConfig
 from shared.config.derive import adapted_parts, is_quantized, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
-    PARTS_OF_ENGINES,
     TILED_MODEL_TYPES,
     VISION_MODEL_TYPES,
     ModelPart,
@@ -47,7 +46,7 @@ class ModelShape:
     """The sizes of a model that its memory follows from."""
 
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor of the checkpoint; tied ones are in it once."""
+    """Shape of each of the model's tensors in the files; tied ones are in it once."""
     hidden: int
     layers: int
     intermediate: int
@@ -65,6 +64,7 @@ class ModelShape:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
             tower = config.get("vision_config")
+            headers = read_headers(folder)
             vision = None
             if tower is not None:
                 is_tiled = config["model_type"] in TILED_MODEL_TYPES
@@ -78,7 +78,7 @@ class ModelShape:
                     patches_per_token=round(merged**2),
                 )
             shape = cls(
-                parameters=_read_parameter_shapes(folder),
+                parameters={name: sizes for name, sizes in headers.items() if find_part(name)},
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
                 # Of experts, those that a token goes through.
@@ -92,15 +92,15 @@ class ModelShape:
                 vocabulary=text["vocab_size"],
                 vision=vision,
             )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"
             ) from error
-        if unknown := [name for name in shape.parameters if find_part(name) is None]:
+        if not shape.parameters:
             raise ConfigError(
-                f"model.path: {folder} holds {unknown[0]}, which no model has of the types"
-                f" {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
+                f"model.path: {folder} holds {next(iter(headers), 'nothing')}, which no model has"
+                f" of the types {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
             )
         return shape
 
@@ -155,19 +155,51 @@ class ModelShape:
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
-def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError("no *.safetensors files")
+def read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a checkpoint's files, by name.
+
+    Raises:
+        ValueError: a file is damaged, or as `weight_files`.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with safe_open(path, framework="np") as file:
-            shapes |= {
-                name: tuple(file.get_slice(name).get_shape())
-                for name in file.offset_keys()
-                if not name.startswith(PARTS_OF_ENGINES)
-            }
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                names = file.offset_keys()
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is damaged ({error}); fetch it again") from error
     return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers and vLLM read of a checkpoint's folder.
+
+    Raises:
+        ValueError: there are none, one that the index names is missing, or it is not clear which
+            are meant.
+    """
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not whole.is_file():
+            raise ValueError(_no_files(folder))
+        return [whole]
+    named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if missing := [name for name in named if not (folder / name).is_file()]:
+        raise ValueError(f"{index.name} names {len(missing)} files that are missing: {missing[0]}")
+    if whole.is_file() and whole.name not in named:
+        raise ValueError(
+            f"it holds model.safetensors and an {index.name} of other files, of which transformers"
+            " reads the first and vLLM the others; remove those that are left over"
+        )
+    return [folder / name for name in named]
+
+
+def _no_files(folder: Path) -> str:
+    if any(folder.glob("pytorch_model*.bin")):
+        return "no model.safetensors, but pytorch_model.bin: load it and call save_pretrained"
+    return "no model.safetensors, and no model.safetensors.index.json"
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:
