@@ -155,13 +155,9 @@ def preflight(
         report.problems += missing
     else:
         report.facts = _check_data(config, report)
-        shape = report.attempt(lambda: ModelShape.read(Path(config.model.path)))
+        shape = report.attempt(lambda: _shape(config, report.lines))
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
-        warnings = report.attempt(
-            lambda: weight_warnings(Path(config.model.path), for_engines=starts_engines(config))
-        )
-        report.lines += (f"warning   {warning}" for warning in warnings or ())
         report.collect(_adapter_problems(config, shape))
         report.collect(position_problems(config))
         report.collect(teacher_problems(config, waits=waits_for_servers))
@@ -193,6 +189,17 @@ def preflight(
     # Two checks may run into the same problem.
     report.problems = list(dict.fromkeys(report.problems))
     return report
+
+
+def _shape(config: RunConfig, lines: list[str]) -> ModelShape:
+    """Read the sizes of a checkpoint whose files hold its model; `lines` tell what else they hold.
+
+    Raises ConfigError where they do not.
+    """
+    folder = Path(config.model.path)
+    warnings = weight_warnings(folder, for_engines=starts_engines(config))
+    lines += (f"warning   {warning}" for warning in warnings)
+    return ModelShape.read(folder)
 
 
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:

@@ -17,7 +17,6 @@ from shared.config.derive import adapted_parts, is_quantized, tokens_beside_adap
 from shared.errors import ConfigError
 from shared.model_families import (
     TILED_MODEL_TYPES,
-    VISION_MODEL_TYPES,
     ModelPart,
     find_part,
 )
@@ -60,11 +59,11 @@ class ModelShape:
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Read config.json and the headers of the safetensors files. Raises ConfigError."""
+        headers = read_headers(folder)
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
             tower = config.get("vision_config")
-            headers = read_headers(folder)
             vision = None
             if tower is not None:
                 is_tiled = config["model_type"] in TILED_MODEL_TYPES
@@ -97,11 +96,6 @@ class ModelShape:
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"
             ) from error
-        if not shape.parameters:
-            raise ConfigError(
-                f"model.path: {folder} holds {next(iter(headers), 'nothing')}, which no model has"
-                f" of the types {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
-            )
         return shape
 
     @property
@@ -155,51 +149,58 @@ class ModelShape:
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
-def read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
+def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a checkpoint's files, by name.
 
-    Raises:
-        ValueError: a file is damaged, or as `weight_files`.
+    Raises ConfigError for a file that is damaged, and as `weight_files`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder, key=key):
         try:
             with safe_open(path, framework="np") as file:
                 names = file.offset_keys()
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is damaged ({error}); fetch it again") from error
+        except (OSError, SafetensorError) as error:
+            problem = f"{key}: {path} cannot be read ({error}); fetch or copy it again"
+            raise ConfigError(problem) from error
     return shapes
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
     """Return the safetensors files that transformers and vLLM read of a checkpoint's folder.
 
-    Raises:
-        ValueError: there are none, one that the index names is missing, or it is not clear which
-            are meant.
+    Raises ConfigError where there are none, where one that the index names is missing, and where
+    the two would read different ones.
     """
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        if not whole.is_file():
-            raise ValueError(_no_files(folder))
-        return [whole]
-    named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if whole.is_file():
+            return [whole]
+        has = f"{key}: {folder} has no model.safetensors, and no {index.name}"
+        if any(folder.glob("pytorch_model*.bin")):
+            raise ConfigError(
+                f"{has}, but pytorch_model.bin: load the model in transformers and save it again"
+                " with save_pretrained"
+            )
+        raise ConfigError(f"{has}; give a folder that save_pretrained wrote")
+    try:
+        of_tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = sorted(set(of_tensors.values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        problem = f"{key}: {index} cannot be read ({error!r}); fetch or copy it again"
+        raise ConfigError(problem) from error
     if missing := [name for name in named if not (folder / name).is_file()]:
-        raise ValueError(f"{index.name} names {len(missing)} files that are missing: {missing[0]}")
+        raise ConfigError(
+            f"{key}: {index} names files that are not there ({', '.join(missing)}); fetch or copy"
+            " them"
+        )
     if whole.is_file() and whole.name not in named:
-        raise ValueError(
-            f"it holds model.safetensors and an {index.name} of other files, of which transformers"
-            " reads the first and vLLM the others; remove those that are left over"
+        raise ConfigError(
+            f"{key}: {folder} holds model.safetensors, which transformers would read, and an"
+            f" {index.name} of other files, which vLLM would read; remove those that are left over"
         )
     return [folder / name for name in named]
-
-
-def _no_files(folder: Path) -> str:
-    if any(folder.glob("pytorch_model*.bin")):
-        return "no model.safetensors, but pytorch_model.bin: load it and call save_pretrained"
-    return "no model.safetensors, and no model.safetensors.index.json"
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:

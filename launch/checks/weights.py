@@ -11,6 +11,7 @@ from launch.checks.model_shape import read_headers, weight_files
 from learner.model.checkpoint_folder import listed
 from learner.model.loading import load_complete
 from shared.errors import ConfigError
+from shared.model_families import find_part
 
 
 def weight_warnings(
@@ -23,13 +24,15 @@ def weight_warnings(
     Raises:
         ConfigError: as `load_complete`; `for_engines`: tensors that vLLM would not start with, too.
     """
-    if any(folder.glob("*.safetensors")):
-        try:
-            read_headers(folder)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{key}: {folder} cannot be read: {error}") from error
+    names = read_headers(folder, key=key)
     with _quiet():
         model, surplus = load_complete(folder, key=key, device_map={"": "meta"})
+    if not any(map(find_part, names)):
+        raise ConfigError(
+            f"{key}: {folder} holds {next(iter(names))}, which is not among the names of the model"
+            " types that are trained; load the model in transformers and save it again with"
+            " save_pretrained"
+        )
     warnings = []
     if surplus:
         found = f"{key}: the files of {folder} hold {listed(surplus)} that its model does not have"

@@ -133,10 +133,10 @@ class BaseFiles:
             path.write_bytes(content)
         before = json.loads(self.config_text)
         config = _with_values(before, {"dtype": dtype, "torch_dtype": dtype, **text_config})
-        config.get("text_config", config).update(text_config)
         if not {"dtype", "torch_dtype"} & config.keys():
             config["dtype"] = dtype
-        config = _readable_by_older(config)
+        section = config.get("text_config", config)
+        section |= text_config | _older_rope(section)
         text = self.config_text
         if config != before:
             text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -153,24 +153,17 @@ def _with_values(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
     }
 
 
-def _readable_by_older(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the rotary embedding's parameters as transformers 4 reads them.
+def _older_rope(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys in which transformers 4 reads the parameters of the rotary embedding.
 
-    It ignores `rope_parameters`, and computes with a base of 10,000 without a word.
+    It does not know `rope_parameters`, and computes with a base of 10,000 without a word.
     """
-    added: dict[str, Any] = {}
     rope = section.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        added["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if scaling != {"rope_type": "default"}:
-            added["rope_scaling"] = scaling
-    sections = {
-        key: _readable_by_older(value)
-        for key, value in section.items()
-        if key.endswith("_config") and isinstance(value, dict)
-    }
-    return {**section, **added, **sections}
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    older = {"rope_theta": rope["rope_theta"]}
+    return older if scaling == {"rope_type": "default"} else {**older, "rope_scaling": scaling}
 
 
 _LISTED = 5
@@ -192,10 +185,10 @@ def weight_problems(
     """
     unmerged = [name for name in surplus if _UNMERGED.search(name)]
     if missing:
-        also = f", which hold {listed(surplus)} that it does not have" if surplus else ""
+        also = f", and hold {listed(surplus)} that it does not have" if surplus else ""
         yield (
-            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; they would be"
-            f" made up at random. {_remedy(missing, surplus)}"
+            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; they would"
+            f" start as random numbers. {_remedy(missing, surplus)}"
         )
     elif unmerged:
         yield (
