@@ -136,7 +136,7 @@ class BaseFiles:
         if not {"dtype", "torch_dtype"} & config.keys():
             config["dtype"] = dtype
         section = config.get("text_config", config)
-        section |= text_config | _older_rope(section)
+        section |= {**text_config, **_older_rope(section)}
         text = self.config_text
         if config != before:
             text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
