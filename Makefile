@@ -2,13 +2,10 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 DATA := outputs/demo/data
-POLYGON_DATA := outputs/demo/data_polygons
 MODEL := outputs/demo/model
 LM := outputs/demo/lm
 TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
-FEW_DIGITS := outputs/demo/few_digits
-CROWDED_MODEL := outputs/demo/crowded_model
 START := outputs/demo/start
 
 # The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
@@ -25,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup foreign demo demo-data demo-start demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
+.PHONY: help setup foreign demo demo-data demo-start demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,7 +38,6 @@ help:
 	@echo "make test-all      both, as CI"
 	@echo "make demo-start    what the demo starts from, in outputs/demo/start (kept where it is there)"
 	@echo "make demo-data     scenes of digits and a random model in outputs/demo (kept where they are there)"
-	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
 	@echo "make demo-lm       the language models for environments in outputs/demo/lm and lm_tools (kept where they are there)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
@@ -58,12 +54,7 @@ $(DATA): | setup
 $(MODEL): | setup
 	@$(PYTHON) -m launch.demo model --out $@
 
-$(POLYGON_DATA): | setup
-	@$(PYTHON) -m launch.demo data --geometry mixed --out $@
-
 demo-data: $(DATA) $(MODEL)
-
-demo-polygons-data: $(POLYGON_DATA) $(MODEL)
 
 $(LM): | setup
 	@$(PYTHON) -m launch.demo language-model --out $@
@@ -73,14 +64,8 @@ $(TOOLS_LM): | setup
 
 demo-lm: $(LM) $(TOOLS_LM)
 
-$(FEW_DIGITS): | setup
-	@$(PYTHON) -m launch.demo crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0 --out $@
-
-$(CROWDED_MODEL): | setup
-	@$(PYTHON) -m launch.demo crowded-model --out $@
-
-# Moved into place when it is complete: a run that was interrupted does not stand in for it. Its held-out report is the first of `demo` and `control`.
-$(START): | $(FEW_DIGITS) $(CROWDED_MODEL)
+# Moved into place when it is complete: a run that was interrupted does not stand in for it. The run makes its model and data. Its held-out report is the first of `demo` and `control`.
+$(START): | setup
 	@rm -rf $@.partial
 	@$(PYTHON) -m launch.train +experiment=demo_start data.val=null telemetry.name=start telemetry.run_dir=$@.partial
 	@mv $@.partial $@
@@ -102,12 +87,12 @@ control: demo-start
 	@$(call FROM_START,control)
 	@if [ -e outputs/demo/last_demo ]; then $(COMPARE); fi
 
-$(STAGE1): | demo-polygons-data
+$(STAGE1): | setup
 	@rm -rf $@.partial
 	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$@.partial
 	@mv $@.partial $@
 
-aligned: | demo-polygons-data $(STAGE1)
+aligned: | $(STAGE1)
 	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 model.path=$(STAGE1)/checkpoint telemetry.name=aligned
 
 lint: setup

@@ -75,6 +75,8 @@ class Cluster:
         self._start_up = start_up
         self._examples = examples
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
+        self.ray_logs: Path | None = None
+        """The folder of the Ray session's logs, on this node; None: not connected yet."""
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends = ExitStack()
 
@@ -90,7 +92,7 @@ class Cluster:
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                connect(self._config, **options)
+                self.ray_logs = connect(self._config, **options)
         except ConfigError:
             self._ends.close()
             raise
@@ -132,6 +134,7 @@ class Cluster:
                     devices_per_rank=placement.devices_per_engine,
                     decode_batch_size=config.rollout_matching.decode_batch_size,
                     group_size=group_size(config),
+                    in_one_round=self._examples is not None and self._examples.scores_at_once,
                 )
             case EngineLocation.ACTORS:
                 # The learner knows most about bad input and needs seconds: it is waited for first.
@@ -291,8 +294,9 @@ class Cluster:
             runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=threads)
         resources = Resources(cpus=section.cpus_per_actor, gpus=0.0)
         shell = ray.remote(EnvironmentActor)
-        names = [environment_name(index) for index in range(section.num_actors)]
         examples = self._examples
+        num_actors = num_environments(section, examples)
+        names = [environment_name(index) for index in range(num_actors)]
 
         def create(index: int, number: int = 1) -> Any:
             settings = runner_settings(config, section, engines.devices, examples, index)
@@ -308,13 +312,17 @@ class Cluster:
                 is_first=number == 1,
             )
 
-        actors = [create(index) for index in range(section.num_actors)]
+        actors = [create(index) for index in range(num_actors)]
         timeouts = RolloutTimeouts.for_environments(config.timeouts, section.teacher)
         replacements = self._replacements(create, names, timeouts)
         environments = RolloutClient(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)
-        engines.generate_through(environments, group_size=section.rollouts_per_example)
+        engines.generate_through(
+            environments,
+            group_size=section.rollouts_per_example,
+            in_one_round=examples.scores_at_once,
+        )
 
     def _start(self, client: RolloutClient) -> None:
         with self._start_up.stage(", ".join(client.names)):
@@ -348,6 +356,11 @@ class Cluster:
         return actor
 
 
+def num_environments(section: EnvironmentSection, examples: ExampleCounts) -> int:
+    """Count the actors: rollouts that are scored at once are played by one."""
+    return 1 if examples.scores_at_once else section.num_actors
+
+
 def runner_settings(
     config: RunConfig,
     section: EnvironmentSection,
@@ -366,7 +379,7 @@ def runner_settings(
         num_held_out=section.num_eval_examples,
         model_path=config.model.path,
         max_model_len=config.global_max_length,
-        max_under_way=len(rank_share(room, section.num_actors, index)),
+        max_under_way=len(rank_share(room, num_environments(section, examples), index)),
         max_concurrent_scoring=section.max_concurrent_scoring,
         rollout_timeout_s=section.rollout_timeout_s,
         scoring_timeout_s=section.scoring_timeout_s,

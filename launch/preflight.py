@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
-from launch.checks.host import path_problems, starts_engines, version_problems
+from launch.checks.host import path_problems, starts_engines, version_problems, vllm_import
 from launch.checks.hub import with_fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -46,6 +46,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
@@ -109,12 +110,16 @@ def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
-        config = with_fetched_model(config_of_command(composed), show)
+        config = config_of_command(composed)
+        make_missing_demo_files(config, show)
+        config = with_fetched_model(config, show)
         config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)
-        findings = preflight(config)
+        with vllm_import(config) as import_problems:
+            findings = preflight(config)
+            findings.collect(import_problems())
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:
@@ -212,7 +217,9 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    facts = DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    report.lines += facts.describe()
+    return facts
 
 
 def _learnable(

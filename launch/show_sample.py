@@ -295,7 +295,7 @@ def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]
             " log-probability of each token less the engine's."
         )
     if config.environment.drop_truncated:
-        notes.append("Nothing is learned of it if it was cut for its length (drop_truncated).")
+        notes.append("Nothing is learned of it if it is truncated (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]
     if config.environment.drop_equal_groups and values and not any(values):
         notes.append(

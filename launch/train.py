@@ -30,6 +30,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
@@ -59,6 +60,7 @@ def run_job(config: RunConfig, console: Console) -> None:
     good.
     """
     budget: RestartBudget | None = None
+    make_missing_demo_files(config, lambda line: _print(console, [line]))
     config = with_fetched_model(config, lambda line: _print(console, [line]))
     while True:
         try:
@@ -140,6 +142,8 @@ def run(config: RunConfig, console: Console) -> None:
     else:
         processes = Cluster(config, facts.images, start_up, facts.examples)
     with Telemetry(config, console, point) as telemetry, processes as cluster:
+        if isinstance(processes, Cluster):
+            telemetry.ray_logs = processes.ray_logs
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

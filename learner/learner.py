@@ -105,7 +105,7 @@ class Learner:
             self.loaded, self.parallel = load_parallel(config, device.device, self._ranks)
             self.reference = load_reference(config, self.loaded, self.parallel, self._ranks)
         decode = config.rollout_matching.decode_settings(
-            stop_token_ids=(self.loaded.codec.eos_token_id,),
+            stop_token_ids=self.loaded.stop_token_ids,
             banned_token_ids=self.loaded.banned_token_ids,
         )
         self.algorithm: Algorithm

@@ -170,6 +170,7 @@ class StepMetrics:
         add("rollout/num_tokens", rollout.num_tokens)
         add("rollout/num_truncated", float(rollout.is_truncated))
         add("rollout/num_length_limited", float(rollout.num_length_limited > 0))
+        add("rollout/num_overlong", float(rollout.is_overlong))
         add("rollout/num_splits", rollout.num_splits)
         if rollout.error is None:  # else the reward of 0 says nothing of the model
             self.totals.add_mean("rollout/reward", rollout.reward, 1)

@@ -92,11 +92,14 @@ rollout/num_tokens | sum | Response tokens, without the stop token; of environme
     sampled.
 rollout/decode_mode | step | greedy, sample or beam.
 rollout/num_length_limited | sum | Rollouts that ended at `max_new_tokens`; of environments, those
-    with such an answer.
+    with an answer that the engine cut by length.
 rollout/num_repeat_terminated | sum | Rollouts that the repeat guard ended.
 rollout/num_truncated | sum | Rollouts whose container did not close; of environments, those that
-    were ended for their length.
+    were cut by length: an answer (at `max_new_tokens`, or where there was no more room), or the
+    conversation.
 rollout/truncated_rate | rollout/num_truncated / rollout/num | Share of truncated rollouts.
+rollout/num_overlong | sum | Of the truncated rollouts of environments, those that ended because
+    there was no room for their next prompt.
 rollout/num_fallback | sum | Rollouts of which nothing could be kept: the prefix is `{`.
 rollout/num_valid_objects | sum | Predicted objects that parsed as valid.
 rollout/num_dropped_objects | sum | Predicted entries that were dropped.
@@ -147,7 +150,7 @@ rollout/num_left_out | sum | Rollouts of such groups that were left out
     (`environment.drop_equal_groups`) or replaced (`environment.refill_rounds`).
 rollout/num_refilled | sum | Groups of further examples, among `rollout/num_groups`, that were drawn
     in the place of one without signal; absent without `environment.refill_rounds`.
-rollout/num_masked | sum | Rollouts that were cut for their length and left out
+rollout/num_masked | sum | Truncated rollouts that did not fail and were left out
     (`environment.drop_truncated`).
 rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent where
     none was.

@@ -24,6 +24,9 @@ class ExampleCounts:
     held_out: int
     digest: str = field(default="", compare=False)
     """Digest of some rows: every process that loads the environment must find the same."""
+    scores_at_once: bool = False
+    """A rubric has a `score_rollouts` of its own: a step's rollouts are one round, of one process.
+    """
 
 
 class ExampleGroup(NamedTuple):
@@ -157,13 +160,13 @@ class EnvironmentRollout:
     error: str | None
     """Reason why it failed, so that nothing is learned of it; None: it did not."""
     is_truncated: bool
-    """It was ended for its length."""
+    """It was cut by length: an answer of it, or the conversation (`is_overlong`)."""
     num_turns: int
     """Calls of the model."""
     num_tokens: int
     """Tokens sampled in them."""
     num_length_limited: int
-    """Calls whose answer ended at `max_new_tokens`."""
+    """Calls whose answer the engine cut by length."""
     num_splits: int
     """Calls whose prompt did not go on from the tokens of the one before."""
     examples: tuple[TrainingExample, ...]
@@ -186,6 +189,8 @@ class EnvironmentRollout:
     """Calls of tools by the model; None where it is offered none."""
     calls: tuple[ModelCall, ...] = ()
     """Calls that were made, answered or not, by path and turn."""
+    is_overlong: bool = False
+    """It ended because there was no room for its next prompt."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:

@@ -24,7 +24,7 @@ from rollout_actors.environments.training.runner import (
 )
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.derive import has_held_out
+from shared.config.derive import EngineLocation, engines_in, has_held_out
 from shared.config.model import DataSource
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
@@ -64,6 +64,8 @@ class DataFacts:
     examples: ExampleCounts | None = None
     warning: str | None = None
     """About the environment; the run starts all the same."""
+    turned: tuple[str, ...] = ()
+    """A line for each data file with pictures that their EXIF orientation turns."""
 
     @classmethod
     def from_datasets(
@@ -75,18 +77,35 @@ class DataFacts:
             ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
             sum(one.num_skipped for one in train),
             sum(one.num_skipped for one in val),
+            turned=tuple(_about_turned(one) for one in (*train, *val) if one.turned),
         )
 
     def describe(self) -> list[str]:
-        """List an environment's examples and warning, or skipped rows."""
+        """List an environment's examples and warning, or skipped rows and turned pictures."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
-            line = f"data      the environment has {counts} are held out"
-            return [line] if self.warning is None else [line, f"warning   {self.warning}"]
+            lines = [f"data      the environment has {counts} are held out"]
+            if self.examples.scores_at_once:
+                lines.append(
+                    "rewards   its rubric scores a step's rollouts at once (score_rollouts): they"
+                    " are one round of one environment process, in 2 x timeouts.generate_s"
+                )
+            return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
-            return []
+            return list(self.turned)
         counts = f"{self.num_train_skipped} bad rows of data.train and {self.num_val_skipped}"
-        return [f"data      skipped {counts} of data.val (data.on_bad_row: skip)"]
+        skipped = f"data      skipped {counts} of data.val (data.on_bad_row: skip)"
+        return [skipped, *self.turned]
+
+
+def _about_turned(data: Dataset) -> str:
+    """Name the pictures that are learned as they are displayed, not as they are stored."""
+    first, *others = data.turned
+    number = "1 picture is" if not others else f"{len(data.turned)} pictures are"
+    return (
+        f"data      {data.path}: {number} turned by EXIF orientation (first: {first}); boxes are"
+        " relative to the picture as it is displayed"
+    )
 
 
 def check_data(config: RunConfig) -> DataFacts:
@@ -137,6 +156,13 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
             " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
         )
+    num_ranks = config.learner.world_size
+    if examples.scores_at_once and num_ranks > 1 and engines_in(config) is EngineLocation.RANKS:
+        raise ConfigError(
+            f"learner.world_size: is {num_ranks}, each rank has an environment of its own, and"
+            f" {section.id} scores a step's rollouts at once (score_rollouts); set it to 1, or have"
+            " one environment before engines elsewhere (rollout_matching.vllm.mode=actors)"
+        )
     return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
 
 
@@ -185,9 +211,8 @@ def load_checked(config: RunConfig, source: DataSource) -> Dataset:
     path = source.path
     if not path.is_file():
         raise ConfigError(
-            f"{source.key}: there is no file {path}; run `make demo-data` (`make"
-            " demo-polygons-data` for data=demo_polygons, `make demo-start` for data=few_digits),"
-            f" or set {source.key} to a JSONL file"
+            f"{source.key}: there is no file {path}; set {source.key} to a JSONL file, or choose"
+            " data=demo, which launch.train makes if it is missing"
         )
     shown_s = time.monotonic()
     # On a terminal in place of the start's bar, which is drawn anew in the next line.

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+from shared.config import RunConfig
 from shared.errors import ConfigError
 
+DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
+    {
+        Path("outputs/demo") / name: tuple(arguments.split())
+        for name, arguments in {
+            "model": "model",
+            "data": "data",
+            "data_polygons": "data --geometry mixed",
+            "few_digits": "crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0",
+            "crowded": "crowded",
+            "crowded_model": "crowded-model",
+            "lm": "language-model",
+            "lm_tools": "language-model --tools",
+        }.items()
+    }
+)
+"""Models and data of the shipped experiments, with the arguments of `launch.demo` that make them.
+The start of `experiment=demo` is not among them: it is trained (`make demo-start`)."""
 SETTINGS_FILE = "made_from.json"
 """The settings that a folder was made from, inside it."""
 
@@ -36,6 +57,34 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # exists only where `make` was interrupted
     return True
+
+
+def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Make the model and the data of a shipped experiment if their folders do not exist.
+
+    Paths of the user's own are never made: only those of `DEMO_FOLDERS`, as `conf/` writes them.
+
+    Args:
+        show: is given a line before a folder is made.
+
+    Raises:
+        ConfigError: a command failed. It has printed why.
+    """
+    paths = [source.path for split in ("train", "val") for source in config.data.sources(split)]
+    folders = {Path(config.model.path), *(path.parent for path in paths)}
+    for folder in sorted(folders & DEMO_FOLDERS.keys()):
+        if folder.exists():
+            continue
+        command = ["launch.demo", *DEMO_FOLDERS[folder], "--out", str(folder)]
+        written = f"python -m {' '.join(command)}"
+        show(f"demo      {folder} does not exist and is made now: {written}")
+        # A process of its own, because this one loads neither torch nor transformers.
+        status = subprocess.run([sys.executable, "-m", *command], check=False).returncode
+        if status != 0:
+            raise ConfigError(
+                f"{folder}: `{written}` ended with status {status}; correct what it printed, and"
+                " give the command again"
+            )
 
 
 def _require_made_from(out: Path, settings: Mapping[str, str | int]) -> None:

@@ -48,6 +48,7 @@ class RewardReport:
             "val/num_failed": self.num_failed,
             "val/num_reward_errors": sum(len(rollout.reward_errors) for rollout in outcomes),
             "val/num_truncated": sum(rollout.is_truncated for rollout in outcomes),
+            "val/num_overlong": sum(rollout.is_overlong for rollout in outcomes),
             "val/turns": mean([rollout.num_turns for rollout in outcomes]),
             **{f"val/reward/{name}": value for name, value in self._function_means().items()},
         }

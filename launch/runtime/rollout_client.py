@@ -198,6 +198,7 @@ class RolloutClient:
         self._asks_next_on_failure = asks_next_on_failure
         self._generators = self
         self._group_size = 1
+        self._in_one_round = False
         self._round: Future[Any] | None = None
         self._sync_failed = False
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="rollout-client")
@@ -240,14 +241,21 @@ class RolloutClient:
         except ValueError as error:
             raise ConfigError(f"rollout_matching.decode_batch_size: {error}") from error
 
-    def generate_through(self, environments: RolloutClient, *, group_size: int) -> None:
-        """Send rounds to environments from now on: a request is a group, of one example."""
+    def generate_through(
+        self, environments: RolloutClient, *, group_size: int, in_one_round: bool = False
+    ) -> None:
+        """Send rounds to environments from now on: a request is a group, of one example.
+
+        `in_one_round`: a step's, of all learner ranks, in one call of the only environment.
+        """
+        assert not in_one_round or len(environments.actors) == 1, "one process has all rollouts"
         self._generators = environments
         self._group_size = group_size
+        self._in_one_round = environments._in_one_round = in_one_round
 
     def split(self, requests: PerRank) -> list[PerRank]:
         """Cut a step's requests into rounds, as few as the decode batches allow."""
-        return cut_rounds(requests, self._chunk())
+        return cut_rounds(requests, sys.maxsize if self._in_one_round else self._chunk())
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round.
@@ -355,9 +363,8 @@ class RolloutClient:
         done: list[_SentPart] = []
         while True:
             deadline = call.deadline()
-            for part in queue.take():
-                sent = self._send(part, round_, deadline)
-                waiting[sent.count] = sent
+            send = self._send_at_once if self._in_one_round else self._send
+            waiting |= {sent.count: sent for sent in send(queue.take(), round_, deadline)}
             if not waiting:
                 break
             deadlines = {count: sent.deadline for count, sent in waiting.items()}
@@ -485,14 +492,35 @@ class RolloutClient:
         self.actors = tuple(actors)
         return {index: num_devices for index, (_, num_devices) in joined.items()}
 
-    def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:
-        objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
-        # The name is what Ray's dashboard shows.
-        task = f"generate {len(places)} for learner rank {part.rank}"
-        method = self.actors[part.engine].generate.options(num_returns=2, name=task)
-        attempt = TRIES * part.num_failed
-        rollouts, count = method.remote(*objects, places=places, attempt=attempt)
-        return _SentPart(part, deadline, rollouts, count)
+    def _send(
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+    ) -> list[_SentPart]:
+        sent = []
+        for part in parts:
+            objects, places = _objects_of(part, round_)
+            # The name is what Ray's dashboard shows.
+            task = f"generate {len(places)} for learner rank {part.rank}"
+            method = self.actors[part.engine].generate.options(num_returns=2, name=task)
+            attempt = TRIES * part.num_failed
+            rollouts, count = method.remote(*objects, places=places, attempt=attempt)
+            sent.append(_SentPart(part, deadline, rollouts, count))
+        return sent
+
+    def _send_at_once(
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+    ) -> list[_SentPart]:
+        """Ask the only actor for the parts of all learner ranks in one call."""
+        if not parts:
+            return []
+        of_parts = [_objects_of(part, round_) for part in parts]
+        task = f"generate {sum(len(places) for _, places in of_parts)} at once"
+        method = self.actors[0].generate_at_once.options(num_returns=2 * len(parts), name=task)
+        answers = method.remote(
+            *(sent for objects, _ in of_parts for sent in objects),
+            parts=[(len(objects), places) for objects, places in of_parts],
+        )
+        pairs = zip(parts, answers[::2], answers[1::2], strict=True)
+        return [_SentPart(part, deadline, rollouts, count) for part, rollouts, count in pairs]
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)
@@ -516,6 +544,10 @@ class RolloutClient:
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self.names, self.actors, strict=True))
+
+
+def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[Any], range]:
+    return in_objects(round_[part.rank][part.requests.start : part.requests.stop])
 
 
 def _require_several(processes: Sequence[str]) -> None:
@@ -543,9 +575,10 @@ class RankRolloutClient(RolloutClient):
         devices_per_rank: int,
         decode_batch_size: int,
         group_size: int = 1,
+        in_one_round: bool = False,
     ) -> None:
         """Take over the ranks. `group_size`: rollouts of a request, where they are of an
-        environment.
+        environment. `in_one_round`: a step is one round, of one rank.
         """
         super().__init__(
             (),
@@ -557,6 +590,7 @@ class RankRolloutClient(RolloutClient):
         )
         self._learner = learner
         self._group_size = group_size
+        self._in_one_round = in_one_round
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. Fails with a rank's own error, or LearnerError where it is late."""

@@ -466,7 +466,8 @@ def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
 
 
 def _is_cut(rollout: EnvironmentRollout) -> bool:
-    """Tell whether it ended for its length, or one of its answers did, and did not fail."""
+    """Tell whether it was cut by length and did not fail."""
+    # Logs of older versions do not call it truncated where an answer alone was cut.
     is_cut = rollout.is_truncated or rollout.num_length_limited > 0
     return is_cut and rollout.error is None
 

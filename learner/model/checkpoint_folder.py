@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from shared.errors import ConfigError
 from shared.model_families import IN_OTHER_FORMS
 
 _ANOTHER_MODEL = (
@@ -62,6 +63,43 @@ def no_chat_template(folder: Path, *, key: str = "model.path") -> str:
         " tokenizer_config.json), by which messages become a prompt; choose the Instruct or chat"
         " version of the model, or copy that version's chat_template.jinja into the folder"
     )
+
+
+def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -> set[int]:
+    """Return the ids that end an answer by `generation_config.json` and `config.json`.
+
+    Each may name one id or several (`"eos_token_id": [2, 0]`). An engine that ignored one would
+    sample on, and the learner would learn what follows. Engines of others read `config.json` only
+    if the other file names none; then it decides here too. Otherwise it only adds control tokens:
+    it may still hold the default of its class, an id that is a word of this tokenizer.
+
+    Args:
+        num_tokens: size of the vocabulary; every id is below it.
+        special_ids: ids of the tokenizer's control tokens.
+
+    Raises:
+        ConfigError: a value is no id of the vocabulary.
+    """
+    named = _eos_ids(folder / "generation_config.json")
+    file = folder / ("generation_config.json" if named else "config.json")
+    others = _eos_ids(folder / "config.json")
+    for value in named or others:
+        if not isinstance(value, int) or not 0 <= value < num_tokens:
+            raise ConfigError(
+                f"model.path: {file} has eos_token_id {value!r}, which is no id of its tokenizer of"
+                f" {num_tokens} tokens; correct the file"
+            )
+    return {*(named or others), *(value for value in others if value in special_ids)}
+
+
+def _eos_ids(file: Path) -> list[Any]:
+    """Return the values of `eos_token_id`, also of a `text_config`; none without the file."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found: list[Any] = []
+    for section in (content, content.get("text_config") or {}):
+        named = section.get("eos_token_id")
+        found += named if isinstance(named, list) else [] if named is None else [named]
+    return found
 
 
 def hub_id(folder: Path) -> str | None:

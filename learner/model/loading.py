@@ -26,6 +26,7 @@ from learner.model.attention import attend_by_segments
 from learner.model.checkpoint_folder import (
     BaseFiles,
     checkpoint_problems,
+    end_token_ids,
     no_chat_template,
     weight_problems,
 )
@@ -80,6 +81,8 @@ class LoadedTokens:
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there."""
+    stop_token_ids: tuple[int, ...]
+    """Ids that end an answer: the end of a turn, which is taught, then the checkpoint's others."""
     base: BaseFiles
     """Configuration, tokenizer and processor as the checkpoint's folder has them."""
 
@@ -168,8 +171,10 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     # Prompts of an environment may be plain text.
     if is_grounding and processor.chat_template is None:
         raise ConfigError(no_chat_template(path))
+    ends = end_token_ids(path, len(tokenizer), codec.special_ids) | {tokenizer.eos_token_id}
+    stops = (codec.eos_token_id, *sorted(ends - {codec.eos_token_id, None}))
     base = BaseFiles.read(path)
-    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), base)
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
@@ -260,6 +265,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         banned_token_ids=tokens.banned_token_ids,
+        stop_token_ids=tokens.stop_token_ids,
         base=tokens.base,
         fresh_tokens=fresh,
     )

@@ -113,7 +113,9 @@ class TrajectoryRecord(TypedDict):
     error: Text | None
     """Why it failed, and nothing is learned of it."""
     is_truncated: bool
-    """It was ended for its length."""
+    """It was cut by length: an answer of it, or the conversation (`is_overlong`)."""
+    is_overlong: NotRequired[bool]
+    """It ended because there was no room for its next prompt."""
     num_turns: _Count
     """Calls of the model."""
     num_splits: _Count
@@ -121,7 +123,7 @@ class TrajectoryRecord(TypedDict):
     num_tokens: NotRequired[_Count]
     """Tokens that were sampled."""
     num_length_limited: NotRequired[_Count]
-    """Calls whose answer ended at `max_new_tokens`."""
+    """Calls whose answer the engine cut by length."""
     num_tool_calls: NotRequired[_Count | None]
     """Calls of tools; null where the model is offered none."""
     given_up: NotRequired[Sequence[Text]]
@@ -231,6 +233,7 @@ def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
         given_up=tuple(line["given_up"]),
         num_tool_calls=line["num_tool_calls"],
         calls=tuple(ModelCall(**call) for call in line["calls"]),
+        is_overlong="is_overlong" in line and line["is_overlong"],
     )
 
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from shared.errors import ConfigError, RolloutError
 
 REMEDY = (
-    "run `make setup`, or train on samples with backend=hf (rollout_matching.rollout_backend: hf),"
-    " which needs no vLLM"
+    "run `make setup`, or choose backend=hf (rollout_matching.rollout_backend: hf), which needs no"
+    " vLLM but for the tool calls of an environment"
 )
 
 

@@ -3,6 +3,8 @@ Modules of this package import each other, never this.
 """
 
 from rollout_actors.environments.answers.parsers import (
+    BOXED_SYSTEM_PROMPT,
+    THINK_BOXED_SYSTEM_PROMPT,
     MaybeThinkParser,
     Parser,
     ThinkParser,
@@ -41,8 +43,11 @@ from rollout_actors.environments.training.examples import (
 )
 from rollout_actors.environments.types import (
     BaseRolloutInput,
+    Info,
     Message,
     Messages,
+    MessageType,
+    ModelResponse,
     RolloutInput,
     RolloutTiming,
     SamplingArgs,
@@ -53,17 +58,22 @@ from rollout_actors.environments.types import (
 from shared.trajectory import TrainingExample
 
 __all__ = [
+    "BOXED_SYSTEM_PROMPT",
+    "THINK_BOXED_SYSTEM_PROMPT",
     "AsyncBatchGenerator",
     "BaseRolloutInput",
     "EnvGroup",
     "Environment",
     "GenerateMetadata",
     "GenerateOutputs",
+    "Info",
     "JudgeRubric",
     "MathRubric",
     "MaybeThinkParser",
     "Message",
+    "MessageType",
     "Messages",
+    "ModelResponse",
     "MultiTurnEnv",
     "Parser",
     "RolloutInput",

@@ -9,9 +9,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
+from functools import wraps
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.messages import (
@@ -49,8 +50,40 @@ from rollout_actors.environments.scope import bind_client, current_scope, in_sco
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NO_CHAT = "with message_type='completion' the model is sent the row's text alone"
+
+
+def _by_other_name(
+    method: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    @wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        environment, *others = args
+        return await _own(environment, method)(*others, **kwargs)
+
+    return call
+
+
+def _in_loop_of_its_own(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if asyncio._get_running_loop() is not None:
+            name = method.__name__
+            remedy = f"write `await environment.{name}(...)`"
+            raise RuntimeError(f"{name}_sync: an event loop runs here, as in a notebook; {remedy}")
+        environment, *others = args
+        return asyncio.run(_own(environment, method)(*others, **kwargs))
+
+    return run
+
+
+def _own(environment: object, method: Callable[..., T]) -> Callable[..., T]:
+    """Return the environment's method, which may be a subclass's."""
+    found: Callable[..., T] = getattr(environment, method.__name__)
+    return found
 
 
 class Environment(ABC):
@@ -98,8 +131,8 @@ class Environment(ABC):
             eval_dataset: the same for `evaluate`; None: `dataset`.
             sampling_args: of every call; those of a call of `generate` win.
             message_type: `chat`, or `completion` if prompts are plain text.
-            max_seq_len: tokens of a call's prompt and answer together that end a rollout as
-                `is_truncated`.
+            max_seq_len: tokens of a call's prompt and answer together; what is beyond is cut off
+                (`is_truncated`), and ends the rollout.
             client: kept with `model` as attributes, for what the environment asks by itself;
                 rollouts go to the client that they are given.
 
@@ -150,12 +183,19 @@ class Environment(ABC):
         self._has_cleanup = bool(self._cleanups) or overrides_cleanup
         self._uncalled_tools = UncalledTools()
         self._is_closed = False
+        self._said: set[str] = set()
         if self._teardowns:
             close_at_exit(self)
 
     @property
     def name(self) -> str:
         return self.env_id or type(self).__name__
+
+    def say_once(self, remark: str, *arguments: object) -> None:
+        """Log a remark about this environment, which holds as long as it lives."""
+        if remark not in self._said:
+            self._said.add(remark)
+            _LOGGER.warning(f"%s: {remark}", self.name, *arguments)
 
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
         """Return the environment that plays rollouts of this task: in a group, one of several."""
@@ -325,7 +365,8 @@ class Environment(ABC):
             max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
             max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
             interleave_scoring: score a rollout (or an example's, if the rubric compares them) as
-                soon as it is finished; False: when all are.
+                soon as it is finished; False: when all are, as always where the rubric has a
+                `score_rollouts` of its own.
             state_columns: fields of the state that are saved too, such as `timing.total_ms`. One
                 that no rollout has is left out, with a warning.
             save_path: a folder for the results, made before the first rollout.
@@ -372,9 +413,8 @@ class Environment(ABC):
             _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
-    async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """Call `generate` by its other name."""
-        return await self.generate(*args, **kwargs)
+    a_generate = _by_other_name(generate)
+    """`generate`, or a subclass's own."""
 
     async def evaluate(
         self,
@@ -406,13 +446,10 @@ class Environment(ABC):
             self._save(results, save_path)
         return results
 
-    def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """Run `generate`. RuntimeError if an event loop runs already, as in a notebook."""
-        return _run(self.generate, args, kwargs)
-
-    def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """Run `evaluate`. RuntimeError if an event loop runs already, as in a notebook."""
-        return _run(self.evaluate, args, kwargs)
+    generate_sync = _in_loop_of_its_own(generate)
+    """Runs `generate`. RuntimeError if an event loop runs already, as in a notebook."""
+    evaluate_sync = _in_loop_of_its_own(evaluate)
+    """Runs `evaluate`, likewise."""
 
     def make_dataset(
         self,
@@ -437,19 +474,6 @@ def full_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return prefix + kind.__qualname__
-
-
-def _run(
-    method: Callable[..., Coroutine[Any, Any, GenerateOutputs]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> GenerateOutputs:
-    if asyncio._get_running_loop() is not None:
-        remedy = f"write `await environment.{method.__name__}(...)`"
-        raise RuntimeError(
-            f"{method.__name__}_sync: an event loop runs here, as in a notebook; {remedy}"
-        )
-    return asyncio.run(method(*args, **kwargs))
 
 
 def _read_info(info: Any) -> Mapping[str, Any]:

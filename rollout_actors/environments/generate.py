@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from rollout_actors.backends.calls import ASKER, ASKERS, Asker
 from rollout_actors.environments.answers.parsers import Parser
+from rollout_actors.environments.chat.responses import is_cut
 from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.concurrency import (
@@ -47,6 +49,7 @@ from rollout_actors.environments.rubric import (
     group_indices,
     lent_parser,
     note_failed_rubric,
+    score_at_once,
     score_unit,
     settle,
     time_limit,
@@ -132,6 +135,8 @@ class _Batch:
         self._environment = environment
         self._call = call
         self._bar = bar
+        self._together = SCORED_TOGETHER.get() or ScoredTogether(1)
+        SCORED_TOGETHER.set(None)  # calls that its rollouts make are apart
         self._inputs = with_positions(examples)
         check_one_row_per_id(examples, self._inputs)
         if is_rollout_client(call.client):
@@ -164,14 +169,11 @@ class _Batch:
             return
         units = self._units(groups)
         if self._call.interleaves:
-            await self._for_all(units, self._generate_unit, self._score, self._finish)
+            await self._for_all(units, self._generate_unit, self._score_unit)
         else:
             await self._for_all(singles, self._generate_unit)
-            at_once = [index for (index,) in singles if self._rubric(index).scores_all_at_once]
-            one_by_one = [unit for unit in units if not self._rubric(unit[0]).scores_all_at_once]
-            await self._for_all(one_by_one, self._score, self._finish)
-            for same in group_indices(id(self._rubric(index)) for index in at_once):
-                await self._score_at_once([at_once[number] for number in same])
+            await self._for_all(units, self._score_unit)
+        await self._score_at_once()
         for group in groups:
             compare_rollouts([self._state(index) for index in group])
 
@@ -252,7 +254,11 @@ class _Batch:
             result = await awaited(
                 environment.rollout(scope.input, call.client, call.model, call.sampling_args)  # type: ignore[arg-type]
             )
-        return with_defaults(require_state(result, "rollout", environment), scope.input)
+        state = with_defaults(require_state(result, "rollout", environment), scope.input)
+        # Environments may call the model and write the steps themselves.
+        responses = (step.get("response") for step in state["trajectory"])
+        state["is_truncated"] = bool(state["is_truncated"]) or any(map(is_cut, responses))
+        return state
 
     async def _note_failure(self, state: State, error: BaseException) -> None:
         state["error"] = describe_error(error)
@@ -267,45 +273,38 @@ class _Batch:
                 reraise_cancellation(again)
                 state["completion"] = "" if environment.message_type == "completion" else []
 
+    async def _score_unit(self, unit: list[int]) -> None:
+        """Score and report a unit, unless its rubric waits for the rollouts of the whole call."""
+        if not self._rubric(unit[0]).scores_all_at_once:
+            await self._score(unit)
+            await self._finish(unit)
+
+    async def _score_at_once(self) -> None:
+        """Score and report the rollouts of rubrics with a `score_rollouts` of their own."""
+        indices = [
+            index for index in range(len(self._inputs)) if self._rubric(index).scores_all_at_once
+        ]
+        if indices and self._call.interleaves:
+            self._environment.say_once(
+                "%s scores all rollouts at once (score_rollouts), when they are generated:"
+                " interleave_scoring has no effect",
+                type(self._rubric(indices[0])).__name__,
+            )
+        await self._together.score(
+            [(self._rubric(index), self._parser(index), self._state(index)) for index in indices],
+            self._call.concurrency.scoring,
+        )
+        await self._finish(indices)
+
     async def _score(self, unit: list[int]) -> None:
         """Score the rollouts of a unit that have not failed."""
-        if states := self._sound(unit):
+        if states := _sound([self._state(index) for index in unit]):
             scope = self._scope(unit[0])
             scope.path += "="  # calls of reward functions have seeds of their own
             enter_scope(scope)
             QUEUE_TIME.set(None)  # of a rollout around this call, which is not scored here
             with lent_parser(self._parser(unit[0])):
                 await score_unit(self._rubric(unit[0]), states, self._scoring)
-
-    async def _score_at_once(self, indices: list[int]) -> None:
-        """Score the rollouts of a rubric with a `score_rollouts` of its own."""
-        rubric = self._rubric(indices[0])
-        states = self._sound(indices)
-        bound = self._call.concurrency.scoring
-        began_s = time.perf_counter()
-        try:
-            with lent_parser(self._parser(indices[0])):
-                await run_in_task(
-                    awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
-                )
-        except FAILURES as error:
-            reraise_cancellation(error)
-            note_failed_rubric(states, error)
-        settle(states, rubric)
-        for state in states:
-            if not state["timing"]["scoring_ms"]:  # nobody knows each one's part of it
-                state["timing"]["scoring_ms"] = 1000 * (time.perf_counter() - began_s)
-        await self._finish(indices)
-
-    def _sound(self, indices: Sequence[int]) -> list[State]:
-        """Return the states to be scored. Nobody judges one that failed: it has no metrics."""
-        sound = []
-        for state in map(self._state, indices):
-            if state["error"] is None:
-                sound.append(state)
-            else:
-                state["metrics"] = {}
-        return sound
 
     async def _finish(self, indices: Sequence[int]) -> None:
         """Report rollouts as done."""
@@ -329,6 +328,64 @@ class _Batch:
         state = self._finished[index]
         assert state is not None, "it is generated first"
         return state
+
+
+class ScoredTogether:
+    """Scores the rollouts of some calls of `generate` by the `score_rollouts` of their rubrics,
+    once all these calls have come so far.
+    """
+
+    def __init__(self, num_calls: int) -> None:
+        self._num_missing = num_calls
+        self._rollouts: list[tuple[Rubric, Parser, State]] = []
+        self._is_done = asyncio.Event()
+
+    async def score(
+        self, rollouts: Sequence[tuple[Rubric, Parser, State]], bound: int | None
+    ) -> None:
+        """Score a call's rollouts, each with its rubric and parser; those that failed are not.
+
+        `bound`: most rollouts that are scored at a time; None: all.
+        """
+        self._rollouts += rollouts
+        self._num_missing -= 1
+        if not self._num_missing:
+            for same in group_indices(id(rubric) for rubric, _, _ in self._rollouts):
+                rubric, parser, _ = self._rollouts[same[0]]
+                states = _sound([self._rollouts[index][2] for index in same])
+                await _score_at_once(rubric, parser, states, bound)
+            self._is_done.set()
+        await self._is_done.wait()
+
+
+SCORED_TOGETHER: ContextVar[ScoredTogether | None] = ContextVar("scored_together", default=None)
+"""Of the next call of `generate` in this context; None: it is scored by itself."""
+
+
+async def _score_at_once(
+    rubric: Rubric, parser: Parser, states: Sequence[State], bound: int | None
+) -> None:
+    if not states:
+        return
+    began_s = time.perf_counter()
+    try:
+        with lent_parser(parser):
+            await run_in_task(score_at_once(rubric, states, -1 if bound is None else bound))
+    except FAILURES as error:
+        reraise_cancellation(error)
+        note_failed_rubric(states, error)
+    settle(states, rubric)
+    for state in states:
+        if not state["timing"]["scoring_ms"]:  # nobody knows each one's part of it
+            state["timing"]["scoring_ms"] = 1000 * (time.perf_counter() - began_s)
+
+
+def _sound(states: Sequence[State]) -> list[State]:
+    """Return the states to be scored. Nobody judges one that failed: it has no metrics."""
+    for state in states:
+        if state["error"] is not None:
+            state["metrics"] = {}
+    return [state for state in states if state["error"] is None]
 
 
 def _bound(limit: int | None) -> asyncio.Semaphore | None:

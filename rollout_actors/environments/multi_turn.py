@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_actors.environments.chat.messages import checked_messages, concat_messages, copied
 from rollout_actors.environments.chat.responses import (
+    is_cut,
     parse_response_messages,
     parse_response_tokens,
 )
@@ -87,6 +88,8 @@ class MultiTurnEnv(Environment):
             state["prompt_too_long"] = True
             state["is_truncated"] = True
             return
+        if is_cut(response):
+            state["is_truncated"] = True
         completion = await parse_response_messages(response, self.message_type)
         tokens = await parse_response_tokens(response, self.message_type)
         if self.max_seq_len is not None:

@@ -79,6 +79,13 @@ def scoring_limit(who: str) -> AbstractAsyncContextManager[None]:
 
 # Rubrics
 
+
+def _overrides(rubric: Rubric, name: str, base: type[Rubric]) -> bool:
+    """Tell whether a subclass, or the rubric itself, has a method in place of the base's."""
+    method = getattr(rubric, name)
+    return getattr(method, "__func__", method) is not getattr(base, name)
+
+
 RewardFunction = Callable[..., Any]
 """Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
 
@@ -157,12 +164,12 @@ class Rubric:
     @property
     def compares_rollouts(self) -> bool:
         """True if all rollouts of an example are scored together."""
-        return self._has_group_function or type(self).score_group is not Rubric.score_group
+        return self._has_group_function or _overrides(self, "score_group", Rubric)
 
     @property
     def scores_all_at_once(self) -> bool:
-        """True if `score_rollouts` is a subclass's own, and rewards are final only behind it."""
-        return type(self).score_rollouts is not Rubric.score_rollouts
+        """True if `score_rollouts` is the rubric's own, and rewards are final only behind it."""
+        return _overrides(self, "score_rollouts", Rubric)
 
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none."""
@@ -179,8 +186,9 @@ class Rubric:
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
         """Score many rollouts, each by itself or together with those of its example.
 
-        `Environment.generate` calls an override of this with `interleave_scoring=False`, when all
-        rollouts are generated. Interleaved it calls `score_rollout` or `score_group` alone.
+        `Environment.generate` calls an override of this, whatever `interleave_scoring` is, once,
+        when all its rollouts are generated; in training once for a step. Where there is none it
+        calls `score_rollout` or `score_group`.
 
         Args:
             max_concurrent: most rollouts that are scored at a time; -1: all.
@@ -255,7 +263,7 @@ class RubricGroup(Rubric):
 
     @property
     def scores_all_at_once(self) -> bool:
-        own = type(self).score_rollouts is not RubricGroup.score_rollouts
+        own = _overrides(self, "score_rollouts", RubricGroup)
         return own or any(rubric.scores_all_at_once for rubric in self.rubrics)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
@@ -268,7 +276,7 @@ class RubricGroup(Rubric):
             await super().score_rollouts(states, max_concurrent)
             return
         await self._add_up(
-            states, lambda rubric, sound: awaited(rubric.score_rollouts(sound, max_concurrent))
+            states, lambda rubric, sound: score_at_once(rubric, sound, max_concurrent)
         )
         if self.compares_rollouts:
             for example in _by_example(states):
@@ -370,6 +378,16 @@ async def score_unit(
     for state in states:
         if (timing := state.get("timing")) is not None:
             timing["scoring_ms"] += 1000 * slot.so_far_s()
+
+
+async def score_at_once(rubric: Rubric, states: Sequence[State], max_concurrent: int) -> None:
+    """Call `score_rollouts`, whose override may take the states alone."""
+    arguments: tuple[Any, ...] = (states, max_concurrent)
+    try:
+        inspect.signature(rubric.score_rollouts).bind(*arguments)
+    except TypeError:
+        arguments = (states,)
+    await awaited(rubric.score_rollouts(*arguments))
 
 
 def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:

@@ -6,12 +6,21 @@ They are dictionaries because environments of users read and extend them by key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 Message = dict[str, Any]
 """A message of the OpenAI API: `role`, `content`, and `tool_calls` or `tool_call_id` if any."""
 Messages = list[Message] | str
 """A conversation, or plain text if `message_type` is `completion`."""
+MessageType = Literal["chat", "completion"]
+"""Whether prompts are messages or plain text."""
+ModelResponse = ChatCompletion | Completion
+"""What a call of the model returns, by the message type."""
+Info = dict[str, Any]
+"""What a row says besides its prompt and answer."""
 SamplingArgs = Mapping[str, Any]
 """Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
 
@@ -30,7 +39,7 @@ class RolloutInput(BaseRolloutInput, total=False):
     id: Any
     """The row's own, if it has one; `state["id"]`."""
     answer: str
-    info: dict[str, Any]
+    info: Info
     position: int
     """Index of the rollout in its training step, which the seeds of its calls follow from.
 

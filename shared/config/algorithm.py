@@ -199,9 +199,9 @@ class EnvironmentSection(Section):
     that did not fail) are replaced by rollouts of further examples; 0: they stay. What is left
     without signal after so many rounds stays."""
     drop_truncated: bool = False
-    """Learn nothing from rollouts that were cut for their length, an answer at
-    `rollout_matching.max_new_tokens` included, and count them (`rollout/num_masked`). Their rewards
-    stay in the means of their groups."""
+    """Learn nothing from truncated rollouts, and count them (`rollout/num_masked`): an answer was
+    cut by length, as at `rollout_matching.max_new_tokens`, or there was no room for the next
+    prompt. Their rewards stay in the means of their groups."""
     num_eval_examples: NonNegativeInt | None = None
     """Rows of the environment's evaluation data that held-out reports take; null: all; 0: no
     reports."""

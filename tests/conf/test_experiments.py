@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from launch.cli import as_schema_overrides
+from launch.demo.once import DEMO_FOLDERS
 from launch.runtime.batch_algebra import batch_algebra
 from shared.config import RunConfig, load_config
 from shared.config.algorithm import TrainerVariant
@@ -86,6 +87,19 @@ def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Iterator[s
             yield from repeated(section.model_fields, value, f"{above}{key}.")
         elif not field.is_required() and field.default == value:
             yield f"{above}{key}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_folders_that_a_shipped_experiment_needs_are_made_on_the_way(experiment):
+    run = loaded(f"+experiment={experiment}")
+    sources = [*run.data.sources("train"), *run.data.sources("val")]
+    needed = {Path(run.model.path), *(source.path.parent for source in sources)}
+    # Trained by `make demo-start` and `make aligned`, or a user's own.
+    others = {Path("outputs/demo/start/checkpoint")} | {
+        folder for folder in needed if folder.is_absolute()
+    }
+    assert needed - others <= DEMO_FOLDERS.keys()
 
 
 @pytest.mark.slow

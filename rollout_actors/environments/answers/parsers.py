@@ -172,6 +172,14 @@ def text_of(message: Message) -> str:
 # Answers of mathematical datasets: functions for `extract_fn`
 
 
+BOXED_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+THINK_BOXED_SYSTEM_PROMPT = (
+    "Think step-by-step inside <think>...</think> tags.     Then, give your final answer inside"
+    " \\boxed{}."
+)
+"""As `verifiers` has them, to the letter: models may have been trained with them."""
+
+
 def extract_boxed_answer(text: str) -> str:
     r"""Return what the last `\boxed{...}` holds; the whole text where there is none, or the
     last one is not closed.

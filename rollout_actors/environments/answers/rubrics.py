@@ -34,8 +34,9 @@ Say "yes" or "no", and nothing else."""
 class JudgeRubric(Rubric):
     """A rubric whose reward functions may ask another model, as their argument `judge`.
 
-    Example: with `async def right(judge, prompt, completion, answer, state): return "yes" in await
-    judge(prompt, completion, answer, state)` as its function, the reward is what the judge says.
+    Example: with `async def right(judge, prompt, completion, answer, state, **kwargs): return "yes"
+    in await judge(prompt, completion, answer, state, **kwargs)` as its function, the reward is what
+    the judge says.
     """
 
     def __init__(
@@ -66,8 +67,19 @@ class JudgeRubric(Rubric):
         names = ("judge", "judge_client", "judge_model", "judge_sampling_args", "judge_prompt")
         self.class_objects |= {name: getattr(self, name) for name in names}
 
-    async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State) -> str:
-        """Return the judge's words about an answer; asked once for each text that it is sent.
+    async def judge(
+        self,
+        prompt: Messages,
+        completion: Messages,
+        answer: Any,
+        state: State | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> str:
+        """Return the judge's words about an answer; a rollout asks it once for each text.
+
+        Args:
+            state: the rollout's, which keeps what was said; None: it is asked each time.
+            kwargs: what else a reward function was called with; not used.
 
         Raises:
             ValueError: the text is too long for the judge.
@@ -82,7 +94,7 @@ class JudgeRubric(Rubric):
             lambda blank: str(texts[blank[1]]),
             self.judge_prompt,
         )
-        said: dict[str, str] = state.setdefault("judge_response", {})
+        said: dict[str, str] = {} if state is None else state.setdefault("judge_response", {})
         if asked not in said:
             verdict = await ask(
                 bind_client(self.judge_client),

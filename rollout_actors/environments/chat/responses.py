@@ -25,6 +25,15 @@ RETURNS_TOKENS: dict[str, Any] = {
 """Sampling arguments with which vLLM answers a chat with what `parse_response_tokens` reads."""
 
 
+def is_cut(response: Any) -> bool:
+    """Tell whether an answer was cut by length: at `max_tokens`, or where there was no more room.
+
+    Environments may note anything as a step's response.
+    """
+    choices = getattr(response, "choices", None) or ()
+    return any(getattr(choice, "finish_reason", None) == "length" for choice in choices)
+
+
 async def parse_response_messages(response: Any, message_type: str) -> Messages:
     """Return the model's message: one assistant message, or the text of a completion.
 

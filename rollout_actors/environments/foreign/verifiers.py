@@ -431,6 +431,6 @@ def _interpreter(name: str) -> str:
 def _remedy() -> str:
     return (
         "make one, `uv venv FOLDER && uv pip install --python FOLDER/bin/python"
-        f" verifiers=={VERSION} PACKAGE_OF_THE_ENVIRONMENT`, and set"
+        f" verifiers=={VERSION} ./FOLDER_OF_THE_ENVIRONMENT`, and set"
         " environment.args.interpreter=FOLDER/bin/python"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import ray
@@ -134,6 +135,28 @@ class EnvironmentActor:
         """
         answers = await self._rounds.run(SentRequests.chosen(objects, places).requests)
         return answers, len(answers)
+
+    async def generate_at_once(
+        self, *objects: SentRequests, parts: Sequence[tuple[int, range]]
+    ) -> list[list[SentRollouts] | int]:
+        """Run the requests of several learner ranks together: a rubric scores them in one call.
+
+        Args:
+            parts: of each rank, the number of its objects and the `places` there.
+
+        Returns:
+            The two answers of `generate` for each part, one behind the other.
+        """
+        left = iter(objects)
+        of_parts = [
+            SentRequests.chosen(list(islice(left, num_objects)), places).requests
+            for num_objects, places in parts
+        ]
+        answers = iter(await self._rounds.run(list(chain.from_iterable(of_parts))))
+        sent: list[list[SentRollouts] | int] = []
+        for requests in of_parts:
+            sent += [list(islice(answers, len(requests))), len(requests)]
+        return sent
 
     async def use_engines(self, engines: Sequence[Any]) -> None:
         """Ask these engines from now on; no rollout is under way."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollout_actors.backends.http import all_answers
 from rollout_actors.environments.chat.images import without_images
 from rollout_actors.environments.chat.messages import sanitize_messages
-from rollout_actors.environments.chat.responses import SENT_IMAGES
+from rollout_actors.environments.chat.responses import SENT_IMAGES, is_cut
 from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.chat.tools import num_tool_calls, reader_of
 from rollout_actors.environments.clients.conversation import ConversationSettings
@@ -24,6 +25,7 @@ from rollout_actors.environments.clients.engine import EngineClient, Engines
 from rollout_actors.environments.clients.openai import merged
 from rollout_actors.environments.datasets import Examples, PromptFormat
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.generate import SCORED_TOGETHER, ScoredTogether
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
@@ -141,11 +143,21 @@ class EnvironmentRunner:
         environment = self._environment
         dataset = environment.get_eval_dataset() if first.is_held_out else environment.get_dataset()
         groups = [group for request in requests for group in request.groups]
+        calls = [
+            _PositionedRows(dataset, apart) for apart in _with_each_example_once(groups, dataset)
+        ]
         done: dict[int, EnvironmentRollout] = {}
-        for apart in _with_each_example_once(groups, dataset):
-            rollouts = self._generate(_PositionedRows(dataset, apart), client, first)
-            for rollout in await client.unless_an_engine_fails(rollouts):
-                done[rollout.position] = rollout
+        if scores_at_once(environment):
+            together = ScoredTogether(len(calls))
+            rollouts = all_answers(
+                [self._generate(rows, client, first, together) for rows in calls]
+            )
+            for of_call in await client.unless_an_engine_fails(rollouts):
+                done |= {rollout.position: rollout for rollout in of_call}
+        else:
+            for rows in calls:
+                of_call = await client.unless_an_engine_fails(self._generate(rows, client, first))
+                done |= {rollout.position: rollout for rollout in of_call}
         return [
             tuple(done[position] for group in request.groups for position in group.positions)
             for request in requests
@@ -169,10 +181,15 @@ class EnvironmentRunner:
                 raise RolloutError(message, actor=self._name, phase="environment") from error
 
     async def _generate(
-        self, rows: _PositionedRows, client: EngineClient, request: EnvironmentRequest
+        self,
+        rows: _PositionedRows,
+        client: EngineClient,
+        request: EnvironmentRequest,
+        together: ScoredTogether | None = None,
     ) -> list[EnvironmentRollout]:
         started_s = time.time()
         settings = self._settings
+        SCORED_TOGETHER.set(together)
         results = await self._environment.generate(
             rows,
             client,
@@ -206,9 +223,6 @@ class EnvironmentRunner:
         for index, state in enumerate(states):
             trajectory = state["trajectory"]
             tokens = [step["tokens"] for step in trajectory if step["tokens"] is not None]
-            reasons = [
-                [choice.finish_reason for choice in step["response"].choices] for step in trajectory
-            ]
             rollouts.append(
                 EnvironmentRollout(
                     position=rows.positions[index],
@@ -219,7 +233,8 @@ class EnvironmentRunner:
                     is_truncated=bool(state["is_truncated"]),
                     num_turns=len(trajectory),
                     num_tokens=sum(len(one["completion_ids"]) for one in tokens),
-                    num_length_limited=sum("length" in of_step for of_step in reasons),
+                    num_length_limited=sum(is_cut(step["response"]) for step in trajectory),
+                    is_overlong=bool(state.get("prompt_too_long")),
                     num_splits=int(state.get("num_splits") or 0),
                     examples=tuple(learned[index]),
                     prompt=_loggable(state["prompt"]) if keeps_messages else None,
@@ -250,7 +265,14 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
         [] if environment.eval_dataset is None else environment.get_eval_dataset()
     )
     count = len(held_out) if num_held_out is None else min(num_held_out, len(held_out))
-    return ExampleCounts(len(rows), count, _digest(rows, held_out))
+    return ExampleCounts(
+        len(rows), count, _digest(rows, held_out), scores_at_once=scores_at_once(environment)
+    )
+
+
+def scores_at_once(environment: Environment) -> bool:
+    """Tell whether some rubric of it scores all rollouts of a step in one call."""
+    return any(member.rubric.scores_all_at_once for member in _members(environment))
 
 
 def require_no_tools(environment: Environment) -> None:

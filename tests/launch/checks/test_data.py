@@ -67,6 +67,18 @@ def test_the_most_images_and_the_largest_are_those_of_training_and_validation(
     assert check_data(enlarged).images == ImageNeeds(3, 300 * 152)
 
 
+def test_pictures_that_exif_turns_are_counted_and_the_first_is_named(config, data):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (64, 32)).save(data / "val" / name, exif=exif)
+    change_row(data, 3, name="val.jsonl", images=["val/a.png"], width=64, height=32)
+    change_row(data, 4, name="val.jsonl", images=["val/b.png"], width=64, height=32)
+    (line,) = check_data(config).describe()
+    assert f"{data / 'val.jsonl'}: 2 pictures" in line
+    assert "EXIF" in line and "first: val/a.png" in line
+
+
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
     config, data, tmp_path, monkeypatch, capsys
 ):
@@ -103,7 +115,7 @@ def test_the_check_loads_neither_torch_nor_what_needs_it():
 
 def test_a_missing_file_is_named_with_its_key(config, data):
     (data / "val.jsonl").unlink()
-    missing = r"data\.val: there is no file .*val\.jsonl; run `make demo-data` .*, or set data\.val"
+    missing = r"data\.val: there is no file .*val\.jsonl; set data\.val .*, or choose data=demo"
     with pytest.raises(ConfigError, match=missing):
         check_data(config)
 
@@ -187,9 +199,10 @@ COUNTS = ExampleCounts(6, 3)
 def of_environment(tmp_path, model):
     """Check a configuration of an environment with these arguments."""
 
-    def check(env_id="runner_environment", **section):
+    def check(env_id="runner_environment", run=None, **section):
         environment = {"id": env_id, "rollouts_per_example": 4, **section}
-        return check_data(trajectory_config(model, tmp_path / "run", environment=environment))
+        changes = {"environment": environment, **(run or {})}
+        return check_data(trajectory_config(model, tmp_path / "run", **changes))
 
     return check
 
@@ -218,6 +231,20 @@ def test_an_environments_examples_are_counted_and_told(of_environment):
     assert of_environment(num_eval_examples=2).examples == ExampleCounts(6, 2)
     sizes = {"num_examples": 30, "num_eval_examples": 8}
     assert of_environment("copy_digits", args=sizes).examples == ExampleCounts(30, 8)
+
+
+def test_a_rubric_that_scores_at_once_is_told_and_needs_one_environment(of_environment):
+    facts = of_environment(args={"ranks": True})
+    assert facts.examples == ExampleCounts(6, 3, scores_at_once=True)
+    assert "score_rollouts" in facts.describe()[1]
+    beside = {
+        "learner__world_size": 2,
+        "rollout_matching__rollout_backend": "hf",
+        "queue": False,
+    }
+    with pytest.raises(ConfigError, match=r"^learner\.world_size: is 2.*score_rollouts"):
+        of_environment(args={"ranks": True}, run=beside)
+    assert not of_environment(run=beside).examples.scores_at_once
 
 
 def test_the_environment_that_was_looked_at_is_closed(of_environment):

@@ -1,7 +1,16 @@
+import json
+
 import pytest
 
-from launch.demo.once import make_once
+from launch.demo.once import SETTINGS_FILE, make_missing_demo_files, make_once
 from shared.errors import ConfigError
+from tests.fixtures.config_changes import load
+
+LANGUAGE_MODEL = {
+    "model.path": "outputs/demo/lm",
+    "data.train": "own/train.jsonl",
+    "data.val": None,
+}
 
 
 def test_an_interrupted_run_leaves_nothing_that_could_be_taken_for_complete(tmp_path):
@@ -30,3 +39,39 @@ def test_what_exists_is_not_made_again_and_refused_where_its_settings_were_other
     with pytest.raises(ConfigError, match="was made from another geometry, seed, train; remove it"):
         make_once(tmp_path / "out", changed, folders.append)
     assert len(folders) == 1
+
+
+@pytest.mark.slow
+def test_what_a_shipped_experiment_needs_is_made_once_before_its_first_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(LANGUAGE_MODEL)
+    shown = []
+    make_missing_demo_files(config, shown.append)
+    folder = tmp_path / "outputs/demo/lm"
+    assert json.loads((folder / SETTINGS_FILE).read_text()) == {"seed": 17}
+    assert (folder / "model.safetensors").is_file()
+    made_at = folder.stat().st_mtime_ns
+    make_missing_demo_files(config, shown.append)
+    assert len(shown) == 1 and "python -m launch.demo language-model" in shown[0]
+    assert folder.stat().st_mtime_ns == made_at
+
+
+def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(
+        {
+            "model.path": str(tmp_path / "outputs/demo/lm"),
+            "data.train": "train.jsonl",
+            "data.val": None,
+        }
+    )
+    make_missing_demo_files(config, pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_cannot_make_them_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").write_text("a file where a folder has to be")
+    config = load(LANGUAGE_MODEL)
+    with pytest.raises(ConfigError, match=r"outputs/demo/lm.*launch\.demo language-model.*status"):
+        make_missing_demo_files(config, lambda line: None)

@@ -77,6 +77,7 @@ def test_the_figures_are_those_of_the_evaluations_line():
             "val/num_failed": 1,
             "val/num_reward_errors": 0,
             "val/num_truncated": 1,
+            "val/num_overlong": 0,
             "val/turns": 1.0,
             "val/reward/first": 0.75,
             "val/reward/last": 0.25,

@@ -159,7 +159,9 @@ def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_b
 def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run):
     other = run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0")
     errors = {"judge": "TimeoutError: 60 s"}
-    rollout = run.rollout(merged(run), other, is_truncated=True, reward_errors=errors)
+    rollout = run.rollout(
+        merged(run), other, is_truncated=True, is_overlong=True, reward_errors=errors
+    )
     text = text_of(run.page_of(rollout))
     for part in (
         "Step 7, position 0",
@@ -172,7 +174,7 @@ def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run):
         "weights v5, v6",
         "engine actor-0, actor-2",
         "environment environment-1",
-        "truncated: it was ended for its length",
+        "truncated: there was no room for its next prompt",
         "reward 0.75",
         "exact 1",
         "form 0.25",

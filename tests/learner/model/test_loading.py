@@ -135,6 +135,21 @@ def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, 
     assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
 
 
+def test_requests_of_training_and_reports_end_at_every_end_token_of_the_checkpoint(
+    config, demo_checkpoint, tmp_path
+):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "two_ends")
+    tokens = load_tokens(config())
+    end, pad = tokens.codec.eos_token_id, tokens.tokenizer.pad_token_id
+    assert tokens.stop_token_ids == (end,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [pad, end]}))
+    learner = make_learner(config(model__path=str(folder)))
+    plans = list(RunSchedule(config(stage2_ab__schedule__warmup_steps=0)).plans())
+    asked = [*learner.next_requests(plans[0]), *learner.held_out_requests(0)]
+    # The first is the one that is taught, and that the repeat guard forces.
+    assert {request.decode.stop_token_ids for request in asked} == {(end, pad)}
+
+
 def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
     config, demo_checkpoint, tmp_path
 ):

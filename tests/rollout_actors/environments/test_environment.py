@@ -4,6 +4,7 @@ trajectories and rollout orchestration).
 
 import asyncio
 import copy
+import inspect
 import json
 import pickle
 
@@ -186,6 +187,9 @@ def test_a_generate_is_generate_also_where_a_subclass_has_its_own():
     results = asyncio.run(SingleTurnEnv().a_generate(rows(2), client, "model", use_tqdm=False))
     assert results.example_id == [0, 1]
     assert asyncio.run(Own().a_generate(rows(2), client, "model")) == "own"
+    for name, alias in (("generate", "a_generate"), ("evaluate", "evaluate_sync")):
+        method, other = getattr(SingleTurnEnv, name), getattr(SingleTurnEnv, alias)
+        assert inspect.signature(other) == inspect.signature(method)
 
 
 def test_generate_sync_and_evaluate_sync_need_no_event_loop_and_say_what_to_write_in_one():

@@ -394,6 +394,27 @@ def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
     assert [state["is_truncated"] for state in results.state] == [False, True]
 
 
+def test_an_answer_that_was_cut_makes_its_rollout_truncated_also_where_an_environment_calls_by_itself():
+    class Own(Environment):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await self.init_state(input)
+            response = await self.get_model_response(client, model, state["prompt"])
+            said = response.choices[0].message.content
+            step = {"prompt": state["prompt"], "completion": [assistant(said)], "tokens": None}
+            state["trajectory"].append({**step, "response": response})
+            await self._complete(state)
+            return state
+
+    def script(call):
+        return Answer("a", finish_reason="length" if call.text == "q1" else "stop")
+
+    for env in (SingleTurnEnv(), Own()):
+        results = generated(env, rows(2), ScriptedClient(script))
+        cut = [(state["error"], state["is_truncated"]) for state in results.state]
+        assert cut == [(None, False), (None, True)]
+        assert results.metadata.num_truncated == 1
+
+
 # Reward functions and rubrics
 
 

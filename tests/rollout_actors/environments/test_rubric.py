@@ -677,14 +677,18 @@ THREE = [{"question": question, "answer": "?"} for question in ("ccc", "a", "bb"
 def scored_at_once(rubric, client=None, **kwargs):
     env = SingleTurnEnv(rubric=rubric)
     client = client or ScriptedClient(echo)
-    return generated(env, THREE, client, interleave_scoring=False, **kwargs)
+    return generated(env, THREE, client, **kwargs)
 
 
+@pytest.mark.parametrize("interleaves", [True, False])
 @pytest.mark.parametrize("asks_super", [True, False])
-def test_a_score_rollouts_of_a_subclass_is_what_scores_in_the_two_phase_way(asks_super):
+def test_a_score_rollouts_of_a_subclass_is_what_scores_when_all_are_generated(
+    asks_super, interleaves, caplog
+):
     done, rubric = [], Ranked(asks_super)
     results = scored_at_once(
         rubric,
+        interleave_scoring=interleaves,
         max_concurrent_scoring=2,
         on_rollout=lambda place, one: done.append((place, one["reward"])),
     )
@@ -694,8 +698,18 @@ def test_a_score_rollouts_of_a_subclass_is_what_scores_in_the_two_phase_way(asks
     assert results.metrics == ({"length": [3.0, 1.0, 2.0]} if asks_super else {})
     for timing in each(results.state, "timing"):
         assert timing["total_ms"] == timing["generation_ms"] + timing["scoring_ms"]
-    generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(echo))
-    assert rubric.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
+    assert ("interleave_scoring has no effect" in caplog.text) == interleaves
+
+
+def test_a_score_rollouts_of_the_rubric_itself_or_without_a_bound_scores_too():
+    async def ranks(states):
+        for place, one in enumerate(sorted(states, key=lambda one: length(one["completion"]))):
+            one.update(reward=float(place), metrics={})
+
+    rubric = Rubric([length])
+    rubric.score_rollouts = ranks
+    assert scored_at_once(rubric).reward == [2.0, 0.0, 1.0]
+    assert scored_at_once(RubricGroup([rubric, Rubric([one_point])])).reward == [3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("asks_super", [True, False])
@@ -725,8 +739,6 @@ def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rew
     assert results.metrics.get("length") == ([3.0, 1.0, 2.0] if asks_super else None)
     assert results.metadata.num_reward_errors == {"picky": 1}
     assert each(results.state, "error", "advantage") == [(None, 0.0)] * 3
-    generated(SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo))
-    assert ranked.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
 
 
 @pytest.mark.parametrize("is_in_a_group", [False, True])
@@ -743,7 +755,7 @@ def test_what_a_score_rollouts_leaves_unsound_is_one_rollouts_failure_and_no_oth
         assert each(results.state, "metrics") == [{"length": 6.0}, {}, {"length": 4.0}]
 
 
-def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():
+def test_rollouts_that_failed_are_not_scored_where_all_are_scored_at_once_either():
     def script(call):
         return status_error(400, "bad") if call.text == "a" else call.text
 
@@ -763,10 +775,10 @@ def test_a_score_rollouts_that_fails_fails_what_it_scores():
     assert results.reward == [0.0] * 3
 
 
-def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_in_the_two_phase_way():
-    rubrics = [Ranked(True), Ranked(True)]
-    envs = [SingleTurnEnv(THREE[: 1 + i], rubric=rubric) for i, rubric in enumerate(rubrics)]
-    group = EnvGroup(envs, ["one", "two"])
-    results = generated(group, group.get_dataset(), ScriptedClient(echo), interleave_scoring=False)
-    assert [rubric.calls for rubric in rubrics] == [[(1, -1)], [(2, -1)]]
-    assert results.reward == [0.0, 1.0, 0.0]
+def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_when_all_are_there():
+    rubrics = [Ranked(True), Ranked(True), Rubric([length])]
+    envs = [SingleTurnEnv(THREE[: 1 + i % 2], rubric=rubric) for i, rubric in enumerate(rubrics)]
+    group = EnvGroup(envs, ["one", "two", "three"])
+    results = generated(group, group.get_dataset(), ScriptedClient(echo))
+    assert [rubric.calls for rubric in rubrics[:2]] == [[(1, -1)], [(2, -1)]]
+    assert results.reward == [0.0, 1.0, 0.0, 3.0]

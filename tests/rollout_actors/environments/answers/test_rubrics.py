@@ -1,5 +1,6 @@
 """Answers judged by another model, and by mathematics."""
 
+import asyncio
 import sys
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ async def right(judge, prompt, completion, answer, state):
     return float("yes" in await judge(prompt, completion, answer, state))
 
 
-async def wrong(judge, prompt, completion, answer, state):
-    return 1.0 - await right(judge, prompt, completion, answer, state)
+async def wrong(judge, prompt, completion, answer, state, **kwargs):
+    """As environments of `verifiers` write it."""
+    return 1.0 - float("yes" in await judge(prompt, completion, answer, state, **kwargs))
 
 
 def test_a_judge_is_asked_about_question_answer_and_response_and_once_for_all_its_functions():
@@ -39,6 +41,13 @@ def test_a_judge_is_asked_about_question_answer_and_response_and_once_for_all_it
     assert (state["reward"], state["metrics"]) == (2.0, {"right": 1.0, "wrong": 0.0})
     (call,) = judge.calls
     assert (call.model, call.text, call.arguments) == ("wise", "2 + 2? 4 5", {"temperature": 0.0})
+
+
+def test_without_a_state_a_judge_is_asked_each_time():
+    judge = ScriptedClient(["yes", "no"])
+    rubric = JudgeRubric(judge_client=judge)
+    asked = [asyncio.run(rubric.judge("2 + 2?", "4", "4")) for _ in range(2)]
+    assert asked == ["yes", "no"]
 
 
 def test_a_judge_that_cannot_answer_costs_the_reward_alone():

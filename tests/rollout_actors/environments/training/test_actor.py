@@ -154,6 +154,30 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
     assert [rollout.error for rollout in first] == [None] * 4 + [error] * 2, "it crosses as data"
 
 
+def test_a_step_whose_rubric_scores_at_once_is_one_round_of_one_actor_whatever_ranks_it_is_for(
+    pool, settings
+):
+    ranking = replace(settings, env_args={"ranks": True})
+    actor = create_environment_actor(
+        ENVIRONMENTS[0], ranking, pool.actors, ENGINES, pool.timeouts.generate
+    )
+    environments = RolloutClient([actor], ENVIRONMENTS[:1], timeouts(60.0))
+    engines = RolloutClient(
+        pool.actors, ENGINES, timeouts(60.0), decode_batch_size=2, learner_ranks=2, devices=(1, 1)
+    )
+    environments.start()
+    engines.generate_through(environments, group_size=SIZE, in_one_round=True)
+    requests = group_requests(4, 1, 5, 4, 3)
+    try:
+        (round_,) = engines.split(refs(requests[:3], requests[3:]))
+        first, second = rollouts(engines.generate(round_).result())
+    finally:
+        environments.close()
+    assert (len(first), len(second)) == (6, 4)
+    assert {rollout.metrics["num_scored"] for rollout in first + second} == {10.0}
+    assert first + second == in_process(ranking, requests, pool.version)
+
+
 def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool, settings):
     requests = group_requests(0, 1, 2, 3)
     expected = in_process(settings, requests, pool.version)

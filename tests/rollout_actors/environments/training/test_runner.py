@@ -185,6 +185,22 @@ def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares):
             assert rollout.examples[0].advantage == rollout.reward - sum(rewards) / len(rewards)
 
 
+def test_a_rubric_that_scores_at_once_sees_all_rollouts_of_the_step_whatever_was_drawn_twice():
+    answers = ran(group_requests(4, 4, 1, 4), ranks=True)
+    words = [rollout.completion for rollout in flat(answers)]
+    crosses = [runner_environment.crosses(completion) for completion in words]
+    rewards = [rollout.reward for rollout in flat(answers)]
+    assert rewards == [sum(other < count for other in crosses) for count in crosses]
+    assert len(set(rewards)) > 2
+    assert {rollout.metrics["num_scored"] for rollout in flat(answers)} == {8.0}
+    for answer in answers:
+        of_group = tuple(rollout.reward for rollout in answer)
+        for rollout in answer:
+            assert rollout.examples[0].group_rewards == of_group
+            assert rollout.examples[0].advantage == rollout.reward - sum(of_group) / 2
+    assert {one.metrics["num_scored"] for one in flat(ran(held_out(), ranks=True))} == {3.0}
+
+
 def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path):
     """Ids are the environment's own to give."""
     source = """
@@ -228,12 +244,14 @@ def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled():
     assert rollout.examples[0].num_learned == rollout.num_tokens > 0
     ((rollout, _),) = ran(group_requests(4), max_model_len=5)
     assert (*ending(rollout), rollout.examples) == (None, True, 0, ())
+    assert rollout.is_overlong
 
 
 def test_a_stop_token_that_was_not_sampled_is_not_learned():
     says = Says((1, 2, 3), finish_reason=FinishReason.LENGTH)
     ((rollout, _),) = ran(group_requests(4), ScriptedEngines(lambda _: says))
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
+    assert (rollout.is_truncated, rollout.is_overlong) == (True, False)
     assert sum(example.num_learned for example in rollout.examples) == 6
 
 
@@ -552,6 +570,8 @@ def test_examples_are_counted_and_a_report_may_be_of_fewer():
         assert count_examples(environment, num_held_out) == ExampleCounts(6, counted)
     without = load_environment("runner_environment", num_eval_rows=None)
     assert count_examples(without, None) == ExampleCounts(6, 0), "not those of the training"
+    at_once = load_environment("runner_environment", ranks=True)
+    assert count_examples(at_once, None).scores_at_once
     with pytest.raises(ValueError, match="runner_environment has a dataset without rows"):
         count_examples(load_environment("runner_environment", num_rows=0), None)
 
