@@ -666,8 +666,9 @@ CVAT_TURN = "<attribute><name>rotation</name><value>90.0</value></attribute>"
         "<robndbox><cx>50</cx><cy>40</cy><w>60</w><h>4</h><angle>1.5707963</angle></robndbox>",
         f"{FLAT}<attributes>{CVAT_TURN}</attributes>",
         f"{FLAT}<angle>1.5707963</angle>",
+        f"{FLAT}<angle>90</angle>",
     ],
-    ids=["robndbox", "CVAT's attribute", "an angle next to a box"],
+    ids=["robndbox", "CVAT's attribute", "an angle next to a box", "in degrees"],
 )
 def test_turned_boxes_of_voc_are_read(tmp_path, run, element):
     folder = tmp_path / "flat"
