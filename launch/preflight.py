@@ -38,6 +38,7 @@ from launch.checks.memory import (
 from launch.checks.model_shape import ModelShape, is_linear
 from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
+from launch.checks.weights import weight_warnings
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -159,7 +160,7 @@ def preflight(
         report.problems += missing
     else:
         report.facts = _check_data(config, report)
-        shape = report.attempt(lambda: ModelShape.read(Path(config.model.path)))
+        shape = report.attempt(lambda: _shape(config, report.lines))
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
         report.collect(_adapter_problems(config, shape))
@@ -193,6 +194,17 @@ def preflight(
     # Two checks may run into the same problem.
     report.problems = list(dict.fromkeys(report.problems))
     return report
+
+
+def _shape(config: RunConfig, lines: list[str]) -> ModelShape:
+    """Read the sizes of a checkpoint whose files hold its model; `lines` tell what else they hold.
+
+    Raises ConfigError where they do not.
+    """
+    folder = Path(config.model.path)
+    warnings = weight_warnings(folder, for_engines=starts_engines(config))
+    lines += (f"warning   {warning}" for warning in warnings)
+    return ModelShape.read(folder)
 
 
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:

@@ -127,6 +127,7 @@ class Learner:
             self.algorithm.fixed,
             self.algorithm.fixed_images,
         )
+        self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
         """Steps whose updates are all finished: the weights are theirs."""
         self.steps: deque[AlgorithmStep] = deque()

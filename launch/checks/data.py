@@ -13,10 +13,15 @@ import numpy as np
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
 from learner.data.samples import load_samples
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
 from rollout_actors.engine.settings import model_type
-from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
-from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
+from rollout_actors.environments.chat.tools import chat_templates, has_own_parser
+from rollout_actors.environments.training.runner import (
+    asks_by_chat,
+    count_examples,
+    has_tools,
+    require_no_tools,
+)
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import EngineLocation, engines_in, has_held_out
@@ -135,7 +140,10 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         with environment_errors(section.id, _KEYS, _KEYS.name):
             examples = count_examples(environment, section.num_eval_examples)
         warning = None
-        if has_tools(environment) and not shows_tools(checkpoint):
+        templates = chat_templates(checkpoint)
+        if not templates and asks_by_chat(environment):
+            raise ConfigError(no_chat_template(checkpoint))
+        if has_tools(environment) and not any("tools" in template for template in templates):
             warning = (
                 f"{environment.name} has tools, and the chat template of {checkpoint} shows none:"
                 " the model is not told that it can call them; choose a checkpoint whose template"

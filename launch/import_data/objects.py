@@ -15,6 +15,12 @@ from shared.model_families import END_OF_TURN
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS
 
+HARMLESS_KEYS = frozenset(
+    {"id", "image_id", "area", "attributes", "num_keypoints", "keypoints", "score", "caption"}
+    | {"category_name", "supercategory", "image_name"}
+)
+"""Keys of an annotation that do not change what its box means."""
+
 
 class WantedGeometry(StrEnum):
     """The geometry of the records."""

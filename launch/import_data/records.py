@@ -130,6 +130,8 @@ def _records(
             "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
             "annotated": [_annotation(one).as_json() for one in converted],
             **({"ignore": [region.as_json() for region in ignored]} if ignored else {}),
+            # For the way back (`launch.coco export`): annotations were turned with their picture.
+            **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             **image.keys,
         }
 

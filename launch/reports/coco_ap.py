@@ -2,10 +2,11 @@
 
 Answers in pixels are compared with the annotations themselves, so the figures are those of
 pycocotools on the original file, but for two things. Objects of every size count together. And
-predictions of equal scores count together too: pycocotools ranks them by the order of the images,
-so that with one score for all (`evaluation.score: constant`) AP would be an accident of that order.
-At most 100 predictions per image and class take part, the surest first; within an image, of equal
-scores the one that was written first. Points, which are neither boxes nor masks, are left out.
+predictions of equal scores are ranked by their place in their answers, those of one place together:
+pycocotools ranks them by the order of the images, so that with one score for all
+(`evaluation.score: constant`) AP would be an accident of that order. At most 100 predictions per
+image and class take part, the surest first. Points, which are neither boxes nor masks, are left
+out.
 
 Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
 """
@@ -153,7 +154,8 @@ def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> tuple[CocoAP, np.n
 def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
     """Return precision [T, R, K] and recall [T, K] as `COCOeval.accumulate`; -1 without truth.
 
-    A point of the curve takes in all predictions of one score, so that their order is of no effect.
+    A point of the curve takes in all predictions of one score and one place in their answers, so
+    that the order of the images has no effect.
     """
     params = evaluator.params
     num_images = len(params.imgIds)
@@ -168,8 +170,10 @@ def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
         if not num_true:
             continue
         scores = np.concatenate([image["dtScores"] for image in images])
-        order = np.argsort(-scores, kind="stable")
-        is_last = np.append(np.diff(scores[order]) != 0, True)[: len(order)]
+        place = np.concatenate([np.arange(len(image["dtScores"])) for image in images])
+        order = np.lexsort((place, -scores))
+        is_last = np.ones(len(order), dtype=bool)
+        is_last[:-1] = (np.diff(scores[order]) != 0) | (np.diff(place[order]) != 0)
         matched_TP, ignored_TP = (
             np.concatenate([image[key] for image in images], axis=1)[:, order].astype(bool)
             for key in ("dtMatches", "dtIgnore")

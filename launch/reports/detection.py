@@ -330,7 +330,7 @@ def _coco(report: DetectionReport) -> Table:
     score = "a prediction's score is the mean probability of its coord tokens"
     penalty = report.config.rollout_matching.repetition_penalty
     if report.config.evaluation.score == "constant":
-        score = "every prediction has score 1, so AP is of one point and not of a ranking"
+        score = "every prediction has score 1, so AP ranks predictions by their place in an answer"
     elif penalty != 1:
         # The engine gives probabilities as it samples by them: a coord token that the prompt or the
         # answer has had already is less probable.

@@ -27,6 +27,7 @@ def model(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
     return model
 
 
@@ -175,7 +176,7 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(tmp_path, mode
     make_text(data)
     truncate(data, "00005.png")
     Image.new("RGB", (50, 40)).save(data / "train" / "00007.png")
-    change_row(data, 9, objects=[POLYGON])
+    change_row(data, 9, objects=[{"bbox_2d": [9, 9, 1, 1], "desc": "two"}])
     (data / "val" / "00000.png").unlink()
     facts = check_data(config)
     assert (facts.num_train_skipped, facts.num_val_skipped) == (4, 1)
@@ -342,6 +343,17 @@ def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_o
     assert of_environment().warning is None
     template.write_text("{{ messages }}{{ tools }}")
     assert of_environment(args=TOOLS, tool_call_parser="hermes").warning is None
+
+
+def test_a_checkpoint_without_a_chat_template_is_named_unless_prompts_are_plain_text(
+    of_environment, model, monkeypatch
+):
+    (model / "chat_template.jinja").unlink()
+    problem = refused(of_environment)
+    assert problem.startswith(f"model.path: {model} has no chat template")
+    assert "chat_template.jinja" in problem and "; " in problem and "environment" not in problem
+    monkeypatch.setattr("launch.checks.data.asks_by_chat", lambda _: False)
+    assert of_environment().examples == COUNTS
 
 
 @pytest.mark.parametrize("number", [0, None])

@@ -64,6 +64,15 @@ def test_a_checkpoint_with_code_of_its_own_is_told_from_the_one_that_is_trained(
     assert problem.endswith("whose name ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF")
 
 
+def test_a_folder_with_an_adapter_in_it_is_no_model(tmp_path: Path) -> None:
+    """transformers would load the base model that the adapter names, without a word."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        (problem,) = checkpoint_problems(tmp_path, key="model")
+        assert problem.startswith(f"model: {tmp_path} holds an adapter") and "merge" in problem
+        (tmp_path / "config.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [

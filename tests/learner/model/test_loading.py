@@ -158,3 +158,19 @@ def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
     message = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on,"
     with pytest.raises(ConfigError, match=message):
         load_model(config(model__path=str(folder)), torch.device("cpu"))
+
+
+def test_grounding_needs_the_processors_chat_template(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template"):
+        load_tokens(config(model__path=str(folder)))
+
+
+def test_packed_weights_are_refused_by_their_method(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"quantization_config: awq in config\.json"):
+        load_tokens(config(model__path=str(folder)))
