@@ -479,7 +479,8 @@ def full_name(value: object) -> str:
 def _read_info(info: Any) -> Mapping[str, Any]:
     """Return a row's info, parsed if it is JSON. ValueError if that is no mapping."""
     try:
-        parsed = json.loads(info) if isinstance(info, str) else info
+        # NaN and infinity, which Python's own JSON may have, are no values.
+        parsed = json.loads(info, parse_constant=lambda _: None) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
         text = f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
         raise ValueError(text) from error

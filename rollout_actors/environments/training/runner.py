@@ -355,8 +355,9 @@ def _force_greedy(request: EnvironmentRequest) -> dict[str, Any]:
 def _loggable(messages: Any) -> Any:
     if messages is None:  # of a rollout that ended before it had any
         return None
-    # An environment may have put anything into them.
-    return json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
+    # An environment may have put anything into them, NaN too.
+    text = json.dumps(sanitize_messages(without_images(messages)), default=str)
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _with_each_example_once(
