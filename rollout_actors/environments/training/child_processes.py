@@ -63,6 +63,11 @@ class EnvironmentProcesses:
         self._watched.close()
 
 
+def unmarked() -> dict[str, str]:
+    """Return this process's variables, for a process that is not the environment's."""
+    return {name: value for name, value in os.environ.items() if name != VARIABLE}
+
+
 @contextmanager
 def processes_of(name: str) -> Iterator[None]:
     """End what is started in the block, for the environment `name`."""
