@@ -200,6 +200,10 @@ class Examples(Sequence[RolloutInput]):
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
 
+    def first(self, n: int) -> Examples:
+        """Return the first `n` examples, or all where there are fewer."""
+        return self[:n]
+
     def select(self, indices: Sequence[int]) -> Examples:
         """Return the examples at these indices."""
         return Examples(self._rows, self._form, [self._order[index] for index in indices])
