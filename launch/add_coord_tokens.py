@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,15 +21,16 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from rich.console import Console
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.utils import logging
 
+from launch.checks.weights import weight_warnings
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
 from learner.model.checkpoint import CheckpointWeights, save_as_published
-from learner.model.checkpoint_folder import checkpoint_problems
-from learner.model.loading import model_type_problem
+from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
+from learner.model.loading import load_complete, model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
 from shared.model_families import END_OF_TURN
@@ -100,8 +102,8 @@ def make_coord_model(options: AddOptions) -> list[str]:
         ConfigError: every problem that shows before the weights are read.
         StorageError: a full disk.
     """
-    config, processor = _read_stock(options)
-    lines: list[str] = []
+    config, processor, warnings = _read_stock(options)
+    lines = [f"warning   {warning}" for warning in warnings]
     settings = options.model_dump(mode="json", exclude={"out"}, exclude_none=True)
 
     def make(folder: Path) -> None:
@@ -115,8 +117,8 @@ def make_coord_model(options: AddOptions) -> list[str]:
     return [*lines, f"saved     {options.out}"]
 
 
-def _read_stock(options: AddOptions) -> tuple[Any, Any]:
-    """Read configuration and processor of the stock checkpoint."""
+def _read_stock(options: AddOptions) -> tuple[Any, Any, list[str]]:
+    """Read configuration and processor of the stock checkpoint, and what to know of its weights."""
     remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
@@ -135,7 +137,14 @@ def _read_stock(options: AddOptions) -> tuple[Any, Any]:
             )
     if options.out.exists():
         problems.append(f"out: {options.out} exists; remove it, or choose another folder")
+    warnings: list[str] = []
     if processor is not None:
+        try:
+            warnings = weight_warnings(options.model, key="model")
+        except ConfigError as error:
+            problems += error.problems
+        if processor.chat_template is None:
+            problems.append(no_chat_template(options.model, key="model"))
         problems += _token_problems(processor.tokenizer, options.model)
         pictures = pictures_of(processor)
         low, high = _pixel_limits(pictures, options)
@@ -151,7 +160,7 @@ def _read_stock(options: AddOptions) -> tuple[Any, Any]:
             )
     if problems:
         raise ConfigError(problems)
-    return config, processor
+    return config, processor, warnings
 
 
 def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
@@ -203,13 +212,7 @@ def _limit_pixels(processor: Any, options: AddOptions) -> str:
 
 
 def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Iterator[str]:
-    try:
-        model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"model: the weights in {options.model} cannot be read ({error}); give the folder of a"
-            " complete checkpoint"
-        ) from error
+    model, _ = load_complete(options.model, key="model", dtype="auto")
     numbers = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
     size = f"{numbers:,} parameters in {dtype}"
@@ -226,7 +229,16 @@ def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Ite
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
     yield _limit_pixels(processor, options)
-    save_as_published(model, folder, dict(CheckpointWeights(model).tensors()))
+    base = BaseFiles.read(options.model)
+    # Tokenizer and processor are not as they were.
+    kept = {name: base.files[name] for name in base.files if name == "generation_config.json"}
+    save_as_published(
+        model,
+        folder,
+        dict(CheckpointWeights(model).tensors()),
+        replace(base, files=kept),
+        vocab_size=model.config.get_text_config().vocab_size,
+    )
     processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
     # Check what was written, not what was meant to be.

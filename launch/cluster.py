@@ -75,6 +75,8 @@ class Cluster:
         self._start_up = start_up
         self._examples = examples
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
+        self.ray_logs: Path | None = None
+        """The folder of the Ray session's logs, on this node; None: not connected yet."""
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends = ExitStack()
 
@@ -90,7 +92,7 @@ class Cluster:
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                connect(self._config, **options)
+                self.ray_logs = connect(self._config, **options)
         except ConfigError:
             self._ends.close()
             raise

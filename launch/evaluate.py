@@ -153,6 +153,7 @@ def run(
     # Beside engines on the same cores, threads that spin slow everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.checks.weights import weight_warnings
     from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
@@ -171,9 +172,13 @@ def run(
         of_family = engine_family_problems(config, device_here())
         if problems := [*position_problems(config), *of_family]:
             raise ConfigError(problems)
+        key = "model" if isinstance(options, ModelOptions) else "checkpoint"
+        warnings = weight_warnings(Path(config.model.path), key=key, for_engines=True)
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
         held_out = HeldOut(config, datasets, load_tokens(config))
+    for warning in warnings:
+        show(f"warning   {warning}")
     datasets = [fitting.samples for fitting in held_out.fittings]
     if skipped := sum(dataset.num_skipped for dataset in datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")

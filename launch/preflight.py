@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
-from launch.checks.host import path_problems, starts_engines, version_problems
+from launch.checks.host import path_problems, starts_engines, version_problems, vllm_import
 from launch.checks.hub import with_fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -38,6 +38,7 @@ from launch.checks.memory import (
 from launch.checks.model_shape import ModelShape, is_linear
 from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
+from launch.checks.weights import weight_warnings
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -116,7 +117,9 @@ def main(composed: DictConfig) -> None:
         if point is not None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)
-        findings = preflight(config)
+        with vllm_import(config) as import_problems:
+            findings = preflight(config)
+            findings.collect(import_problems())
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:
@@ -157,7 +160,7 @@ def preflight(
         report.problems += missing
     else:
         report.facts = _check_data(config, report)
-        shape = report.attempt(lambda: ModelShape.read(Path(config.model.path)))
+        shape = report.attempt(lambda: _shape(config, report.lines))
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
         report.collect(_adapter_problems(config, shape))
@@ -193,6 +196,17 @@ def preflight(
     return report
 
 
+def _shape(config: RunConfig, lines: list[str]) -> ModelShape:
+    """Read the sizes of a checkpoint whose files hold its model; `lines` tell what else they hold.
+
+    Raises ConfigError where they do not.
+    """
+    folder = Path(config.model.path)
+    warnings = weight_warnings(folder, for_engines=starts_engines(config))
+    lines += (f"warning   {warning}" for warning in warnings)
+    return ModelShape.read(folder)
+
+
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if config.environment is not None:
         facts = report.attempt(lambda: check_data(config))
@@ -203,7 +217,9 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    facts = DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    report.lines += facts.describe()
+    return facts
 
 
 def _learnable(

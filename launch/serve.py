@@ -29,6 +29,7 @@ from rollout_actors.engine.settings import (
     engine_environment,
     family_problems,
     image_token_id,
+    is_trained,
     model_type,
 )
 from rollout_actors.engine.vllm_import import explained_import, require_installed
@@ -215,7 +216,8 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
 
     Raises:
         KeyboardInterrupt: after the signal.
-        ConfigError: the port is taken, or the tool parser is not known.
+        ConfigError: the port is taken, the files lack tensors of the model, or the tool parser is
+            not known.
         RolloutError: the engine did not start, has died, or is stuck.
     """
     # Bound before the engine loads: a port that is taken is known at once.
@@ -225,12 +227,16 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     # Before anything imports torch or vllm; /v1/ leaves the size of images to vLLM.
     os.environ.update(engine_environment(settings))
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
+    from launch.checks.weights import weight_warnings
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
     from rollout_actors.server.engine_watch import EngineWatch
     from rollout_actors.server.messages import CallLimits
     from rollout_actors.server.service import RolloutService
 
+    if is_trained(settings.model_path):
+        for warning in weight_warnings(options.model, key="model", for_engines=True):
+            print(f"warning   {warning}", flush=True)
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

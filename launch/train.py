@@ -142,6 +142,8 @@ def run(config: RunConfig, console: Console) -> None:
     else:
         processes = Cluster(config, facts.images, start_up, facts.examples)
     with Telemetry(config, console, point) as telemetry, processes as cluster:
+        if isinstance(processes, Cluster):
+            telemetry.ray_logs = processes.ray_logs
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

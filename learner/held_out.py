@@ -58,7 +58,7 @@ class HeldOut:
         self.samples = Joined([fitting.samples for fitting in self.fittings])
         """In the order of the validation files; a request's position is its sample's place here."""
         decode = config.rollout_matching.decode_settings(
-            stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids
+            stop_token_ids=tokens.stop_token_ids, banned_token_ids=tokens.banned_token_ids
         )
         self._decode = replace(
             decode,

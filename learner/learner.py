@@ -105,7 +105,7 @@ class Learner:
             self.loaded, self.parallel = load_parallel(config, device.device, self._ranks)
             self.reference = load_reference(config, self.loaded, self.parallel, self._ranks)
         decode = config.rollout_matching.decode_settings(
-            stop_token_ids=(self.loaded.codec.eos_token_id,),
+            stop_token_ids=self.loaded.stop_token_ids,
             banned_token_ids=self.loaded.banned_token_ids,
         )
         self.algorithm: Algorithm
@@ -127,6 +127,7 @@ class Learner:
             self.algorithm.fixed,
             self.algorithm.fixed_images,
         )
+        self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
         """Steps whose updates are all finished: the weights are theirs."""
         self.steps: deque[AlgorithmStep] = deque()

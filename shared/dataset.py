@@ -24,7 +24,7 @@ from shared.data.file_rows import (
     decode_row,
     readable,
 )
-from shared.errors import BadRows, RecordError
+from shared.errors import BadRows, RecordError, UnlearnedGeometryError
 from shared.records import DEFAULT_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
 
 _LOGGER = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class Dataset(Sequence[Sample]):
     """`FileRows`, where they were read from a file."""
     skipped: tuple[str, ...] = ()
     """The reason why each bad row was left out: file, line, field and problem."""
+    turned: tuple[str, ...] = ()
+    """Pictures of its rows that their EXIF orientation turns, as the rows name them; of data whose
+    images were checked.
+    """
     key: str = ""
     """Digest of all that decides the samples of the file, images included; empty: not known."""
 
@@ -140,7 +144,8 @@ def load_dataset(
 
     Raises:
         RecordError: names file, line, field and remedy of the first 20 bad rows, with the number
-            of all. With "skip" only for a file that cannot be read or has no usable row.
+            of all. With "skip" only for a file that cannot be read or has no usable row, and for
+            objects of a geometry that the run does not learn.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
@@ -167,7 +172,7 @@ def load_dataset(
                 require(sample)
         except RecordError as error:
             located = error.at(str(path), number)
-            if on_bad_row == "error":
+            if on_bad_row == "error" or isinstance(error, UnlearnedGeometryError):
                 bad.add(located)
             else:
                 skipped.append(note_skipped(located))
@@ -176,7 +181,10 @@ def load_dataset(
         table.add(offset, line, number, sample, mapping["images"])
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
-    return Dataset(path, rows, tuple(skipped)).require_rows()
+    turned = tuple(
+        name for name in table.names if name in known_images and known_images[name].orientation != 1
+    )
+    return Dataset(path, rows, tuple(skipped), turned).require_rows()
 
 
 def image_names(path: Path) -> set[str]:

@@ -94,9 +94,17 @@ class RecordError(PortableError, ValueError):
 
     def at(self, file: str | None, line: int | None, more: Sequence[str] = ()) -> RecordError:
         """Return the same problem at its place in a file, with lines about others."""
-        return RecordError(
+        return type(self)(
             self.problem, field=self.field, remedy=self.remedy, file=file, line=line, more=more
         )
+
+
+class UnlearnedGeometryError(RecordError):
+    """An object has a kind of geometry that the run does not learn.
+
+    The row is not bad: the configuration does not fit the file, so `on_bad_row: skip` does not
+    apply.
+    """
 
 
 class BadRows:

@@ -33,9 +33,6 @@ TILING_PROCESSORS = ("InternVLProcessor",)
 TURNED_IN_FILES = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 """By `model_type` the ends of names of parameters whose last two dimensions change places in a
 checkpoint's files. transformers 5.19 turns them when it reads and not when it writes."""
-PARTS_OF_ENGINES = ("mtp.",)
-"""Beginnings of names of tensors that a checkpoint may hold for engines alone: the heads of Qwen3.5
-for speculative decoding, which transformers does not load and no run trains."""
 
 PLACEHOLDER_KEYS = (
     "image_token_id",

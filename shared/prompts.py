@@ -99,17 +99,56 @@ WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
 """Pillow modes of pixels without a known range, so that no value is white."""
 BITS_PER_SAMPLE = 258
 """Tag of a TIFF file; 12 bits are read as 16."""
+EXIF_ORIENTATION = 0x0112
 
 
 def on_white(picture: Image) -> Image:
-    """Return RGB pixels of 8 bits, with white behind transparent ones, as vLLM's loader does.
+    """Return RGB pixels of 8 bits, as a person sees the picture and as vLLM's loader reads it.
 
-    Engines and learner share this rule; the caller has opened the picture with Pillow, which is
-    not imported here. Deeper pixels lose their lower bits, in grey as in colour.
+    The picture is turned by its EXIF orientation, and white is put behind transparent pixels.
+    Engines and learner share this rule; the caller has opened the picture with Pillow. Deeper
+    pixels lose their lower bits, in grey as in colour.
 
     Raises:
         ValueError: no range says which value is white.
     """
+    pixels = _rgb(picture)
+    # Read after the pixels: Pillow turns a TIFF itself while it loads it, and takes the tag away.
+    orientation = orientation_of(picture)
+    if orientation == 1:
+        return pixels
+    from PIL.Image import Transpose  # the caller has imported Pillow
+
+    methods = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turned = pixels.transpose(methods[orientation])
+    turned.info = {}  # its orientation is done: no reader may turn it again
+    return turned
+
+
+def orientation_of(picture: Image) -> int:
+    """Return the EXIF orientation of an opened picture, 1 to 8; 1: it is upright.
+
+    A damaged EXIF block does not turn a picture, as in vLLM and in browsers.
+    """
+    try:
+        orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
+    except MemoryError:
+        raise
+    # All others: on damaged blocks Pillow's parser raises whatever it runs into.
+    except Exception:
+        return 1
+    return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _rgb(picture: Image) -> Image:
     # Pillow scales the pixels of a PPM to 16 bits.
     if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PPM"):
         picture = _of_8_bits(picture)

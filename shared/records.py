@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.errors import ConfigError, RecordError
+from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
 from shared.model_families import END_OF_TURN
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
 
@@ -58,9 +58,30 @@ DEFAULT_GEOMETRY = frozenset({GeometryKind.BBOX, GeometryKind.POLY})
 POINT_TOLERANCE = 50.0
 """The distance of two points, in bins, that counts as an overlap of 0.5, unless it is set."""
 
-ImageSize = Callable[[bytes], tuple[int, int]]
-"""Decodes an encoded image into (width, height) in pixels; ValueError, with the reason, where it
-cannot."""
+
+class PictureSize(NamedTuple):
+    """The size of a picture as it is displayed, in pixels, and how its file turns it.
+
+    Example: a file of 640 x 480 pixels with EXIF orientation 6 is `PictureSize(480, 640, 6)`.
+    """
+
+    width: int
+    height: int
+    orientation: int = 1
+    """EXIF: 1 to 8; 1: upright."""
+
+    @property
+    def displayed(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Width and height before the picture is turned."""
+        return self.displayed[::-1] if self.orientation >= 5 else self.displayed
+
+
+ImageSize = Callable[[bytes], PictureSize]
+"""Decodes an encoded image and measures it; ValueError, with the reason, where it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +128,20 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """The digest (hex, of the encoded bytes) and size of an image file that decodes."""
+    """The digest (hex, of the encoded bytes) and size of an image file that decodes.
+
+    The size is the one of `PictureSize`: as the picture is displayed.
+    """
 
     sha256: str
     width: int
     height: int
+    orientation: int = 1
+    """EXIF; 1: upright."""
+
+    @property
+    def size(self) -> PictureSize:
+        return PictureSize(self.width, self.height, self.orientation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,24 +259,33 @@ class _ImageCheck:
         if not self.require:
             return ImageRef(path=path, data=None, sha256="")
         if (known := self.known.get(value)) is not None:
-            self._require_size(field, path, known.width, known.height)
+            self._require_size(field, path, known.size)
             return ImageRef(path=path, data=None, sha256=known.sha256)
         data = _read_image(field, path)
         if self.size is not None:
             try:
-                width, height = self.size(data)
+                size = self.size(data)
             except ValueError as error:
                 problem = f"{path} is not a readable image ({error})"
                 remedy = "replace the file or remove the row"
                 raise RecordError(problem, field=field, remedy=remedy) from error
-            self._require_size(field, path, width, height)
+            self._require_size(field, path, size)
         return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
 
-    def _require_size(self, field: str, path: Path, width: int, height: int) -> None:
-        if (width, height) != (self.width, self.height):
-            says = f"the row says {self.width} x {self.height}"
+    def _require_size(self, field: str, path: Path, size: PictureSize) -> None:
+        says = (self.width, self.height)
+        if size.displayed != says:
+            turned = (
+                "" if size.orientation == 1 else f" as EXIF orientation {size.orientation} turns it"
+            )
             remedy = "correct width and height, or the file; boxes are relative to this size"
-            _refuse(field, f"{path} is {width} x {height} pixels, {says}", remedy)
+            if says == size.stored:
+                remedy = (
+                    "a picture is learned as it is displayed: write this size, with boxes relative"
+                    " to the turned picture, or remove the orientation from the file"
+                )
+            problem = f"{path} is {size.width} x {size.height} pixels{turned}"
+            _refuse(field, f"{problem}, the row says {self.width} x {self.height}", remedy)
 
 
 _ROW_KEYS = frozenset(
@@ -387,7 +426,8 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
                 " data.answer_format that has points (coord_tokens, qwen3_vl, qwen2_5_vl), or"
                 " remove the object"
             )
-        _refuse(path, "is a kind of geometry that this run does not learn", remedy)
+        problem = "is a kind of geometry that this run does not learn"
+        raise UnlearnedGeometryError(problem, field=path, remedy=remedy)
     items = _list(path, value[kind], "a flat list of coordinates")
     bins = tuple(_load_bin(path, i, item) for i, item in enumerate(items))
     _check_bins(path, kind, bins)

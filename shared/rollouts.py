@@ -165,6 +165,8 @@ class SyncReport:
     """Mean difference of a canary log-probability, of the engine that is farthest away."""
     canary_noise: Differences | None = None
     """The same differences by rounding alone, at version 0, where this sync measured them."""
+    ports: tuple[int, ...] = ()
+    """Ports of the process groups that carried full weights, in the order of the servers."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:

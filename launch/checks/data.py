@@ -13,12 +13,17 @@ import numpy as np
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
 from learner.data.samples import load_samples
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
 from rollout_actors.engine.settings import model_type
-from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
+from rollout_actors.environments.chat.tools import chat_templates, has_own_parser
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.training.child_processes import processes_of
-from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
+from rollout_actors.environments.training.runner import (
+    asks_by_chat,
+    count_examples,
+    has_tools,
+    require_no_tools,
+)
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import EngineLocation, engines_in, has_held_out
@@ -61,6 +66,8 @@ class DataFacts:
     examples: ExampleCounts | None = None
     warning: str | None = None
     """About the environment; the run starts all the same."""
+    turned: tuple[str, ...] = ()
+    """A line for each data file with pictures that their EXIF orientation turns."""
 
     @classmethod
     def from_datasets(
@@ -72,10 +79,11 @@ class DataFacts:
             ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
             sum(one.num_skipped for one in train),
             sum(one.num_skipped for one in val),
+            turned=tuple(_about_turned(one) for one in (*train, *val) if one.turned),
         )
 
     def describe(self) -> list[str]:
-        """List an environment's examples and warning, or skipped rows."""
+        """List an environment's examples and warning, or skipped rows and turned pictures."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
             lines = [f"data      the environment has {counts} are held out"]
@@ -86,9 +94,20 @@ class DataFacts:
                 )
             return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
-            return []
+            return list(self.turned)
         counts = f"{self.num_train_skipped} bad rows of data.train and {self.num_val_skipped}"
-        return [f"data      skipped {counts} of data.val (data.on_bad_row: skip)"]
+        skipped = f"data      skipped {counts} of data.val (data.on_bad_row: skip)"
+        return [skipped, *self.turned]
+
+
+def _about_turned(data: Dataset) -> str:
+    """Name the pictures that are learned as they are displayed, not as they are stored."""
+    first, *others = data.turned
+    number = "1 picture is" if not others else f"{len(data.turned)} pictures are"
+    return (
+        f"data      {data.path}: {number} turned by EXIF orientation (first: {first}); boxes are"
+        " relative to the picture as it is displayed"
+    )
 
 
 def check_data(config: RunConfig) -> DataFacts:
@@ -123,7 +142,7 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
                     raise ConfigError(str(error)) from error
             with environment_errors(section.id, _KEYS, _KEYS.name):
                 examples = count_examples(environment, section.num_eval_examples)
-            warning = _warning(environment, checkpoint)
+            warning = _check_template(environment, checkpoint)
         finally:
             asyncio.run(environment.aclose())  # its resources are for the actors to hold
     if has_held_out(config) and not examples.held_out:
@@ -141,8 +160,12 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
 
 
-def _warning(environment: Environment, checkpoint: Path) -> str | None:
-    if not has_tools(environment) or shows_tools(checkpoint):
+def _check_template(environment: Environment, checkpoint: Path) -> str | None:
+    """Return a warning where the chat template shows no tools. ConfigError: there is none."""
+    templates = chat_templates(checkpoint)
+    if not templates and asks_by_chat(environment):
+        raise ConfigError(no_chat_template(checkpoint))
+    if not has_tools(environment) or any("tools" in template for template in templates):
         return None
     return (
         f"{environment.name} has tools, and the chat template of {checkpoint} shows none: the model"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -114,6 +118,48 @@ def version_problems(config: RunConfig) -> Iterator[str]:
 def starts_engines(config: RunConfig) -> bool:
     """Tell whether the run has vLLM engines of its own, beside the learner or in actors."""
     return config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None
+
+
+@contextmanager
+def vllm_import(config: RunConfig) -> Iterator[Callable[[], Iterator[str]]]:
+    """Import what an engine of the run imports, in a process of its own, while the body runs.
+
+    What the body is given waits for the end of the import, and yields its problem if it failed.
+    Only this node's installation is tried.
+    """
+    if not starts_engines(config) or find_spec("vllm") is None:
+        yield lambda: iter(())
+        return
+    module = "rollout_actors.engine.vllm_engine"
+    if config.rollout_matching.vllm.mode == "colocate":
+        module = "rollout_actors.backends.colocated_llm"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import {module}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def problems() -> Iterator[str]:
+        limit_s = config.timeouts.start_s
+        try:
+            _, printed = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            yield (
+                f"installation: vLLM was not imported within timeouts.start_s = {limit_s:g} s; end"
+                " what keeps this machine busy (`uptime`), or raise the key"
+            )
+            return
+        if process.returncode:
+            lines = printed.strip().splitlines() or [f"exit status {process.returncode}"]
+            yield f"installation: vLLM cannot be imported ({lines[-1]}); {REMEDY}"
+
+    try:
+        yield problems
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def require_vllm(config: RunConfig, transport: TransportKind | None = None) -> None:

@@ -40,13 +40,18 @@ COPIES = {
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
 REFERENCE = "reference model"
+CACHE = "key-value cache"
 RESERVED = 0.08
 """Part of a GPU's memory for unused space between tensors, the driver, and errors of the estimates.
 
 An engine that is sized by a fraction of the GPU needs none beside it: vLLM measures these.
 """
 SURE = 1.25
-"""A need above this multiple of the memory is a problem, below it a warning: estimates are high."""
+"""Estimates are high, by up to this factor: what is too much even without it is a problem, what is
+too much only with it a warning."""
+ENGINES = "engine's "
+_EXACT = ("weights", "master weights", "gradients", "optimizer", REFERENCE, CACHE)
+"""Parts that follow from numbers of values, so that nothing is to be taken off them."""
 _SMALLER_LEARNER = (
     "turn model.gradient_checkpointing on, choose another training.optimizer, lower"
     " global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
@@ -73,6 +78,16 @@ class Estimate:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def least(self) -> int:
+        """Bytes that it takes in any case: exact parts whole, and estimated ones without margin."""
+        return math.floor(
+            sum(
+                size if name.removeprefix(ENGINES) in _EXACT else size / SURE
+                for name, size in self.parts.items()
+            )
+        )
 
     def describe(self) -> str:
         parts = [f"{name} {in_gib(size)}" for name, size in self.parts.items() if size]
@@ -122,7 +137,7 @@ def engine_estimate(
         cache = max(0, planned - sum(parts.values()))
     elif cache is None:
         cache = batch_cache_bytes(config, shape, devices)
-    parts |= {"key-value cache": cache, BUCKETS: bucket_bytes(config, shape, transport)}
+    parts |= {CACHE: cache, BUCKETS: bucket_bytes(config, shape, transport)}
     return Estimate("engine device", parts, holds_reserve=is_fraction)
 
 
@@ -137,7 +152,7 @@ def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int
 
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
     """Count the longest sequences that an engine's cache holds at the same time."""
-    cache = engine.parts["key-value cache"] * devices
+    cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
     return cache // (numbers * BYTES[config.model.dtype] * _longest(config))
 
@@ -174,12 +189,12 @@ def shared_device_estimate(
         REFERENCE: moves_model,
         CONTEXT: False,
     }
-    of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
+    of_engine = {f"{ENGINES}{name}": size for name, size in engine.parts.items()}
     learning = dict(learner.parts)
     if not matching.vllm.sleep:
         learning |= of_engine
     elif CONTEXT in engine.parts:
-        learning[f"engine's {CONTEXT}"] = engine.parts[CONTEXT]
+        learning[f"{ENGINES}{CONTEXT}"] = engine.parts[CONTEXT]
     working = {
         name: size for name, size in learner.parts.items() if name in moved and not moved[name]
     }
@@ -275,13 +290,15 @@ class DeviceMemory:
                 f" ({RESERVED:.0%} are reserved)"
             )
         # A fraction of the GPU is taken whatever is needed of it.
-        is_sure = needed.holds_reserve or needed.total > SURE * usable
+        is_sure = needed.holds_reserve or needed.least > self.total or needed.total > SURE * usable
         yield f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure
 
     def _on_the_machine(self, needs: Needs) -> Iterator[tuple[str, bool]]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}
+        least = needs.learner.least * needs.num_ranks + needs.synced
         if needs.engine is not None:
             parts["engines"] = needs.engine.total * needs.num_engine_devices
+            least += needs.engine.least * needs.num_engine_devices
         if needs.synced:
             parts["weights in shared memory"] = needs.synced
         needed = sum(parts.values())
@@ -292,7 +309,7 @@ class DeviceMemory:
             f"cluster.address: the processes need about {in_gib(needed)} ({listed}), this machine,"
             f" or its container, has {in_gib(self.total)}; {_SMALLER_LEARNER}"
         )
-        yield message, needed > SURE * self.total
+        yield message, least > self.total
 
 
 def device_memory(device: Device) -> DeviceMemory | None:

@@ -16,9 +16,7 @@ from shared.config import RunConfig
 from shared.config.derive import adapted_parts, is_quantized, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
-    PARTS_OF_ENGINES,
     TILED_MODEL_TYPES,
-    VISION_MODEL_TYPES,
     ModelPart,
     find_part,
 )
@@ -47,7 +45,7 @@ class ModelShape:
     """The sizes of a model that its memory follows from."""
 
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor of the checkpoint; tied ones are in it once."""
+    """Shape of each of the model's tensors in the files; tied ones are in it once."""
     hidden: int
     layers: int
     intermediate: int
@@ -61,6 +59,7 @@ class ModelShape:
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Read config.json and the headers of the safetensors files. Raises ConfigError."""
+        headers = read_headers(folder)
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
@@ -78,7 +77,7 @@ class ModelShape:
                     patches_per_token=round(merged**2),
                 )
             shape = cls(
-                parameters=_read_parameter_shapes(folder),
+                parameters={name: sizes for name, sizes in headers.items() if find_part(name)},
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
                 # Of experts, those that a token goes through.
@@ -92,16 +91,11 @@ class ModelShape:
                 vocabulary=text["vocab_size"],
                 vision=vision,
             )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"
             ) from error
-        if unknown := [name for name in shape.parameters if find_part(name) is None]:
-            raise ConfigError(
-                f"model.path: {folder} holds {unknown[0]}, which no model has of the types"
-                f" {', '.join(VISION_MODEL_TYPES)}; choose a checkpoint of one of them"
-            )
         return shape
 
     @property
@@ -155,19 +149,58 @@ class ModelShape:
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
-def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError("no *.safetensors files")
+def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a checkpoint's files, by name.
+
+    Raises ConfigError for a file that is damaged, and as `weight_files`.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with safe_open(path, framework="np") as file:
-            shapes |= {
-                name: tuple(file.get_slice(name).get_shape())
-                for name in file.offset_keys()
-                if not name.startswith(PARTS_OF_ENGINES)
-            }
+    for path in weight_files(folder, key=key):
+        try:
+            with safe_open(path, framework="np") as file:
+                names = file.offset_keys()
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        except (OSError, SafetensorError) as error:
+            problem = f"{key}: {path} cannot be read ({error}); fetch or copy it again"
+            raise ConfigError(problem) from error
     return shapes
+
+
+def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
+    """Return the safetensors files that transformers and vLLM read of a checkpoint's folder.
+
+    Raises ConfigError where there are none, where one that the index names is missing, and where
+    the two would read different ones.
+    """
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if whole.is_file():
+            return [whole]
+        has = f"{key}: {folder} has no model.safetensors, and no {index.name}"
+        if any(folder.glob("pytorch_model*.bin")):
+            raise ConfigError(
+                f"{has}, but pytorch_model.bin: load the model in transformers and save it again"
+                " with save_pretrained"
+            )
+        raise ConfigError(f"{has}; give a folder that save_pretrained wrote")
+    try:
+        of_tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = sorted(set(of_tensors.values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        problem = f"{key}: {index} cannot be read ({error!r}); fetch or copy it again"
+        raise ConfigError(problem) from error
+    if missing := [name for name in named if not (folder / name).is_file()]:
+        raise ConfigError(
+            f"{key}: {index} names files that are not there ({', '.join(missing)}); fetch or copy"
+            " them"
+        )
+    if whole.is_file() and whole.name not in named:
+        raise ConfigError(
+            f"{key}: {folder} holds model.safetensors, which transformers would read, and an"
+            f" {index.name} of other files, which vLLM would read; remove those that are left over"
+        )
+    return [folder / name for name in named]
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -15,7 +16,7 @@ from launch.import_data.coco_files import (
     distinct_categories,
     read_annotations,
 )
-from launch.import_data.objects import ObjectSkip, SourceObject
+from launch.import_data.objects import ObjectSkip, SourceObject, turned_box
 from launch.import_data.source import (
     ImportOptions,
     Orphans,
@@ -74,7 +75,27 @@ def source_object(annotation: CocoAnnotation, names: dict[int, str]) -> SourceOb
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
     x, y, w, h = annotation.bbox
-    return SourceObject(names[annotation.category_id], (x, y, w, h), annotation.segmentation)
+    desc = names[annotation.category_id]
+    rings = annotation.segmentation
+    unknown = annotation.unknown_keys
+    if annotation.rotation % 360:
+        if _is_box(rings, annotation.bbox):
+            angle = math.radians(annotation.rotation)
+            return turned_box(desc, annotation.bbox, angle, unknown)
+        unknown = (*unknown, "attributes.rotation")  # of a shape that is no box
+    return SourceObject(desc, (x, y, w, h), rings, unknown_keys=unknown)
+
+
+def _is_box(rings: Sequence[Sequence[float]] | dict[str, Any] | None, box: Sequence[float]) -> bool:
+    """Tell whether an annotation has no shape but its box, which some tools write as a ring too."""
+    if not rings:
+        return True
+    if isinstance(rings, dict) or len(rings) > 1:
+        return False
+    x, y, w, h = box
+    corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
+    points = zip(rings[0][::2], rings[0][1::2], strict=True)
+    return all(any(math.dist(point, corner) < 0.5 for corner in corners) for point in points)
 
 
 class LvisImport(CocoImport):

@@ -10,7 +10,7 @@ from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from launch.import_data.objects import is_learnable
+from launch.import_data.objects import HARMLESS_KEYS, finite, is_learnable
 from shared.config.base import dotted
 from shared.errors import RecordError
 
@@ -47,6 +47,10 @@ class CocoImage(CocoEntry):
         return value
 
 
+_HARMLESS_ATTRIBUTES = frozenset({"occluded", "truncated", "difficult", "track_id", "keyframe"})
+_ROTATION = "rotation"
+
+
 class CocoAnnotation(CocoEntry):
     image_id: int
     category_id: int
@@ -55,6 +59,33 @@ class CocoAnnotation(CocoEntry):
     iscrowd: Annotated[bool, Field(strict=False)] = False
     segmentation: list[list[float]] | dict[str, Any] | None = None
     """Rings x, y, ... in pixels; a mapping is a run-length code."""
+    rotation: float = 0.0
+    """CVAT's `attributes.rotation`: degrees by which the box is turned about its centre, clockwise.
+    """
+    unknown_keys: tuple[str, ...] = ()
+    """Keys that are not known here: with those of `attributes`, as `attributes.name`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields.keys() - {_ROTATION, "unknown_keys"}
+        unknown = [key for key in value if key not in known and key not in HARMLESS_KEYS]
+        if not value.get("ignore"):  # Label Studio writes 0
+            unknown = [key for key in unknown if key != "ignore"]
+        entry = {key: value[key] for key in known if key in value}
+        attributes = value.get("attributes")
+        if isinstance(attributes, dict):
+            angle = finite([attributes[_ROTATION]]) if _ROTATION in attributes else None
+            of_tool = _HARMLESS_ATTRIBUTES
+            if angle is not None:
+                entry[_ROTATION] = angle[0]
+                of_tool |= {_ROTATION}
+            unknown += [f"attributes.{key}" for key in attributes if key not in of_tool]
+        if unknown:
+            entry["unknown_keys"] = tuple(unknown)
+        return entry
 
     @field_validator("segmentation")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +14,12 @@ from shared.grounding.geometry import simplify_ring
 from shared.model_families import END_OF_TURN
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS
+
+HARMLESS_KEYS = frozenset(
+    {"id", "image_id", "area", "attributes", "num_keypoints", "keypoints", "score", "caption"}
+    | {"category_name", "supercategory", "image_name"}
+)
+"""Keys of an annotation that do not change what its box means."""
 
 
 class WantedGeometry(StrEnum):
@@ -59,6 +65,10 @@ class SourceObject:
     """x, y, w, h; half-open."""
     rings: Sequence[Sequence[float]] | dict[str, Any] | None = None
     """Rings x, y, ...; a mapping is a run-length code."""
+    is_turned: bool = False
+    """A box that is turned about its centre: `box` encloses it, its corners are the one ring."""
+    unknown_keys: tuple[str, ...] = ()
+    """Keys next to the box that its reader does not know."""
 
     def scaled(self, width: int, height: int) -> SourceObject:
         """Turn parts of an image into pixels."""
@@ -66,7 +76,54 @@ class SourceObject:
         rings = self.rings
         if isinstance(rings, Sequence):
             rings = [[v * (width, height)[i % 2] for i, v in enumerate(ring)] for ring in rings]
-        return SourceObject(self.desc, (x * width, y * height, w * width, h * height), rings)
+        return replace(self, box=(x * width, y * height, w * width, h * height), rings=rings)
+
+    def upright(self, orientation: int, width: int, height: int) -> SourceObject:
+        """Turn an annotation of a stored picture as EXIF turns the picture.
+
+        Args:
+            orientation: of EXIF, 1 to 8.
+            width: of the picture as it is stored, as `height` is.
+        """
+
+        def turned(x: float, y: float) -> tuple[float, float]:
+            if orientation in (2, 3, 7, 8):
+                x = width - x
+            if orientation in (3, 4, 6, 7):
+                y = height - y
+            return (y, x) if orientation >= 5 else (x, y)
+
+        x, y, w, h = self.box
+        (x1, y1), (x2, y2) = turned(x, y), turned(x + w, y + h)
+        sides = (h, w) if orientation >= 5 else (w, h)
+        rings = self.rings
+        if isinstance(rings, Sequence):
+            rings = [list(itertools.chain(*map(turned, ring[::2], ring[1::2]))) for ring in rings]
+        return replace(self, box=(min(x1, x2), min(y1, y2), *sides), rings=rings)
+
+
+def turned_box(
+    desc: str, box: Sequence[float], angle: float, unknown_keys: tuple[str, ...] = ()
+) -> SourceObject | ObjectSkip:
+    """Read a box x, y, w, h in pixels that is turned about its centre.
+
+    Args:
+        angle: in radians, clockwise as the picture is seen.
+    """
+    x, y, w, h = box
+    if w <= 0 or h <= 0:
+        return ObjectSkip.DEGENERATE_BOX
+    sin, cos = math.sin(angle), math.cos(angle)
+    corners = [(-w, -h), (w, -h), (w, h), (-w, h)]
+    xs = [x + (w + right * cos - down * sin) / 2 for right, down in corners]
+    ys = [y + (h + right * sin + down * cos) / 2 for right, down in corners]
+    if finite([*xs, *ys]) is None:
+        return ObjectSkip.MALFORMED
+    # Without the noise of sine and cosine, which might reach into the next bin.
+    xs, ys = ([round(value, 6) for value in axis] for axis in (xs, ys))
+    ring = list(itertools.chain(*zip(xs, ys, strict=True)))
+    around = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
+    return SourceObject(desc, around, [ring], is_turned=True, unknown_keys=unknown_keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from PIL import ExifTags, Image
 
 from launch.import_data.coco_files import write_json, written_once
 from launch.import_data.objects import Converted, ObjectSkip, SourceObject, convert
 from launch.import_data.source import (
+    EXIF_REMEDY,
+    ExifFrame,
     ImageSkip,
     ImportOptions,
     ImportReport,
     Orphans,
     SourceImage,
     counted,
+    files_by_suffix,
+    find_file,
 )
-from learner.data.image_files import image_size
+from learner.data.image_files import header_size, image_size
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
-from shared.records import read_image
+from shared.records import PictureSize, read_image
 
 
 def import_data(options: ImportOptions) -> ImportReport:
@@ -37,6 +40,7 @@ def import_data(options: ImportOptions) -> ImportReport:
     categories = records.with_suffix(".categories.json")
     counts = records.with_suffix(".import.json")
     require_absent(records, categories, counts)
+    files_by_suffix.cache_clear()  # of an earlier import in this process
     report = ImportReport()
     source = options.read()
     records.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +59,9 @@ def import_data(options: ImportOptions) -> ImportReport:
                 f" skipped: {counted(report.objects_skipped)}"
                 f" ({', '.join(first) or 'there is no image with an object'})",
                 field="images",
-                remedy=f"correct {options.source_key}=... or the file names, or set"
-                " keep_empty=true",
+                remedy=EXIF_REMEDY
+                if report.images_skipped[ImageSkip.ROTATED]
+                else f"correct {options.source_key}=... or the file names, or set keep_empty=true",
                 file=str(source.file),
             )
         load_dataset(
@@ -80,34 +85,23 @@ def _records(
                 report.first.setdefault(ObjectSkip.UNKNOWN_IMAGE, str(image.file))
             continue
         # Rows about one image, or none, are told apart by their id.
-        where = f"{image.path} (sample {image.sample_id})"
+        path = find_file(image.path)
+        where = f"{path} (sample {image.sample_id})"
         report.num_images += 1
         report.num_annotations += len(image.objects)
-        results: list[Converted | ObjectSkip] = []
-        size = image.size or (0, 0)
-        skip = image.skip
-        if skip is None and not image.path.is_file():
-            skip = ImageSkip.MISSING_FILE
-        if skip is None and image.size is None:
-            try:
-                with Image.open(image.path) as header:
-                    size = header.size
-                    if header.getexif().get(ExifTags.Base.Orientation) not in (None, 0, 1):
-                        # Tools that annotate turn the picture, and this project does not.
-                        skip = ImageSkip.ROTATED
-            except Exception:  # all that Pillow's parsers run into; see `image_size`
-                skip = ImageSkip.UNREADABLE
-        if skip is None and min(size) < 2:
-            skip = ImageSkip.NO_SCALE
-        if skip is None:
-            for found in image.objects:
-                if isinstance(found, SourceObject):
-                    pixels = found.scaled(*size) if image.fractions else found
-                    results.append(convert(pixels, size, options.geometry, options.max_vertices))
-                else:
-                    results.append(found)
+        frame = _frame(image, path, options)
+        skip = frame if isinstance(frame, ImageSkip) else None
+        # Of an image that is not opened, these are reasons.
+        results: list[Converted | ObjectSkip] = [
+            found for found in image.objects if isinstance(found, ObjectSkip)
+        ]
+        if isinstance(frame, _Frame):
+            results = [_converted(found, frame, options) for found in image.objects]
             num_objects = sum(isinstance(result, Converted) for result in results)
-            skip = _reason_to_skip(image.path, size, num_objects, options)
+            if not num_objects and not options.keep_empty:
+                skip = ImageSkip.NO_OBJECTS
+            elif options.max_objects is not None and num_objects > options.max_objects:
+                skip = ImageSkip.TOO_MANY_OBJECTS
         if skip is not None:
             report.images_skipped[skip] += 1
             report.first.setdefault(skip, where)
@@ -115,39 +109,90 @@ def _records(
                 report.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += len(image.objects)
                 continue
         # Of an image without objects too: its annotations were skipped for reasons of their own.
-        for result in results:
-            report.add(result, where)
-        if skip is not None:
+        for found, result in zip(image.objects, results, strict=True):
+            report.add(found, result, where)
+        if skip is not None or isinstance(frame, ImageSkip):
             continue
         report.num_written += 1
+        report.num_turned_images += frame.is_turned
         objects = [result.object for result in results if isinstance(result, Converted)]
         # Answers list objects from top to bottom, then from left to right.
         objects.sort(key=lambda found: (min(found.bins[1::2]), min(found.bins[::2])))
         yield {
             "sample_id": image.sample_id,
-            "images": [Path(os.path.relpath(image.path, options.records.parent)).as_posix()],
-            "width": size[0],
-            "height": size[1],
+            "images": [Path(os.path.relpath(path, options.records.parent)).as_posix()],
+            "width": frame.size[0],
+            "height": frame.size[1],
             "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
+            # For the way back (`launch.coco export`): annotations were turned with their picture.
+            **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             **image.keys,
         }
 
 
-def _reason_to_skip(
-    path: Path, size: tuple[int, int], num_objects: int, options: ImportOptions
-) -> ImageSkip | None:
-    if not num_objects and not options.keep_empty:
-        return ImageSkip.NO_OBJECTS
-    if options.max_objects is not None and num_objects > options.max_objects:
-        return ImageSkip.TOO_MANY_OBJECTS
-    if not options.check_images:
-        return None
-    # Decoding comes last, because it is the only check that costs anything.
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The size of a record's picture, and how annotations become relative to it."""
+
+    size: tuple[int, int]
+    """Width and height as the picture is displayed."""
+    is_turned: bool = False
+    """Its EXIF orientation turns the picture."""
+    orientation: int = 1
+    """The orientation by which annotations are turned; 1: they are relative to `size`."""
+    fractions: bool = False
+    """Coordinates of annotations are parts of width and height, not pixels."""
+
+    def upright(self, found: SourceObject) -> SourceObject:
+        """Return an annotation in pixels of the picture as it is displayed."""
+        width, height = self.size[::-1] if self.orientation >= 5 else self.size
+        pixels = found.scaled(width, height) if self.fractions else found
+        if self.orientation == 1:
+            return pixels
+        return pixels.upright(self.orientation, width, height)
+
+
+def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | ImageSkip:
+    """Read the picture's size and orientation, or tell why the image cannot be used.
+
+    A stated size that fits the picture as it is displayed, and not as it is stored, tells what the
+    annotations are relative to; else `exif` does.
+    """
+    if image.skip is not None:
+        return image.skip
+    if not path.is_file():
+        return ImageSkip.MISSING_FILE
+    if not options.keep_empty and not any(isinstance(one, SourceObject) for one in image.objects):
+        return ImageSkip.NO_OBJECTS  # its file is not read
+    stated = image.size
     try:
-        decoded = image_size(read_image(path))
+        seen = image_size(read_image(path)) if options.check_images else header_size(path)
     except (OSError, ValueError):
-        return ImageSkip.UNREADABLE
-    return None if decoded == size else ImageSkip.SIZE_MISMATCH
+        if options.check_images or stated is None:
+            return ImageSkip.UNREADABLE
+        seen = PictureSize(*stated)
+    size = seen.displayed
+    is_upright = seen.orientation == 1
+    if is_upright and stated is not None and not options.check_images:
+        size = stated  # whoever uses the sample compares it
+    elif stated not in (None, size, seen.stored):
+        return ImageSkip.SIZE_MISMATCH
+    if min(size) < 2:
+        return ImageSkip.NO_SCALE
+    tells = stated == seen.displayed != seen.stored
+    if not is_upright and not tells and options.exif is None:
+        return ImageSkip.ROTATED
+    is_stored = not is_upright and not tells and options.exif is ExifFrame.STORED
+    orientation = seen.orientation if is_stored else 1
+    return _Frame(size, not is_upright, orientation, image.fractions)
+
+
+def _converted(
+    found: SourceObject | ObjectSkip, frame: _Frame, options: ImportOptions
+) -> Converted | ObjectSkip:
+    if isinstance(found, ObjectSkip):
+        return found
+    return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)
 
 
 def require_absent(*paths: Path) -> None:

@@ -119,7 +119,7 @@ class RefcocoImport(ImportOptions):
 
     def _parse_refs(self, content: bytes) -> list[_Ref]:
         refs = TypeAdapter(list[_Ref])
-        if self.refs.suffix == ".json":
+        if self.refs.suffix.lower() == ".json":
             return refs.validate_json(content)
         try:
             # Python 2 wrote the release: its strings are bytes.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -34,6 +35,15 @@ class ImageSkip(StrEnum):
     SEVERAL_IMAGES = "several_images"
     SEVERAL_TURNS = "several_turns"
     BOX_IN_QUESTION = "box_in_question"
+
+
+class ExifFrame(StrEnum):
+    """The picture that annotations are relative to, if its file has an EXIF orientation."""
+
+    DISPLAYED = "displayed"
+    """The turned one, as a person sees it."""
+    STORED = "stored"
+    """The one before it is turned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,12 @@ class Source:
     """Content of the file of categories, for formats whose results are COCO's."""
 
 
+EXIF_REMEDY = (
+    f"the size does not tell whether the boxes of {ImageSkip.ROTATED} images are relative to the"
+    " picture as it is displayed or as it is stored: set exif=displayed or exif=stored"
+)
+
+
 @dataclass(slots=True)
 class ImportReport:
     """Counts of images and annotations: what was read, and what became of it."""
@@ -91,11 +107,24 @@ class ImportReport:
     """Boxes that were kept where polygons were wanted, by the reason."""
     num_clamped: int = 0
     num_simplified: int = 0
-    first: dict[ImageSkip | ObjectSkip, str] = field(default_factory=dict)
-    """The image or file where each reason was met first."""
+    num_turned_boxes: int = 0
+    """Boxes turned about their centre, of which the enclosing box or the corners were kept."""
+    num_turned_images: int = 0
+    """Written images that their EXIF orientation turns."""
+    unknown_keys: Counter[str] = field(default_factory=Counter)
+    """Keys next to a box that its reader does not know, by name; they had no effect."""
+    first: dict[str, str] = field(default_factory=dict)
+    """The image or file where each reason, or unknown key, was met first."""
 
-    def add(self, result: Converted | ObjectSkip, where: str) -> None:
+    def add(
+        self, found: SourceObject | ObjectSkip, result: Converted | ObjectSkip, where: str
+    ) -> None:
         """Count an annotation of an image that is not skipped."""
+        if isinstance(found, SourceObject):
+            self.num_turned_boxes += found.is_turned and isinstance(result, Converted)
+            self.unknown_keys.update(found.unknown_keys)
+            for key in found.unknown_keys:
+                self.first.setdefault(f"key {key}", where)
         if isinstance(result, ObjectSkip):
             self.objects_skipped[result] += 1
             self.first.setdefault(result, where)
@@ -112,6 +141,7 @@ class ImportReport:
                 "read": self.num_images,
                 "written": self.num_written,
                 "skipped": dict(self.images_skipped),
+                "turned_by_exif": self.num_turned_images,
             },
             "objects": {
                 "read": self.num_annotations,
@@ -121,6 +151,8 @@ class ImportReport:
                 "boxes_for_polygons": dict(self.boxes_for_polygons),
                 "clamped": self.num_clamped,
                 "simplified": self.num_simplified,
+                "turned_boxes": self.num_turned_boxes,
+                "unknown_keys": dict(self.unknown_keys),
             },
         }
 
@@ -128,6 +160,14 @@ class ImportReport:
         boxes = self.kept[GeometryKind.BBOX]
         polygons = self.kept[GeometryKind.POLY]
         first = "".join(f"\nfirst     {reason}: {where}" for reason, where in self.first.items())
+        if self.num_turned_boxes:
+            first = f"\nturned    {self.num_turned_boxes} boxes about their centre{first}"
+        if self.unknown_keys:
+            first = f"\nunknown   keys without effect: {counted(self.unknown_keys)}{first}"
+        if self.num_turned_images:
+            first = f"\nexif      {self.num_turned_images} images are turned{first}"
+        if self.images_skipped[ImageSkip.ROTATED]:
+            first = f"\nexif      {EXIF_REMEDY}{first}"
         return (
             f"images    {self.num_written} of {self.num_images} written;"
             f" skipped: {counted(self.images_skipped)}\n"
@@ -170,6 +210,11 @@ class ImportOptions(Section):
     keep_empty: bool = False
     """Keep images without any object; their answer is an empty one."""
 
+    exif: Annotated[ExifFrame, Field(strict=False)] | None = None
+    """The picture that boxes are relative to, if EXIF turns it and the format's size does not tell:
+    as it is `displayed`, or as it is `stored` (boxes are turned with it); null: left out.
+    """
+
     check_images: bool = True
     """Decode every image and compare its size; false: a bad image is found when its sample is used.
     """
@@ -190,6 +235,20 @@ class ImportOptions(Section):
         Raises RecordError or ConfigError where the source as a whole cannot be read.
         """
         raise NotImplementedError
+
+
+def find_file(path: Path) -> Path:
+    """Return the file of this path; if there is none, one whose suffix differs in case alone."""
+    if path.is_file():
+        return path
+    return files_by_suffix(path.parent).get((path.stem, path.suffix.lower()), path)
+
+
+@lru_cache(maxsize=8)
+def files_by_suffix(folder: Path) -> Mapping[tuple[str, str], Path]:
+    """List the files of a folder by stem and suffix in lower case; of two, the first by name."""
+    files = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
+    return {(file.stem, file.suffix.lower()): file for file in files if file.is_file()}
 
 
 def require_folder(key: str, path: Path, holds: str) -> None:

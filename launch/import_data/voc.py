@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Annotated
 from xml.etree import ElementTree
 
 from pydantic import Field
 
 from launch.import_data.coco_files import read_bytes
-from launch.import_data.objects import ObjectSkip, SourceObject, finite
+from launch.import_data.objects import ObjectSkip, SourceObject, finite, turned_box
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
     Source,
     SourceImage,
+    files_by_suffix,
+    find_file,
     require_folder,
 )
 from launch.import_data.yolo import IMAGE_SUFFIXES
 from shared.config.base import ConfigPath
 from shared.errors import RecordError
+
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+_ROTATION = "rotation"
+_KNOWN = frozenset(
+    {"name", "bndbox", "robndbox", "angle", "type", "difficult", "attributes", "id", "score"}
+    | {"pose", "truncated", "occluded", "part", "actions", "point", "deleted", "verified"}
+)
+"""Children of an object that are read, or do not change what its box means."""
+_KNOWN_ATTRIBUTES = frozenset(
+    {_ROTATION, "occluded", "truncated", "difficult", "track_id", "keyframe"}
+)
 
 
 class VocImport(ImportOptions):
@@ -50,12 +64,13 @@ class VocImport(ImportOptions):
         if not folder.is_dir():
             folder = self.source
         if self.split is None:
-            files = sorted(folder.glob("*.xml"))
+            files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".xml")
         else:
-            listed = read_bytes(self.source / "ImageSets" / "Main" / f"{self.split}.txt")
+            listed = read_bytes(find_file(self.source / "ImageSets" / "Main" / f"{self.split}.txt"))
             # Lists of one class have a second column, 1, 0 or -1.
             lines = listed.decode(errors="replace").splitlines()
-            files = [folder / f"{line.split()[0]}.xml" for line in lines if line.strip()]
+            names = [line.split()[0] for line in lines if line.strip()]
+            files = [find_file(folder / f"{name}.xml") for name in names]
         if not files:
             remedy = "give the folder that holds Annotations/, or another split=..."
             raise RecordError("has no XML file", field="source", remedy=remedy, file=str(folder))
@@ -73,10 +88,7 @@ class VocImport(ImportOptions):
             except (ElementTree.ParseError, ValueError):  # ValueError: an encoding nobody knows
                 yield SourceImage(file.stem, file, [], skip=ImageSkip.MALFORMED_LABELS)
                 continue
-            # Names in the XML lack their suffix, or are of the disk of whoever drew the boxes.
-            named = pictures / (root.findtext("filename") or "").strip()
-            beside = [pictures / f"{file.stem}{suffix}" for suffix in IMAGE_SUFFIXES]
-            path = next((one for one in (named, *beside) if one.is_file()), named)
+            path = _picture_of(file, (root.findtext("filename") or "").strip(), pictures)
             size = finite(root.findtext(f"size/{axis}") for axis in ("width", "height"))
             objects = [self._object(entry) for entry in root.findall("object")]
             yield SourceImage(
@@ -88,13 +100,76 @@ class VocImport(ImportOptions):
             )
 
     def _object(self, entry: ElementTree.Element) -> SourceObject | ObjectSkip:
-        corners = finite(
-            entry.findtext(f"bndbox/{key}") for key in ("xmin", "ymin", "xmax", "ymax")
-        )
-        if corners is None:
+        read = _box_of(entry)
+        if read is None:
             return ObjectSkip.MALFORMED
         if not self.keep_difficult and (entry.findtext("difficult") or "").strip() == "1":
             return ObjectSkip.DIFFICULT
-        # Pixels are numbered from 1, and the last one is inside.
-        x1, y1, x2, y2 = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
-        return SourceObject((entry.findtext("name") or "").strip(), (x1, y1, x2 - x1, y2 - y1))
+        box, angle = read
+        desc = (entry.findtext("name") or "").strip()
+        unknown = _unknown_keys(entry)
+        if angle % math.tau:
+            return turned_box(desc, box, angle, unknown)
+        x, y, w, h = box
+        return SourceObject(desc, (x, y, w, h), unknown_keys=unknown)
+
+
+def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
+    """Find the picture of an XML file: the one of its own stem, else the one it names.
+
+    Names in the XML may be stale: they stay as they were when files are renamed or copied. They
+    may lack their suffix, or be paths on another disk.
+    """
+    there = files_by_suffix(pictures)
+    name = PureWindowsPath(filename).name  # reads both separators
+    own = PureWindowsPath(name).suffix.lower()
+    has_suffix = own in IMAGE_SUFFIXES
+    suffixes = dict.fromkeys((own, *IMAGE_SUFFIXES)) if has_suffix else IMAGE_SUFFIXES
+    for stem in (file.stem, name, name[: -len(own)] if has_suffix else name):
+        for suffix in suffixes:
+            if (stem, suffix) in there:
+                return there[stem, suffix]
+    return pictures / filename if name else pictures / f"{file.stem}{IMAGE_SUFFIXES[0]}"
+
+
+def _box_of(entry: ElementTree.Element) -> tuple[list[float], float] | None:
+    """Read x, y, w, h in pixels, and the angle in radians by which the box is turned, clockwise.
+
+    The angle is roLabelImg's (`robndbox/angle`, also `angle` next to a `bndbox`; over 2 pi it can
+    only be degrees), or CVAT's attribute `rotation` in degrees. None: a number is missing, or is
+    none.
+    """
+    angle = finite([entry.findtext("angle") or entry.findtext("robndbox/angle") or 0])
+    rotations = [
+        attribute.findtext("value")
+        for attribute in entry.findall("attributes/attribute")
+        if (attribute.findtext("name") or "").strip() == _ROTATION
+    ]
+    degrees = finite(rotations[:1] or [0])
+    if angle is None or degrees is None:
+        return None
+    own = angle[0] if abs(angle[0]) <= math.tau else math.radians(angle[0])
+    turn = own + math.radians(degrees[0])
+    centred = finite(entry.findtext(f"robndbox/{key}") for key in ("cx", "cy", "w", "h"))
+    if centred is not None:
+        cx, cy, w, h = centred
+        return [cx - w / 2, cy - h / 2, w, h], turn
+    corners = finite(entry.findtext(f"bndbox/{key}") for key in _CORNERS)
+    if corners is None:
+        return None
+    # Pixels are numbered from 1, and the last one is inside.
+    x1, y1, x2, y2 = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
+    return [x1, y1, x2 - x1, y2 - y1], turn
+
+
+def _unknown_keys(entry: ElementTree.Element) -> tuple[str, ...]:
+    """Name what stands next to a box and is not known here."""
+    keys = [child.tag for child in entry if child.tag not in _KNOWN]
+    keys += [
+        f"bndbox.{child.tag}" for child in entry.iterfind("bndbox/*") if child.tag not in _CORNERS
+    ]
+    for attribute in entry.iterfind("attributes/attribute"):
+        name = (attribute.findtext("name") or "").strip()
+        if name not in _KNOWN_ATTRIBUTES:
+            keys.append(f"attributes.{name}")
+    return tuple(keys)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
 from launch.import_data.objects import ObjectSkip, SourceObject, finite
-from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage
+from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage, find_file
 from shared.config.base import ConfigPath
 from shared.errors import RecordError
 
@@ -90,8 +90,9 @@ class YoloImport(ImportOptions):
         for place in places:
             folder = _labels_of(place / "any.jpg").parent
             if place.is_dir() and folder != place:
-                for labels in sorted(set(folder.rglob("*.txt")) - used):
-                    if labels.name != "classes.txt":  # LabelImg's list of names
+                for labels in sorted(set(folder.rglob("*")) - used):
+                    # LabelImg writes its list of names there.
+                    if labels.suffix.lower() == ".txt" and labels.stem != "classes":
                         yield Orphans(labels, len(_lines(labels)))
 
 
@@ -116,7 +117,7 @@ def _labels_of(image: Path) -> Path:
     """Return the label file: `labels` for the last `images` of the path, or beside the image."""
     before, found, behind = str(image).rpartition(f"{os.sep}images{os.sep}")
     path = Path(before, "labels", behind) if found else image
-    return path.with_suffix(".txt")
+    return find_file(path.with_suffix(".txt"))
 
 
 def _lines(file: Path) -> list[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
@@ -77,8 +78,10 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
     return [Resources.of(node) for node in json.loads(done.stdout.splitlines()[-1])]
 
 
-def connect(config: RunConfig, **options: Any) -> None:
-    """Call `ray.init` at the configured address. Raises ConfigError where that gives no cluster.
+def connect(config: RunConfig, **options: Any) -> Path:
+    """Call `ray.init` at the configured address, and return the folder of this session's logs.
+
+    Raises ConfigError if that gives no cluster.
 
     The processes of a cluster of the run's own do not hear a signal to this process's group.
     """
@@ -92,7 +95,9 @@ def connect(config: RunConfig, **options: Any) -> None:
     place = starting_in_another_group() if address == "local" else nullcontext()
     try:
         with place:
-            ray.init(address=address, log_to_driver=False, logging_level="error", **options)
+            context = ray.init(
+                address=address, log_to_driver=False, logging_level="error", **options
+            )
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
         # Only the name of that class says that it is about a token.
         kind = f"{type(error).__name__}: " if isinstance(error, AuthenticationError) else ""
@@ -105,6 +110,7 @@ def connect(config: RunConfig, **options: Any) -> None:
             "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
             " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
+    return Path(context.address_info["session_dir"]) / "logs"
 
 
 @contextmanager

@@ -211,6 +211,8 @@ class Telemetry:
         self.sync_fallback = None if point is None else point.state.sync_fallback
         """Why full weights are sent instead of an adapter."""
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
+        self.ray_logs: Path | None = None
+        """The folder of the Ray session's logs; None: there is no session."""
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
         self.evaluations: list[EvaluationRecord] = []
@@ -320,11 +322,8 @@ class Telemetry:
                 where = "above"
                 self._print(story.encode(errors="backslashreplace").decode())
         others = ""
-        if self._config.cluster.kind == "ray":
-            others = (
-                ", what the other processes said in Ray's session folder"
-                " (/tmp/ray/session_latest/logs)"
-            )
+        if self.ray_logs is not None:
+            others = f", what the other processes printed is in {self.ray_logs}"
         self._print(f"the run ended; details {where}{others}")
 
     def placed(
@@ -556,6 +555,9 @@ class Telemetry:
 
     def _note_mode(self, sync: SyncReport) -> None:
         self._sync_mode = sync.mode
+        # Port 0 of the configuration is any free one: the plan names the port that was used.
+        for server, port in zip(self._servers, sync.ports, strict=False):
+            server["group_port"] = port
         if sync.fell_back is not None:
             self.sync_fallback = sync.fell_back
             now = "full weights are sent from now on"

@@ -30,7 +30,7 @@ from learner.rollout_logs.samples import (
     TargetEntry,
 )
 from learner.targets import TokenRole
-from shared.prompts import on_white
+from shared.prompts import EXIF_ORIENTATION, on_white
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
@@ -49,8 +49,6 @@ _SHOWN_WIDTH = 480
 _CROSS_ARM = 8
 """Of a point, in the same pixels."""
 _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
-_ORIENTATION = 0x0112
-"""EXIF: browsers turn an image by it, the training does not."""
 
 
 class ShapeStyle(NamedTuple):
@@ -87,7 +85,8 @@ class Canvas:
     def uris(self) -> list[str]:
         """Return the images as data URIs, as training sees them.
 
-        A file that browsers show otherwise, or not at all, becomes a PNG of its pixels.
+        A file that a browser may show otherwise, or not at all, becomes a PNG of its pixels. (Not
+        every browser turns a picture inside SVG by its EXIF orientation.)
         """
         return [_data_uri(data) for data in self.images]
 
@@ -133,7 +132,7 @@ def _data_uri(data: bytes) -> str:
 
 def _is_upright(image: Image.Image) -> bool:
     try:
-        return bool(image.getexif().get(_ORIENTATION, 1) == 1)
+        return bool(image.getexif().get(EXIF_ORIENTATION, 1) == 1)
     # whatever Pillow's reading of damaged EXIF data runs into, which browsers may read otherwise
     except Exception:
         return False

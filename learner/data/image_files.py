@@ -17,25 +17,41 @@ from PIL import Image
 
 from learner.data import kept
 from learner.data.kept import Fingerprint
-from shared.prompts import on_white
-from shared.records import ImageFacts, image_facts
+from shared.prompts import on_white, orientation_of
+from shared.records import ImageFacts, PictureSize, image_facts
 
-_FORMAT = ["2", PIL.__version__]
+_FORMAT = ["3", PIL.__version__]
 """Version of the kept facts. Change it together with what `image_size` refuses."""
 
 ReportProgress = Callable[[int, int], None]
 """A function of the number of images checked so far, and of all."""
 
 
-def image_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels of an encoded image. ValueError with the reason."""
+def image_size(data: bytes) -> PictureSize:
+    """Decode an image and measure it as it is displayed. ValueError with the reason."""
     # Decoded to its end: a header tells nothing about a truncated file.
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return on_white(image).size
+            if image.format == "PNG":  # its EXIF block may follow the pixels
+                image.load()
+            orientation = orientation_of(image)  # before a TIFF is loaded, which turns it
+            return PictureSize(*on_white(image).size, orientation)
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
         # (OSError, SyntaxError, struct.error, EOFError, ...).
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def header_size(path: Path) -> PictureSize:
+    """Measure an image file by its header alone. ValueError with the reason."""
+    try:
+        with Image.open(path) as image:
+            size = PictureSize(*image.size, orientation_of(image))
+            # Of a TIFF, Pillow tells the size as it is displayed; of others as it is stored.
+            if image.format != "TIFF":
+                size = PictureSize(*size.stored, size.orientation)
+            return size
+    except Exception as error:  # as in `image_size`
         raise ValueError(str(error) or type(error).__name__) from error
 
 
@@ -71,10 +87,7 @@ def known_images(
         if report is not None and time.monotonic() - started_s >= kept.QUICK_S:
             report(done, len(there))
     if left and time.monotonic() - started_s >= kept.QUICK_S:
-        rows = {
-            name: (*there[name], facts.sha256, facts.width, facts.height)
-            for name, facts in known.items()
-        }
+        rows = {name: (*there[name], facts.sha256, *facts.size) for name, facts in known.items()}
         content = json.dumps({"format": _FORMAT, "images": rows})
         kept.replace_file(kept_in, content.encode(), lost="decodes all images")
     return known

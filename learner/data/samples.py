@@ -86,7 +86,8 @@ def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
     skipped = tuple(kept.from_array(arrays["skipped"]))
     for reason in skipped:
         note_skipped(reason)
-    return Dataset(path, FileRows(path, table, rules), skipped)
+    turned = tuple(kept.from_array(arrays["turned"]))
+    return Dataset(path, FileRows(path, table, rules), skipped, turned)
 
 
 def _with_key(dataset: Dataset, key: str) -> Dataset:
@@ -107,5 +108,6 @@ def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint
     of_images = [found or _GONE for found in prints.values()]
     arrays["prints"] = np.array(of_images, dtype=np.int64).reshape(-1, 3)
     arrays["skipped"] = kept.as_array(dataset.skipped)
+    arrays["turned"] = kept.as_array(dataset.turned)
     file = kept.kept_file(dataset.path, "rows", "npz")
     kept.keep_arrays(file, key, arrays, lost="reads all rows")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import nn
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from learner.model.adapters import (
     adapted_layers,
@@ -20,12 +22,16 @@ from learner.model.adapters import (
     merged_weight,
     stored_as,
 )
+from learner.model.checkpoint_folder import CONFIG, BaseFiles
+from shared.errors import ConfigError
 from shared.model_families import TURNED_IN_FILES
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
 ADAPTER_FOLDER = "adapter"
 """Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
+FILE_SIZE = "50GB"
+"""Of weights in one file, at most: transformers' own."""
 
 
 class WeightSource(Protocol):
@@ -92,29 +98,23 @@ class CheckpointContent:
     """
 
     model: Any
-    processor: Any
+    base: BaseFiles
     weights: Mapping[str, torch.Tensor]
-    """Those of `CheckpointWeights`."""
+    """Those of `CheckpointWeights`; on the meta device they are not written, which tries the rest.
+    """
     adapter: AdapterFiles | None = None
     """The model's, if it has one."""
     fresh: FreshTokens | None = None
     """Tokens that an adapter on this checkpoint has to train."""
 
-    def write_processor(self, folder: Path) -> None:
-        """Write what a step may be working with: not beside one."""
-        self.processor.save_pretrained(folder)
-        if self.fresh is not None:
-            self.fresh.save(folder)
-
     def write_weights(self, folder: Path) -> None:
-        """Write weights and configuration to the disk, as often as it is called; beside a step,
-        too.
-        """
+        """Write all of it to the disk, as often as it is called; beside a step, too."""
         if self.adapter is not None:
             # Beside merged weights, which load where nobody knows of adapters.
             self.adapter.save(folder / ADAPTER_FOLDER)
-        save_as_published(self.model, folder, self.weights)
-        _write_config(self.model.config, next(iter(self.weights.values())).dtype, folder)
+        if self.fresh is not None:
+            self.fresh.save(folder)
+        save_as_published(self.model, folder, self.weights, self.base)
         flush(*folder.glob("*"), *folder.glob(f"{ADAPTER_FOLDER}/*"))
 
 
@@ -124,15 +124,56 @@ def turned_in_files(model: nn.Module) -> tuple[str, ...]:
     return TURNED_IN_FILES.get(getattr(config, "model_type", ""), ())
 
 
-def save_as_published(model: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write weights and configuration as the family's own files have them, for any reader.
+def save_as_published(
+    model: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    base: BaseFiles,
+    **text_config: Any,
+) -> None:
+    """Write weights as the family's own files have them, for any reader, and the files of `base`.
 
-    `weights` are those of `CheckpointWeights`.
+    Args:
+        weights: those of `CheckpointWeights`.
+        text_config: as of `BaseFiles.write`.
     """
-    # A copy: transformers takes out of it what it has written. Where tensors are turned, it would
-    # turn them back, and vLLM, which takes every file for one of the hub, would read them wrongly.
-    options = {"save_original_format": False} if turned_in_files(model) else {}
-    model.save_pretrained(folder, state_dict=dict(weights), **options)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    base.write(folder, dtype=dtype, text_config=text_config)
+    # Where tensors are turned, transformers would turn them back, and vLLM, which takes every file
+    # for one of the hub, would read them wrongly.
+    if not turned_in_files(model):
+        weights = revert_weight_conversion(model, dict(weights))
+    if not any(tensor.is_meta for tensor in weights.values()):
+        save_torch_state_dict(
+            dict(weights), folder, max_shard_size=FILE_SIZE, metadata={"format": "pt"}
+        )
+
+
+def require_same_config(folder: Path, base: BaseFiles) -> None:
+    """Require that transformers reads in `folder` what it reads in the base, but for number types.
+
+    Raises ConfigError with the keys that differ.
+    """
+    original = folder / "base"
+    original.mkdir()
+    (original / CONFIG).write_text(base.config_text, encoding="utf-8")
+    saved, given = (
+        _without_dtypes(AutoConfig.from_pretrained(one).to_dict()) for one in (folder, original)
+    )
+    if differing := sorted(key for key in given if saved.get(key) != given[key]):
+        raise ConfigError(
+            f"model.path: transformers would read {', '.join(differing)} of its config.json"
+            " differently from the run's checkpoints; write them there as transformers 5 does"
+            " (load the configuration and save it with save_pretrained)"
+        )
+
+
+def _without_dtypes(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dtypes(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if key not in ("dtype", "torch_dtype", "_name_or_path")
+    }
 
 
 def flush(*paths: Path) -> None:
@@ -145,12 +186,3 @@ def flush(*paths: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write transformers' configuration with the number type of what is saved."""
-    # transformers' own names that of the model in memory, where shards are float32.
-    config = copy.deepcopy(config)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        part.dtype = dtype
-    config.save_pretrained(folder)

@@ -1,10 +1,19 @@
-"""Looks at a checkpoint's folder that cost nothing and import nothing heavy."""
+"""A checkpoint's folder without its weights: is it one, and the files that a save copies from it.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+from shared.errors import ConfigError
 from shared.model_families import IN_OTHER_FORMS
 
 _ANOTHER_MODEL = (
@@ -18,6 +27,13 @@ def checkpoint_problems(
     folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL
 ) -> tuple[str, ...]:
     """Return why `folder`, which `key` names, is no checkpoint; empty where it is one."""
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the base model that it names, whatever else the folder holds.
+        problem = (
+            f"{key}: {folder} holds an adapter (adapter_config.json); merge it into its base model"
+            " and give that folder, or remove the file if the folder's weights are merged ones"
+        )
+        return (problem,)
     if (folder / "config.json").is_file():
         text = (folder / "config.json").read_text(encoding="utf-8")
         # Told before transformers asks a terminal whether it may run that code.
@@ -40,6 +56,52 @@ def checkpoint_problems(
     return (f"{key}: {folder} holds no checkpoint (no config.json); {remedy}",)
 
 
+def no_chat_template(folder: Path, *, key: str = "model.path") -> str:
+    """Word the problem of a checkpoint that no conversation can be written for."""
+    return (
+        f"{key}: {folder} has no chat template (no chat_template.jinja, and no chat_template in"
+        " tokenizer_config.json), by which messages become a prompt; choose the Instruct or chat"
+        " version of the model, or copy that version's chat_template.jinja into the folder"
+    )
+
+
+def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -> set[int]:
+    """Return the ids that end an answer by `generation_config.json` and `config.json`.
+
+    Each may name one id or several (`"eos_token_id": [2, 0]`). An engine that ignored one would
+    sample on, and the learner would learn what follows. Engines of others read `config.json` only
+    if the other file names none; then it decides here too. Otherwise it only adds control tokens:
+    it may still hold the default of its class, an id that is a word of this tokenizer.
+
+    Args:
+        num_tokens: size of the vocabulary; every id is below it.
+        special_ids: ids of the tokenizer's control tokens.
+
+    Raises:
+        ConfigError: a value is no id of the vocabulary.
+    """
+    named = _eos_ids(folder / "generation_config.json")
+    file = folder / ("generation_config.json" if named else "config.json")
+    others = _eos_ids(folder / "config.json")
+    for value in named or others:
+        if not isinstance(value, int) or not 0 <= value < num_tokens:
+            raise ConfigError(
+                f"model.path: {file} has eos_token_id {value!r}, which is no id of its tokenizer of"
+                f" {num_tokens} tokens; correct the file"
+            )
+    return {*(named or others), *(value for value in others if value in special_ids)}
+
+
+def _eos_ids(file: Path) -> list[Any]:
+    """Return the values of `eos_token_id`, also of a `text_config`; none without the file."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found: list[Any] = []
+    for section in (content, content.get("text_config") or {}):
+        named = section.get("eos_token_id")
+        found += named if isinstance(named, list) else [] if named is None else [named]
+    return found
+
+
 def hub_id(folder: Path) -> str | None:
     """Return `OWNER/NAME`, or `OWNER/NAME@REVISION`, where the path is written so and hardly means
     a folder.
@@ -53,3 +115,153 @@ def hub_id(folder: Path) -> str | None:
         and not folder.parent.exists()
     )
     return below.as_posix() if is_hub_id else None
+
+
+CONFIG = "config.json"
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "processor_config.json",
+    "*preprocessor_config.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "*.py",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFiles:
+    """The small files of the checkpoint that a run began with, read once.
+
+    Saves repeat them, whatever happens to the folder meanwhile, and do not depend on what
+    transformers is willing to write.
+    """
+
+    config_text: str
+    """`config.json`, which is JSON."""
+    files: Mapping[str, bytes]
+    """The files of tokenizer, processor and generation, by their path in the folder."""
+
+    @classmethod
+    def read(cls, folder: Path) -> BaseFiles:
+        """Read them. Raises OSError, and ValueError for a `config.json` that is no JSON."""
+        paths = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+        names = sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
+        copied = [name for name in names if any(fnmatch(name, one) for one in _COPIED)]
+        text = (folder / CONFIG).read_text(encoding="utf-8")
+        json.loads(text)
+        return cls(text, {name: (folder / name).read_bytes() for name in copied})
+
+    def write(self, folder: Path, *, dtype: str, text_config: Mapping[str, Any]) -> None:
+        """Write all of them as they were, but for `config.json`'s number type of the weights.
+
+        Args:
+            text_config: values that the language model's section of `config.json` gets.
+
+        Raises OSError.
+        """
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        before = json.loads(self.config_text)
+        config = _with_values(before, {"dtype": dtype, "torch_dtype": dtype, **text_config})
+        if not {"dtype", "torch_dtype"} & config.keys():
+            config["dtype"] = dtype
+        section = config.get("text_config", config)
+        section |= {**text_config, **_older_rope(section)}
+        text = self.config_text
+        if config != before:
+            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _with_values(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section of config.json, and its own sections, with these values of present keys."""
+    return {
+        key: _with_values(value, values)
+        if key.endswith("_config") and isinstance(value, dict)
+        else values.get(key, value)
+        for key, value in section.items()
+    }
+
+
+def _older_rope(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys in which transformers 4 reads the parameters of the rotary embedding.
+
+    It does not know `rope_parameters`, and computes with a base of 10,000 without a word.
+    """
+    rope = section.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    older = {"rope_theta": rope["rope_theta"]}
+    return older if scaling == {"rope_type": "default"} else {**older, "rope_scaling": scaling}
+
+
+_LISTED = 5
+
+
+def weight_problems(
+    folder: Path,
+    key: str,
+    missing: Sequence[str],
+    surplus: Sequence[str],
+    shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+) -> Iterator[str]:
+    """Name the tensors with which a checkpoint's files are not what its configuration describes.
+
+    Args:
+        missing: those that the model has and the files do not.
+        surplus: those that the files have and the model does not.
+        shapes: names whose shapes differ, with that in the files and that of the model.
+    """
+    unmerged = [name for name in surplus if _UNMERGED.search(name)]
+    if missing:
+        also = f", and hold {listed(surplus)} that it does not have" if surplus else ""
+        yield (
+            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; they would"
+            f" start as random numbers. {_remedy(missing, surplus)}"
+        )
+    elif unmerged:
+        yield (
+            f"{key}: the files of {folder} hold {listed(unmerged)} of an adapter that is not"
+            " merged, which would be left out; merge it (peft's merge_and_unload) and save again"
+        )
+    if shapes:
+        name, has, needed = shapes[0]
+        yield (
+            f"{key}: the files of {folder} hold {listed([one[0] for one in shapes])} in another"
+            f" shape than config.json describes ({name}: {list(has)} in the files, {list(needed)}"
+            " in the model); give the config.json and the weights of one model"
+        )
+
+
+_UNMERGED = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.|\.trainable_tokens_")
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "_fsdp_wrapped_module.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Count tensors and name the first, such as `1 tensor (lm_head.weight)`."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    plural = "" if len(names) == 1 else "s"
+    return f"{len(names)} tensor{plural} ({', '.join(names[:_LISTED])}{more})"
+
+
+def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
+    if any(_UNMERGED.search(name) for name in surplus):
+        return "Merge the adapter (peft's merge_and_unload) and save again"
+    for wrapper in _WRAPPERS:
+        if surplus and all(name.startswith(wrapper) for name in surplus):
+            return f"Save the model again without the wrapper that its names begin with ({wrapper})"
+    if list(missing) == ["lm_head.weight"]:
+        return (
+            "If the model's head is its embedding, set tie_word_embeddings to true in config.json;"
+            " else give a complete checkpoint"
+        )
+    return "Give a complete checkpoint, with the config.json of its weights"

@@ -61,13 +61,10 @@ class CheckpointSave:
     CollectiveError.
     """
 
-    def __init__(
-        self, ranks: Ranks, folder: Path, *, prepare: Write, write: Write, finish: Write | None
-    ) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, *, write: Write, finish: Write | None) -> None:
         """Keep what to write; each is called once in an attempt, with the folder to write into.
 
         Args:
-            prepare: rank 0's, by the caller's thread, before anything else.
             write: this rank's, by the thread beside the run, if there is one. What it writes is on
                 the disk when it returns.
             finish: rank 0's, by the caller's thread, when all ranks have written.
@@ -75,7 +72,6 @@ class CheckpointSave:
         self._ranks = ranks
         self.folder = folder
         self._partial = folder.with_name(f"{folder.name}.partial")
-        self._prepare = prepare
         self._write = write
         self._finish = finish
         self._thread: Thread | None = None
@@ -132,7 +128,6 @@ class CheckpointSave:
         if self._partial.exists():
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
-        self._prepare(self._partial)
 
     def _write_part(self) -> None:
         self.started_s = time.time()
@@ -168,9 +163,6 @@ class CheckpointSave:
             # On a full disk a half checkpoint is in the way of everything else.
             if self._ranks.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
-            # The tokenizers' Rust raises a plain Exception.
-            if isinstance(error, OSError | SafetensorError) or (
-                type(error) is Exception and "(os error " in str(error)
-            ):
+            if isinstance(error, OSError | SafetensorError):
                 raise cannot_write(self.folder, error) from error
             raise

@@ -23,7 +23,13 @@ from transformers import (
 from learner.collate import RopeIndex
 from learner.model.adapters import apply_adapter, quantize_layers
 from learner.model.attention import attend_by_segments
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import (
+    BaseFiles,
+    checkpoint_problems,
+    end_token_ids,
+    no_chat_template,
+    weight_problems,
+)
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
 from shared.config.derive import adapted_parts, is_quantized, is_sharded, tokens_beside_adapter
@@ -75,6 +81,10 @@ class LoadedTokens:
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there."""
+    stop_token_ids: tuple[int, ...]
+    """Ids that end an answer: the end of a turn, which is taught, then the checkpoint's others."""
+    base: BaseFiles
+    """Configuration, tokenizer and processor as the checkpoint's folder has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,12 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     types = VISION_MODEL_TYPES if is_grounding else VISION_MODEL_TYPES + TEXT_MODEL_TYPES
     if problem := model_type_problem(path, model_config, types=types):
         raise ConfigError(problem)
+    if packed := model_config.to_dict().get("quantization_config"):
+        raise ConfigError(
+            f"model.path: {path} holds packed weights (quantization_config:"
+            f" {packed.get('quant_method')} in config.json), which are not trained; choose the"
+            " model in full precision"
+        )
     is_text = model_config.model_type in TEXT_MODEL_TYPES
     try:
         if is_text:
@@ -152,7 +168,13 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         banned = [vocabulary[name] for name in TILE_PLACEHOLDERS if name in vocabulary]
     elif not is_text:
         banned = [getattr(model_config, key) for key in PLACEHOLDER_KEYS]
-    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)))
+    # Prompts of an environment may be plain text.
+    if is_grounding and processor.chat_template is None:
+        raise ConfigError(no_chat_template(path))
+    ends = end_token_ids(path, len(tokenizer), codec.special_ids) | {tokenizer.eos_token_id}
+    stops = (codec.eos_token_id, *sorted(ends - {codec.eos_token_id, None}))
+    base = BaseFiles.read(path)
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
@@ -192,15 +214,10 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     # The results of a reduction depend on the number of threads: it is part of the configuration of
     # a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
-    try:
-        is_text = tokens.tokenizer is tokens.processor
-        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-        attention = "sdpa" if config.model.attention == "auto" else config.model.attention
-        # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
-        dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
-        model = kind.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-    except (ValueError, OSError, SafetensorError) as error:
-        raise _cannot_load(path, error) from error
+    attention = "sdpa" if config.model.attention == "auto" else config.model.attention
+    # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
+    dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
+    model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
     if is_quantized(config):
         # By way of host memory, which has the whole model in full.
         quantize_layers(model, adapted_parts(config), device)
@@ -248,12 +265,53 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         banned_token_ids=tokens.banned_token_ids,
+        stop_token_ids=tokens.stop_token_ids,
+        base=tokens.base,
         fresh_tokens=fresh,
     )
 
 
-def _cannot_load(path: Path, error: Exception) -> ConfigError:
+def load_complete(
+    folder: Path, *, key: str = "model.path", **options: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """Load a checkpoint's model by transformers, and require that its files hold all weights.
+
+    A head that `config.json` ties to the embedding is tied, whatever the files hold: engines and
+    transformers 4 read them so.
+
+    Args:
+        options: of `from_pretrained`; with `device_map={"": "meta"}` it reads the files' headers
+            and no weights.
+
+    Returns:
+        The model, and the names of tensors in the files that it does not have.
+
+    Raises:
+        ConfigError: `key`: files are missing or damaged, or their tensors are not the model's.
+    """
+    try:
+        is_text = "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs
+        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        # Shapes that differ are named below, with what is missing.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = kind.from_pretrained(folder, **options)
+    # RuntimeError: a tensor that cannot be converted to the model's.
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise _cannot_load(folder, error, key) from error
+    missing, surplus, shapes = (
+        sorted(found[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    if problems := tuple(weight_problems(folder, key, missing, surplus, shapes)):
+        raise ConfigError(problems)
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if tied.keys() - model.all_tied_weights_keys.keys():
+        model.all_tied_weights_keys = tied
+        model.tie_weights()
+    return model, tuple(surplus)
+
+
+def _cannot_load(path: Path, error: Exception, key: str = "model.path") -> ConfigError:
     return ConfigError(
-        f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote,"
+        f"{key}: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote,"
         " of a model with the tokens of the run"
     )

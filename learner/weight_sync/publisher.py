@@ -7,12 +7,16 @@ Every method but `send` and `close` is called on all ranks, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from learner.model.adapters import adapter_files
-from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, is_of_collective
@@ -25,6 +29,7 @@ from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.errors import LEARNER, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
+from shared.run_files import cannot_write
 from shared.weight_sync.canary import Differences
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
@@ -169,14 +174,7 @@ class WeightPublisher:
                     name: tensor.cpu() if copies is None else copies(tensor)
                     for name, tensor in CheckpointWeights(self.loaded.model).tensors()
                 }
-            loaded = self.loaded
-            content = CheckpointContent(
-                loaded.model, loaded.processor, weights, adapter, loaded.fresh_tokens
-            )
-
-        def prepare(partial: Path) -> None:
-            if content is not None:
-                content.write_processor(partial)
+            content = self._content(weights, adapter)
 
         def write(partial: Path) -> None:
             if content is not None:
@@ -184,7 +182,42 @@ class WeightPublisher:
             if write_more is not None:
                 write_more(partial)
 
-        return CheckpointSave(self.ranks, folder, prepare=prepare, write=write, finish=finish)
+        return CheckpointSave(self.ranks, folder, write=write, finish=finish)
+
+    def try_save(self, folder: Path) -> None:
+        """Do once what a save does, but for its weights, so that nothing new can fail at the end.
+
+        It is done in a scratch folder in `folder`, which does not stay. Every rank takes part.
+
+        Raises:
+            ConfigError: what was written is not what the run was given.
+            StorageError: it cannot be written there.
+        """
+        with self.ranks.of_phase("start"):
+            # A collective where the model is sharded.
+            adapter = adapter_files(self.loaded.model)
+            self.ranks.together(lambda: self._try_save(folder, adapter), "start")
+
+    def _try_save(self, folder: Path, adapter: AdapterFiles | None) -> None:
+        if self.ranks.rank != 0:
+            return
+        weights = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, dtype, shape in self.parallel.weights.specs()
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder, prefix=".tried_save_") as scratch:
+                self._content(weights, adapter).write_weights(Path(scratch))
+                require_same_config(Path(scratch), self.loaded.base)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+
+    def _content(
+        self, weights: Mapping[str, torch.Tensor], adapter: AdapterFiles | None
+    ) -> CheckpointContent:
+        loaded = self.loaded
+        return CheckpointContent(loaded.model, loaded.base, weights, adapter, loaded.fresh_tokens)
 
     def close(self) -> None:
         """Leave the groups of the weight sync."""

@@ -166,14 +166,19 @@ class BeamLLM(LLM):
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
         base_sampling_params.repetition_penalty = decode.repetition_penalty
-        # The request's stop token takes the place of the tokenizer's. vLLM's search knows one.
-        stop = decode.stop_token_ids[0] if decode.stop_token_ids else None
-        return super()._beam_search_step(
+        # The request's stop tokens take the place of the tokenizer's. vLLM's search knows one.
+        stop, *others = decode.stop_token_ids or (None,)
+        is_over = super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
             ignore_eos=stop is None,
             **rest,
         )
+        for instance in rest["instances_batch"]:
+            ended = [beam for beam in instance.beams if beam.tokens[-1] in others]
+            instance.completed += ended
+            instance.beams = [beam for beam in instance.beams if beam.tokens[-1] not in others]
+        return is_over
 
 
 class ColocatedLLM:
@@ -364,10 +369,6 @@ class ColocatedLLM:
     ) -> list[tuple[Completion, float]]:
         """Return the best beam of each request, all with the same time of the end."""
         # vLLM's score is the mean log-probability, over the prompt's tokens too.
-        if len(decode.stop_token_ids) > 1:
-            raise self._error(
-                f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}"
-            )
         params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]

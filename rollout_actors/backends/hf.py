@@ -218,6 +218,9 @@ class HFBackend:
         self._rule = repeat_rule(repeat_guard, lambda: host.tokenizer)
         self._sees_images = host.processor is not host.tokenizer
         self._pictures = pictures_of(host.processor)
+        # What is padded is masked, and answers are cut at their end: any token will do.
+        pads = (host.tokenizer.pad_token_id, host.tokenizer.eos_token_id, 0)
+        self._pad_token_id = next(token_id for token_id in pads if token_id is not None)
         self.version = 0
         self._closed = False
 
@@ -344,7 +347,7 @@ class HFBackend:
         model = self._host.model
         length = max(len(prompt.token_ids) for prompt in encoded)
         shape = (len(encoded), length)
-        ids_BP = torch.full(shape, self._host.tokenizer.pad_token_id, dtype=torch.int64)
+        ids_BP = torch.full(shape, self._pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
         for row, prompt in enumerate(encoded):
             # On the left, so that every row's next token follows its last position.
@@ -379,7 +382,7 @@ class HFBackend:
             length_penalty=1.0,
             early_stopping=False,
             eos_token_id=list(decode.stop_token_ids) or [NO_STOP_TOKEN],
-            pad_token_id=self._host.tokenizer.pad_token_id,
+            pad_token_id=self._pad_token_id,
             use_cache=True,
             return_dict_in_generate=True,
         )

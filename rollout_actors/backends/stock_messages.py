@@ -16,16 +16,17 @@ from rollout_actors.engine.sampling import (
     PROBE_FIELDS,
     decode_images,
     finish_reason,
+    png_of,
     sampling_fields,
 )
 from shared.errors import RolloutError
+from shared.prompts import EXIF_ORIENTATION
 from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 from shared.weight_sync.canary import CanaryProbe
 
 NO_LOGPROB = -9999.0
 """The route's number for a log-probability that is NaN, minus infinity or absent."""
-EXIF_ORIENTATION = 0x0112
 
 
 class TokenSpan(BaseModel):
@@ -119,16 +120,15 @@ def _body(
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
     """Send the file itself where the server reads the learner's pixels in it, else those pixels.
 
-    The server turns an image by its EXIF orientation; the learner and our own engines do not.
+    The server turns an image by its EXIF orientation, as the learner and our own engines do, but
+    leaves it as it is stored if it cannot rewrite the EXIF block. So a turned one goes as pixels.
     """
     assert ref.data is not None, f"an image of {sample_id} travels without its bytes"
     data = ref.data
     kind = _plain_format(data)
     if kind is None:
         (pixels,) = decode_images([ref], sample_id, actor=actor)
-        buffer = io.BytesIO()
-        pixels.save(buffer, "PNG")
-        data = buffer.getvalue()
+        data = png_of(pixels)
         kind = "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 

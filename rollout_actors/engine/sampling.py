@@ -79,12 +79,18 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode to RGB, on white where transparent. Raises ValueError with the reason."""
+    """Decode to RGB, upright, on white where transparent. Raises ValueError with the reason."""
     image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
-    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the
-    # file's own axes.
+    # vLLM would turn an image by an orientation that is left here.
     image.info = {}
     return image
+
+
+def png_of(pixels: Image.Image) -> bytes:
+    """Encode pixels without a loss."""
+    file = io.BytesIO()
+    pixels.save(file, "PNG")
+    return file.getvalue()
 
 
 def _read(read: Callable[[], Image.Image]) -> Image.Image:

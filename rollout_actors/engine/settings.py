@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rollout_actors.engine import warm_python
-from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, TILED_MODEL_TYPES
+from shared.model_families import (
+    EXPERT_MODEL_TYPES,
+    HYBRID_MODEL_TYPES,
+    TEXT_MODEL_TYPES,
+    TILED_MODEL_TYPES,
+    VISION_MODEL_TYPES,
+)
 from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
@@ -88,6 +94,13 @@ def family_problems(
 def model_type(model_path: str) -> str:
     """Return the family of a checkpoint, as transformers names it."""
     return str(_model_config(model_path)["model_type"])
+
+
+def is_trained(model_path: str) -> bool:
+    """Tell whether a run could train a checkpoint: of a known family, in full precision."""
+    config = _model_config(model_path)
+    families = VISION_MODEL_TYPES + TEXT_MODEL_TYPES
+    return config["model_type"] in families and "quantization_config" not in config
 
 
 def image_token_id(model_path: str) -> int | None:

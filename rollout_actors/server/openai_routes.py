@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from PIL import Image
 
-from rollout_actors.engine.sampling import decode_image, open_image
+from rollout_actors.engine.sampling import decode_image, open_image, png_of
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import Admission, RefusalError, RolloutService
+from shared.prompts import orientation_of
 
 PREFIX = "/v1/"
 VERSION_HEADER = "X-Weight-Version"
@@ -159,7 +159,7 @@ def _as_learner_sees(url: str, limits: CallLimits) -> str:
 
     Raises RefusalError for one that is too large, by its header alone, or cannot be shown.
     """
-    # Only pictures of more than 8 bits change; what is no picture is left to vLLM.
+    # Only pictures of more than 8 bits and turned ones change; what is no picture is left to vLLM.
     head, _, body = url.partition(",")
     try:
         data = base64.b64decode(body) if head.lower().endswith(";base64") else b""
@@ -173,15 +173,16 @@ def _as_learner_sees(url: str, limits: CallLimits) -> str:
         return url
     if problem := limits.pixel_problem(*image.size):
         raise RefusalError(400, f"messages: an image has {problem}")
-    if image.mode[0] not in DEEP_MODES:
+    # vLLM does not turn a picture whose EXIF block it cannot rewrite. (To look for the block of a
+    # PNG decodes it: that one is left to vLLM.)
+    is_upright = image.format == "PNG" or orientation_of(image) == 1
+    if image.mode[0] not in DEEP_MODES and is_upright:
         return url
     try:
         pixels = decode_image(data)
     except ValueError as error:
         raise RefusalError(400, f"messages: an image cannot be shown: {error}") from error
-    file = io.BytesIO()
-    pixels.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png_of(pixels)).decode()}"
 
 
 def _num_sequences(call: Mapping[str, Any]) -> int:

@@ -125,13 +125,32 @@ def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     mode = run.rollout_matching.vllm.sync.mode
     if mode != "auto":
         return mode
-    stays = adapts_vision(run) or is_quantized(run) or tokens_beside_adapter(run) is not None
-    return "adapter" if _serves_lora(run) and not stays else "full"
+    return "adapter" if _why_full(run) is None else "full"
 
 
-def _serves_lora(run: RunConfig) -> bool:
+def _why_full(run: RunConfig) -> str | None:
+    """Return the reason for which an adapter cannot travel without its base; None: it can."""
     adapter = run.model.adapter
-    return run.rollout_matching.vllm.enable_lora and adapter is not None and adapter.kind == "lora"
+    if adapter is None:
+        return "the learner trains no adapter (model.adapter)"
+    if adapter.kind == "dora":
+        return "vLLM serves DoRA only merged (model.adapter.kind)"
+    if not run.rollout_matching.vllm.enable_lora:
+        return "engines serve no adapter (rollout_matching.vllm.enable_lora: false)"
+    merged = (
+        "which engines serve merged alone; set rollout_matching.vllm.enable_lora: false, which"
+        " they do without"
+    )
+    if adapts_vision(run):
+        return f"the adapter is in the vision tower or the aligner too (training.parts), {merged}"
+    if is_quantized(run):
+        return f"the adapter is of weights in 4 bits (model.adapter.quantize), {merged}"
+    if (tokens := tokens_beside_adapter(run)) is not None:
+        return (
+            f"vLLM takes no adapter with the fresh embeddings of {tokens.count:,} tokens in"
+            f" {run.model.path} ({FILE})"
+        )
+    return None
 
 
 def may_send_full(run: RunConfig) -> bool:
@@ -277,21 +296,8 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
             f" {run.model.path} were never learned ({FILE}), and stay so; unfreeze the part, or"
             " set model.adapter"
         )
-    if tokens is not None and _serves_lora(run) and matching.vllm.sync.mode == "auto":
-        found.append(
-            "rollout_matching.vllm.sync.mode: auto is full, because vLLM takes no adapter with the"
-            f" fresh embeddings of {tokens.count:,} tokens in {run.model.path} ({FILE})"
-        )
-    reason = None
-    if adapts_vision(run):
-        reason = "the adapter is in the vision tower or the aligner too (training.parts)"
-    elif is_quantized(run):
-        reason = "the adapter is of weights in 4 bits (model.adapter.quantize)"
-    if reason is not None and _serves_lora(run) and matching.vllm.sync.mode == "auto":
-        found.append(
-            f"rollout_matching.vllm.sync.mode: auto is full, because {reason}, which engines serve"
-            " merged alone; set rollout_matching.vllm.enable_lora: false, which they do without"
-        )
+    if matching.vllm.sync.mode == "auto" and (reason := _why_full(run)) is not None:
+        found.append(f"rollout_matching.vllm.sync.mode: auto is full, because {reason}")
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
         if idle:

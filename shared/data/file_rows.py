@@ -16,7 +16,7 @@ import shlex
 import weakref
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,6 +213,11 @@ class TableBuilder:
                 self._number_of[name] = len(self._number_of)
                 self._sha256 += bytes.fromhex(image.sha256)
             self._image_of.append(self._number_of[name])
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The images that were checked, each once."""
+        return self._number_of
 
     def table(self) -> RowTable:
         return RowTable(

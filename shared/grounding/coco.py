@@ -40,6 +40,8 @@ class ImagePredictions:
     height: int
     """Pixels."""
     objects: tuple[ScoredObject, ...]
+    orientation: int = 1
+    """EXIF orientation of a picture whose COCO annotations are relative to it as it is stored."""
 
 
 @dataclass(frozen=True, slots=True)

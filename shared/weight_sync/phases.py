@@ -230,4 +230,8 @@ def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -
             raise WeightSyncError(message, actor=who, phase=SyncPhase.WIRE)
     report: SyncReport = receiving.result()
     learner.sync_done(report.canary_noise)
-    return replace(report, phase_s={**report.phase_s, **sending.result().phase_s})
+    ports: tuple[int, ...] = ()
+    if isinstance(offer.terms, FullOffer):
+        ports = tuple(group.port for group in offer.terms.groups)
+    phase_s = {**report.phase_s, **sending.result().phase_s}
+    return replace(report, phase_s=phase_s, ports=ports)

@@ -204,7 +204,7 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
         make_coord_model(options(other, tmp_path / "out"))
     (other / "config.json").write_text(config)
     (other / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model: the weights in .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"model: .* has no model\.safetensors"):
         make_coord_model(options(other, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -303,3 +303,13 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(
         pool.close()
         learner.close()
         ray.kill(actors[family])
+
+
+def test_a_generation_config_that_transformers_refuses_to_write_is_copied(stock, tmp_path):
+    model = shutil.copytree(stock(), tmp_path / "model")
+    text = '{"do_sample":false,"temperature":0.6}'
+    (model / "generation_config.json").write_text(text)
+    make_coord_model(options(model, tmp_path / "out"))
+    assert (tmp_path / "out" / "generation_config.json").read_text() == text
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["text_config"]["rope_theta"] == 10_000.0

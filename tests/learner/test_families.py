@@ -161,9 +161,8 @@ def test_a_checkpoint_with_a_merged_adapter_is_written_as_the_family_s_own(famil
             parameter += 0.05 * torch.randn(parameter.shape)
         expected = loaded.model(input_ids=ids_1T, use_cache=False).logits
     weights = dict(CheckpointWeights(loaded.model).tensors())
-    content = CheckpointContent(loaded.model, loaded.processor, weights)
+    content = CheckpointContent(loaded.model, loaded.base, weights)
     (tmp_path / "saved").mkdir()
-    content.write_processor(tmp_path / "saved")
     content.write_weights(tmp_path / "saved")
     with torch.no_grad():
         saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")

@@ -44,8 +44,7 @@ def test_its_checkpoint_loads_elsewhere(config, tmp_path):
     loaded, folder = load_model(config, torch.device("cpu")), tmp_path / "saved"
     weights = {name: one.detach() for name, one in loaded.model.named_parameters()}
     folder.mkdir()
-    content = CheckpointContent(loaded.model, loaded.processor, weights)
-    content.write_processor(folder)
+    content = CheckpointContent(loaded.model, loaded.base, weights)
     content.write_weights(folder)
     elsewhere = AutoModelForCausalLM.from_pretrained(folder)
     vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from shared.dataset import Dataset, Draw, MixedStream, RowStream, SampleStream, load_dataset
-from shared.errors import RecordError
-from shared.records import GeometryKind
+from shared.errors import RecordError, UnlearnedGeometryError
+from shared.records import GeometryKind, PictureSize
 
 CAT = {"bbox_2d": [1, 20, 3, 40], "desc": "cat"}
 DOG = {"bbox_2d": [1, 2, 3, 4], "desc": "dog"}
@@ -143,6 +143,16 @@ def test_bad_rows_are_skipped_counted_and_logged_when_told_to(
         assert reason in caplog.text
 
 
+def test_objects_of_a_geometry_that_the_run_does_not_learn_are_no_bad_rows_to_skip(write) -> None:
+    polygon = {"poly": [0, 0, 9, 0, 9, 9], "desc": "cat"}
+    path = write(row(), "bad", row(id="polygon", objects=[polygon]))
+    with pytest.raises(UnlearnedGeometryError) as caught:
+        load(path, on_bad_row="skip", geometry=frozenset({GeometryKind.BBOX}))
+    error = caught.value
+    assert (error.field, error.file, error.line) == ("objects[0].poly", str(path), 3)
+    assert "geometry=bbox" in error.remedy
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [((), "is empty"), (("", "  ", "\n"), "is empty"), (("{", "}"), "no usable row: 2 were bad")],
@@ -169,7 +179,7 @@ def test_images_are_not_read_where_nobody_asks(write) -> None:
 def test_rows_with_bad_images_are_skipped_like_any_bad_row(write) -> None:
     gone = row(id="gone", images=["a.png", "b.png"])
     path = write(row(id="kept"), row(id="small", width=9), gone)
-    dataset = load(path, on_bad_row="skip", image_size=lambda data: (8, 8))
+    dataset = load(path, on_bad_row="skip", image_size=lambda data: PictureSize(8, 8))
     assert ids(dataset) == ["kept"]
     assert [reason.split(": ")[:2] for reason in dataset.skipped] == [
         [f"{path}:2", "images[0]"],

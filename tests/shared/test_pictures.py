@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from shared.prompts import detection_messages, on_white
 
@@ -113,6 +113,38 @@ def test_pixels_of_16_bits_are_shown_by_their_upper_8_in_grey_as_in_colour(kind:
     picture = on_white(opened(DEEP[kind]))
     assert picture.mode == "RGB"
     assert np.array_equal(np.asarray(picture), np.stack([DEPTHS >> 8] * 3, -1))
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "MPO"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_by_its_exif_orientation_once(orientation: int, kind: str) -> None:
+    data = saved(COLOUR, kind, exif=turned(orientation))
+    expected = ImageOps.exif_transpose(opened(data)).convert("RGB")
+    picture = on_white(opened(data))
+    assert picture.size == (expected.size if orientation < 5 else COLOUR.size[::-1])
+    assert picture.tobytes() == expected.tobytes()
+    # vLLM would turn what is handed to it with an orientation that is left.
+    assert ImageOps.exif_transpose(picture).tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "I;16"])
+def test_deep_and_transparent_pictures_are_turned_as_others_are(mode: str) -> None:
+    plain = SHADES if mode == "I;16" else NOISE.convert(mode)
+    expected = on_white(opened(saved(plain))).transpose(Image.Transpose.ROTATE_270)
+    assert shown(saved(plain, exif=turned(6)))[1:] == (expected.size, expected.tobytes())
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", turned(9), turned(0)])
+def test_an_exif_block_that_is_damaged_turns_nothing(exif: Any) -> None:
+    for kind in ("JPEG", "PNG", "WEBP"):
+        data = saved(COLOUR, kind, exif=exif)
+        assert shown(data)[1:] == (COLOUR.size, opened(data).convert("RGB").tobytes())
 
 
 def test_pixels_of_12_bits_are_shown_by_their_upper_8() -> None:

@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from shared.errors import RecordError
-from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, load_record
+from shared.records import (
+    ALL_GEOMETRY,
+    GeometryKind,
+    GroundTruthObject,
+    PictureSize,
+    load_record,
+)
 
 BOX = {"bbox_2d": [1, 2, 3, 4], "desc": "cat"}
 BBOX = GeometryKind.BBOX
@@ -243,9 +249,9 @@ def test_every_image_of_a_row_has_the_rows_size_and_is_read_once(tmp_path: Path)
     contents = [(tmp_path / name).read_bytes() for name in ("a.png", "b.png")]
     measured: list[bytes] = []
 
-    def image_size(data: bytes) -> tuple[int, int]:
+    def image_size(data: bytes) -> PictureSize:
         measured.append(data)
-        return (768, 512) if data == contents[0] else (512, 768)
+        return PictureSize(768, 512) if data == contents[0] else PictureSize(512, 768)
 
     message = r"images\[1\]: .*b\.png is 512 x 768 pixels, the row says 768 x 512; "
     with pytest.raises(RecordError, match=message):
@@ -253,10 +259,22 @@ def test_every_image_of_a_row_has_the_rows_size_and_is_read_once(tmp_path: Path)
     assert measured == contents
 
 
+def test_a_row_with_the_stored_size_of_a_turned_picture_is_told_of_its_orientation(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "a.png")
+    with pytest.raises(RecordError) as caught:
+        load_record(row(), root=tmp_path, image_size=lambda data: PictureSize(512, 768, 6))
+    assert caught.value.field == "images[0]"
+    assert "is 512 x 768 pixels as EXIF orientation 6 turns it" in caught.value.problem
+    assert "the row says 768 x 512" in caught.value.problem
+    assert "as it is displayed" in caught.value.remedy
+
+
 def test_an_image_that_does_not_decode_is_refused_with_the_reason_where_images_are_read(
     tmp_path: Path,
 ) -> None:
-    def image_size(data: bytes) -> tuple[int, int]:
+    def image_size(data: bytes) -> PictureSize:
         raise ValueError("broken stream")
 
     save(tmp_path / "a.png")

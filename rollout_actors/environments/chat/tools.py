@@ -324,8 +324,8 @@ def has_own_parser(checkpoint: Path) -> bool:
     )
 
 
-def shows_tools(checkpoint: Path) -> bool:
-    """Tell whether a chat template in this folder mentions `tools`; True where there is none."""
+def chat_templates(checkpoint: Path) -> list[str]:
+    """Return the chat templates of this folder's tokenizer, without loading it."""
     paths = (
         checkpoint / "chat_template.jinja",
         *checkpoint.glob("additional_chat_templates/*.jinja"),
@@ -336,7 +336,7 @@ def shows_tools(checkpoint: Path) -> bool:
         # One text, or a list of them with names.
         template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
         templates = [json.dumps(template)] if template else []
-    return not templates or any("tools" in text for text in templates)
+    return templates
 
 
 def num_tool_calls(state: Mapping[str, Any]) -> int | None:

@@ -301,6 +301,11 @@ def has_tools(environment: Environment) -> bool:
     return any(member.oai_tools for member in _members(environment))
 
 
+def asks_by_chat(environment: Environment) -> bool:
+    """Tell whether any of its prompts are messages, which a chat template writes."""
+    return any(member.message_type == "chat" for member in _members(environment))
+
+
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
     """Raise ValueError where this process has other rows than the one that checked the data."""
     if (examples, examples.digest) == (expected, expected.digest):

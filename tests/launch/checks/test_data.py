@@ -27,6 +27,7 @@ def model(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
     return model
 
 
@@ -64,6 +65,18 @@ def test_the_most_images_and_the_largest_are_those_of_training_and_validation(
     assert check_data(config).images == ImageNeeds(3, 20_200)
     enlarged = configuration(model, data, tmp_path / "run", data__augment={"scale": [0.5, 1.5]})
     assert check_data(enlarged).images == ImageNeeds(3, 300 * 152)
+
+
+def test_pictures_that_exif_turns_are_counted_and_the_first_is_named(config, data):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (64, 32)).save(data / "val" / name, exif=exif)
+    change_row(data, 3, name="val.jsonl", images=["val/a.png"], width=64, height=32)
+    change_row(data, 4, name="val.jsonl", images=["val/b.png"], width=64, height=32)
+    (line,) = check_data(config).describe()
+    assert f"{data / 'val.jsonl'}: 2 pictures" in line
+    assert "EXIF" in line and "first: val/a.png" in line
 
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
@@ -163,7 +176,7 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(tmp_path, mode
     make_text(data)
     truncate(data, "00005.png")
     Image.new("RGB", (50, 40)).save(data / "train" / "00007.png")
-    change_row(data, 9, objects=[POLYGON])
+    change_row(data, 9, objects=[{"bbox_2d": [9, 9, 1, 1], "desc": "two"}])
     (data / "val" / "00000.png").unlink()
     facts = check_data(config)
     assert (facts.num_train_skipped, facts.num_val_skipped) == (4, 1)
@@ -330,6 +343,17 @@ def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_o
     assert of_environment().warning is None
     template.write_text("{{ messages }}{{ tools }}")
     assert of_environment(args=TOOLS, tool_call_parser="hermes").warning is None
+
+
+def test_a_checkpoint_without_a_chat_template_is_named_unless_prompts_are_plain_text(
+    of_environment, model, monkeypatch
+):
+    (model / "chat_template.jinja").unlink()
+    problem = refused(of_environment)
+    assert problem.startswith(f"model.path: {model} has no chat template")
+    assert "chat_template.jinja" in problem and "; " in problem and "environment" not in problem
+    monkeypatch.setattr("launch.checks.data.asks_by_chat", lambda _: False)
+    assert of_environment().examples == COUNTS
 
 
 @pytest.mark.parametrize("number", [0, None])

@@ -349,9 +349,9 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(config, shape):
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
 
-def test_a_learner_of_78_gib_is_warned_of_on_a_gpu_of_80_and_refused_on_one_of_40(config):
-    """Qwen3-VL-4B with float32 masters, rows of 12,000 tokens: what CUDA and the vision tower take
-    has no room there."""
+def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_not_tried(config):
+    """Qwen3-VL-4B with float32 masters, rows of 12,000 tokens: 74.5 GiB are exact, and 7.9 GiB are
+    estimated, by a quarter too much at the most."""
     run = config(model__dtype="bfloat16", model__gradient_checkpointing=True)
     run = run.model_copy(update={"global_max_length": 12_000})
     prefix = "model.language_model"
@@ -367,14 +367,18 @@ def test_a_learner_of_78_gib_is_warned_of_on_a_gpu_of_80_and_refused_on_one_of_4
         if "images" in name or "masks" in name or "CUDA" in name or "moment" in name
     )
     assert learner.total - extra < 79 * GIB
+    exact = 18 * model.num_parameters
+    assert learner.least == math.floor(exact + (learner.total - exact) / 1.25)
     needs = Needs(learner, 1)
-    small, card, large = (
-        DeviceMemory(Device.CUDA, size) for size in (40 * GIB, 80 * GIB, 141 * 10**9)
+    small, too_small, card, large = (
+        DeviceMemory(Device.CUDA, size)
+        for size in (40 * GIB, learner.least - 1, learner.least, 141 * 10**9)
     )
     assert large.problems(needs) == large.warnings(needs) == []
-    assert card.problems(needs) == []
+    assert card.problems(needs) == too_small.warnings(needs) == []
+    assert learner.least > 79.2 * GIB, "of an H100 of 80 GB"
     (warning,) = card.warnings(needs)
-    assert "of a GPU's 80.00 GiB 73.60 GiB can be planned (8% are reserved)" in warning
+    assert "can be planned (8% are reserved)" in warning
     assert warning.endswith("It is an estimate, and tried")
     assert small.warnings(needs) == []
     (problem,) = small.problems(needs)
@@ -411,16 +415,8 @@ def test_on_cpu_a_cache_without_a_size_holds_the_longest_sequences_that_are_deco
 
 def test_a_folder_that_holds_no_weights_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    unread = rf"model\.path: {tmp_path} cannot be read \(.*\); give a folder that save_pretrained"
+    unread = rf"model\.path: {tmp_path} has no model\.safetensors, .*; give a folder that save_pre"
     with pytest.raises(ConfigError, match=unread):
-        ModelShape.read(tmp_path)
-
-
-def test_a_model_of_another_family_is_refused_by_the_name_of_a_tensor(demo_checkpoint, tmp_path):
-    (tmp_path / "config.json").write_text((demo_checkpoint / "config.json").read_text())
-    save_file({"model.decoder.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    other = r"holds model\.decoder\.weight, which no model has of the types qwen2_5_vl, .*; choose"
-    with pytest.raises(ConfigError, match=rf"model\.path: .* {other}"):
         ModelShape.read(tmp_path)
 
 
@@ -548,6 +544,14 @@ def test_on_cpu_all_processes_and_the_weights_of_a_sync_share_the_machine(synced
     for (message,) in (tight.warnings(needs), half.problems(needs)):
         assert message.startswith("cluster.address: the processes need about")
         assert ("weights in shared memory" in message) == bool(synced)
+
+
+def test_exact_parts_of_all_processes_that_exceed_the_machine_are_refused():
+    exact = Estimate("learner rank", {"weights": 60, "optimizer": 40, "activations": 10})
+    needs = Needs(exact, 2, Estimate("engine device", {"weights": 20, "key-value cache": 10}), 1)
+    assert DeviceMemory(Device.CPU, 245).problems(needs)
+    tried = DeviceMemory(Device.CPU, 246)
+    assert not tried.problems(needs) and len(tried.warnings(needs)) == 1
 
 
 ADAPTER = {"mode": "actors", "enable_lora": True}

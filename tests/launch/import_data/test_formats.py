@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
 from learner.data.image_files import image_size
+from learner.segments import decode_image
 from shared.dataset import Dataset, load_dataset
+from shared.grounding.geometry import pixels_of
 from shared.prompts import Prompts
 
 BOX = (100, 252, 404, 759)
@@ -441,16 +445,261 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     assert message in refused("format=hf", "source=/nowhere")
 
 
-def test_a_picture_that_its_file_turns_is_left_out_where_no_size_is_stated(tmp_path, run):
-    """Its boxes were drawn on the turned picture, and it is learned as it is stored."""
-    folder = yolo_folder(tmp_path / "yolo")
+SHOWN = (100, 80)
+"""Width and height of the pictures that EXIF turns, as they are displayed."""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+"""From the picture as it is displayed to the one that is stored."""
+
+
+def turned_picture(path: Path, orientation: int, size: tuple[int, int] = SHOWN) -> tuple[int, int]:
+    """Save a picture that EXIF turns; displayed, x 10 to 40, y 20 to 60 of it are white.
+
+    Return the size that is stored.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown = Image.new("L", size)
+    shown.paste(255, (10, 20, 40, 60))
+    stored = shown.transpose(TURNS[orientation])
     exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = folder / "images" / "train" / "b.jpg"
-    Image.new("RGB", (100, 80)).save(turned, exif=exif)
+    exif[0x0112] = orientation
+    stored.save(path, exif=exif)
+    return stored.size
+
+
+def stored_box(path: Path) -> tuple[int, int, int, int]:
+    """Return x1, y1, x2, y2 of what is white, as it is stored."""
+    box = Image.open(path).getbbox()
+    assert box is not None
+    return box
+
+
+def white_share(data: Dataset) -> float:
+    """Return the share of white pixels in the first object's box, as the learner sees both."""
+    (sample,) = data
+    pixels = decode_image(sample.images[0])
+    assert pixels.size == (sample.width, sample.height)
+    x1, y1, x2, y2 = pixels_of(sample.objects[0].bins, width=sample.width, height=sample.height)
+    inside = pixels.convert("L").crop((round(x1), round(y1), round(x2), round(y2)))
+    assert inside.width * inside.height >= 30 * 40
+    return inside.histogram()[255] / (inside.width * inside.height)
+
+
+def coco_of(folder: Path, size: tuple[int, int], box: list[float], **more: Any) -> dict[str, Path]:
+    entry = {"id": 1, "image_id": 5, "category_id": 3, "bbox": box, **more}
+    content = {
+        "images": [{"id": 5, "file_name": "a.png", "width": size[0], "height": size[1]}],
+        "annotations": [entry],
+        "categories": [{"id": 3, "name": "cat"}],
+    }
+    annotations = write(folder / "instances.json", json.dumps(content))
+    return {"annotations": annotations, "images": folder}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_boxes_of_a_picture_that_exif_turns_lie_on_the_object_as_it_is_displayed(
+    tmp_path, run, orientation
+):
+    """What the stated size tells needs no key; the key decides for the others."""
+    stored = turned_picture(tmp_path / "a.png", orientation)
+    x1, y1, x2, y2 = stored_box(tmp_path / "a.png")
+    of_displayed = coco_of(tmp_path / "displayed", SHOWN, [10, 20, 30, 40])
+    of_stored = coco_of(tmp_path / "stored", stored, [x1, y1, x2 - x1, y2 - y1])
+    tells = stored != SHOWN
+    for options, exif in (
+        *([(of_displayed, None), (of_displayed, "stored")] if tells else []),
+        (of_displayed, "displayed"),
+        (of_stored, "stored"),
+    ):
+        data, report = run(
+            "coco",
+            annotations=options["annotations"],
+            images=tmp_path,
+            **({} if exif is None else {"exif": exif}),
+        )
+        assert report["images"]["turned_by_exif"] == 1
+        assert white_share(data) > 0.9
+        shutil.rmtree(tmp_path / "out")
+    if tells:  # Label Studio's: the size that is stored, boxes on what is displayed
+        wrong = coco_of(tmp_path / "wrong", stored, [10, 20, 30, 40])
+        data, _ = run("coco", annotations=wrong["annotations"], images=tmp_path, exif="displayed")
+        assert white_share(data) > 0.9
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_results_of_stored_pictures_go_back_into_their_annotations_frame(
+    tmp_path, run, orientation
+):
+    stored = turned_picture(tmp_path / "a.png", orientation)
+    x1, y1, x2, y2 = stored_box(tmp_path / "a.png")
+    (data,), _ = run("coco", **coco_of(tmp_path, stored, [x1, y1, x2 - x1, y2 - y1]), exif="stored")
+    (one,) = data.objects
+    row = {
+        "sample_id": data.sample_id,
+        "width": data.width,
+        "height": data.height,
+        "metadata": dict(data.metadata),
+        "objects": [{"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}],
+    }
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    categories = tmp_path / "out" / "train.categories.json"
+    results = tmp_path / "results.json"
+    coco_main(
+        ["export", f"predictions={predictions}", f"categories={categories}", f"out={results}"]
+    )
+    (result,) = json.loads(results.read_text())
+    x, y, w, h = result["bbox"]
+    assert [x, y, x + w, y + h] == pytest.approx([x1, y1, x2, y2], abs=0.2)
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_polygons_and_parts_of_a_stored_picture_are_turned_with_it(tmp_path, run, orientation):
+    folder = yolo_folder(tmp_path / "yolo")
+    path = folder / "images" / "train" / "a.png"
+    width, height = turned_picture(path, orientation)
+    x1, y1, x2, y2 = stored_box(path)
+    ring = (x1 / width, y1 / height, x2 / width, y1 / height, x2 / width, y2 / height)
+    write(folder / "labels" / "train" / "a.txt", f"0 {' '.join(map(str, ring))}")
+    data, _ = run("yolo", source=folder, geometry="poly", exif="stored")
+    (found_one,) = data[0].objects
+    corners = set(zip(found_one.bins[::2], found_one.bins[1::2], strict=True))
+    assert len(corners) == 3
+    assert corners < {(101, 253), (404, 253), (404, 759), (101, 759)}
+
+
+@pytest.mark.parametrize(
+    ("orientation", "size"),
+    [(6, (80, 100)), (2, SHOWN), (3, SHOWN), (4, SHOWN), (6, (90, 90))],
+    ids=["the stored size", "mirrored", "180 degrees", "flipped", "square"],
+)
+def test_a_turned_picture_whose_size_tells_nothing_is_left_out_and_the_key_is_named(
+    tmp_path, refused, orientation, size
+):
+    stored = turned_picture(tmp_path / "a.png", orientation, SHOWN if size[0] != 90 else size)
+    options = coco_of(tmp_path, stored, [10, 20, 30, 40])
+    for check in ("true", "false"):
+        told = refused(
+            "format=coco", *(f"{k}={v}" for k, v in options.items()), f"check_images={check}"
+        )
+        assert "rotated_by_exif 1" in told
+        assert "exif=displayed" in told and "exif=stored" in told
+
+
+def test_formats_without_a_size_leave_a_turned_picture_out(tmp_path, run, capsys):
+    folder = yolo_folder(tmp_path / "yolo")
+    turned_picture(folder / "images" / "train" / "b.jpg", 6)
     write(folder / "labels" / "train" / "b.txt", f"0 {YOLO_BOX}")
     _, report = run("yolo", source=folder)
     assert report["images"]["skipped"] == {"rotated_by_exif": 1}
+    assert "exif=displayed or exif=stored" in capsys.readouterr().out
+
+
+def test_the_picture_of_a_voc_file_is_the_one_of_its_own_stem(tmp_path, run):
+    """Names inside stay as they were when frames are renumbered or copied."""
+    folder = tmp_path / "VOC"
+    for name in ("1.png", "2.png", "other.PNG"):
+        picture(folder / "JPEGImages" / name)
+    for name, inside in (("1", "2.png"), ("2", "1.png"), ("3", r"C:\x\other.png")):
+        text = f"<annotation><filename>{inside}</filename>{voc_object()}</annotation>"
+        write(folder / "Annotations" / f"{name}.XML", text)
+    data, _ = run("voc", source=folder)
+    assert [sample.images[0].path.name for sample in data] == ["1.png", "2.png", "other.PNG"]
+
+
+def test_suffixes_may_be_in_upper_case(tmp_path, run):
+    folder = yolo_folder(tmp_path / "yolo")
+    labels = folder / "labels" / "train"
+    (labels / "a.txt").rename(labels / "a.TXT")
+    picture(folder / "images" / "train" / "a.png").rename(folder / "images" / "train" / "a.PNG")
+    write(folder / "list.txt", "images/train/a.png\n")
+    write(folder / "data.yaml", "train: list.txt\nnames: [cat, dog]\n")
+    assert len(run("yolo", source=folder)[0][0].objects) == 2
+    shutil.rmtree(tmp_path / "out")
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    picture(tmp_path / "a.png").rename(tmp_path / "a.PNG")
+    data, _ = run("coco", **options)
+    assert data[0].images[0].path.name == "a.PNG"
+
+
+LONG = [20, 38, 60, 4]
+"""x, y, w, h of a flat box; upright about its centre 50, 40 it is x 48 to 52, y 10 to 70."""
+UPRIGHT = (484, 126, 525, 886)
+
+
+@pytest.mark.parametrize("degrees", [90.0, -90.0, 270, "90", 450])
+def test_a_box_that_cvat_has_turned_is_taught_as_what_encloses_it(tmp_path, run, degrees):
+    picture(tmp_path / "a.png")
+    attributes = {"rotation": degrees, "occluded": False}
+    options = coco_of(tmp_path, SHOWN, LONG, attributes=attributes, segmentation=[])
+    data, report = run("coco", **options)
+    assert found(data) == [[("bbox_2d", UPRIGHT, "cat")]]
+    assert report["objects"]["turned_boxes"] == 1
+    assert report["objects"]["unknown_keys"] == {}
+
+
+def test_a_turned_box_is_a_polygon_of_its_corners_where_polygons_are_wanted(tmp_path, run):
+    picture(tmp_path / "a.png")
+    ring = [20, 38, 80, 38, 80, 42, 20, 42]
+    options = coco_of(tmp_path, SHOWN, LONG, attributes={"rotation": 30}, segmentation=[ring])
+    data, _ = run("coco", **options, geometry="auto")
+    (one,) = data[0].objects
+    # The left upper corner is 30 to the left and 2 above: clockwise it goes up.
+    x, y = 50 - 30 * 0.8660 + 2 * 0.5, 40 - 30 * 0.5 - 2 * 0.8660
+    assert one.kind == "poly"
+    assert abs(one.bins[0] - x / 99 * 999) < 1 and abs(one.bins[1] - y / 79 * 999) < 1
+
+
+FLAT = "<bndbox><xmin>21</xmin><ymin>39</ymin><xmax>80</xmax><ymax>42</ymax></bndbox>"
+CVAT_TURN = "<attribute><name>rotation</name><value>90.0</value></attribute>"
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        "<robndbox><cx>50</cx><cy>40</cy><w>60</w><h>4</h><angle>1.5707963</angle></robndbox>",
+        f"{FLAT}<attributes>{CVAT_TURN}</attributes>",
+        f"{FLAT}<angle>1.5707963</angle>",
+        f"{FLAT}<angle>90</angle>",
+    ],
+    ids=["robndbox", "CVAT's attribute", "an angle next to a box", "in degrees"],
+)
+def test_turned_boxes_of_voc_are_read(tmp_path, run, element):
+    folder = tmp_path / "flat"
+    picture(folder / "a.png")
+    voc_file(folder / "a.xml", f"<object><name>cat</name>{element}</object>")
+    data, report = run("voc", source=folder)
+    assert found(data) == [[("bbox_2d", UPRIGHT, "cat")]]
+    assert report["objects"]["turned_boxes"] == 1
+
+
+def test_keys_next_to_a_box_that_nobody_reads_are_counted_and_the_first_place_is_named(
+    tmp_path, run, capsys
+):
+    picture(tmp_path / "a.png")
+    more = {"bbox_mode": 0, "area": 5, "attributes": {"occluded": True, "heading": 3}}
+    _, report = run("coco", **coco_of(tmp_path, SHOWN, [10, 20, 30, 40], **more))
+    assert report["objects"]["unknown_keys"] == {"bbox_mode": 1, "attributes.heading": 1}
+    told = capsys.readouterr().out
+    assert "bbox_mode 1" in told
+    assert f"key bbox_mode: {tmp_path / 'a.png'}" in told
+    shutil.rmtree(tmp_path / "out")
+    voc_file(tmp_path / "flat" / "a.xml", voc_object(pose="Left", visible="0"))
+    picture(tmp_path / "flat" / "a.png")
+    _, report = run("voc", source=tmp_path / "flat")
+    assert report["objects"]["unknown_keys"] == {"visible": 1}
+    shutil.rmtree(tmp_path / "out")
+    row = swift_row(
+        "<image>Find <ref-object>", "<bbox>", ["cat"], [PIXELS], objects={"angle": [30]}
+    )
+    _, report = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert report["objects"]["unknown_keys"] == {"angle": 1}
 
 
 def test_records_go_to_a_jsonl_file_or_into_a_folder(tmp_path, capsys):

@@ -203,6 +203,7 @@ SERVERS = [
     {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
     {"base_url": "http://127.0.0.1:8001", "group_port": 0},
 ]
+PORTS = (51216, 40123)
 
 
 def test_server_mode_logs_reproducibility_metadata(configured, output):
@@ -218,13 +219,15 @@ def test_server_mode_logs_reproducibility_metadata(configured, output):
     fallback = "wire on b: [KeyError]"
     with placed(config, output=output) as telemetry:
         take_step(telemetry, config, 25)
-        telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back=fallback))
+        telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back=fallback, ports=PORTS))
         take_step(telemetry, config, 26)
         first, second = lines(config, "plan.jsonl")
     warning = f"the adapter sync failed, full weights are sent from now on: {fallback}"
     assert warning in output.getvalue()
     for entry, server in zip(first["servers"], SERVERS, strict=True):
         assert has(entry, **server)
+    # Port 0 was any free one.
+    assert [server["group_port"] for server in second["servers"]] == list(PORTS)
     assert has(first, sync_mode="adapter", sync_fallback=None)
     assert has(second, sync_mode="full", sync_fallback=fallback)
     # Every call has the seed of its first request, and the step's calls are known before it.

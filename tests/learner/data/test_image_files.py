@@ -12,12 +12,21 @@ import pytest
 from PIL import Image
 
 from learner.data import image_files, kept
-from learner.data.image_files import fingerprints, image_size, known_images
+from learner.data.image_files import fingerprints, header_size, image_size, known_images
 from shared.dataset import image_names, load_dataset
 from shared.errors import RecordError
-from shared.records import ImageFacts, image_facts
+from shared.records import ImageFacts, PictureSize, image_facts
 
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"]
+
+
+def turned(orientation: int) -> dict[str, Image.Exif]:
+    """Argument of `save` for a file that EXIF turns."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return {"exif": exif}
+
+
 NAMES = {f"{number}.png" for number in range(8)}
 
 
@@ -36,7 +45,26 @@ def encoded(image_format: str, mode: str = "RGB") -> bytes:
     ],
 )
 def test_an_image_has_its_width_and_height(image_format, mode):
-    assert image_size(encoded(image_format, mode)) == (40, 30)
+    assert image_size(encoded(image_format, mode)) == PictureSize(40, 30)
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "TIFF", "MPO"])
+def test_a_picture_that_exif_turns_has_the_size_that_is_displayed_by_header_and_whole(
+    image_format, tmp_path
+):
+    file = tmp_path / "a"
+    Image.effect_noise((40, 30), 90).convert("RGB").save(file, image_format, **turned(6))
+    size = PictureSize(30, 40, 6)
+    assert (image_size(file.read_bytes()), header_size(file)) == (size, size)
+    assert (size.displayed, size.stored) == ((30, 40), (40, 30))
+
+
+def test_the_pictures_of_usable_rows_that_exif_turns_are_named_also_at_the_next_start(images):
+    Image.new("RGB", (8, 8)).save(images / "3.png", **turned(3))
+    assert load(images).turned == ("3.png",)
+    assert load(images).turned == ("3.png",)
+    Image.new("RGB", (8, 8)).save(images / "3.png")
+    assert load(images).turned == ()
 
 
 def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():

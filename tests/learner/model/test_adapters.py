@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 from tiny_qwen import make_stock_model
-from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
 from learner.model.adapters import (
     adapted_layers,
@@ -24,6 +24,7 @@ from learner.model.adapters import (
     without_adapter,
 )
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.checkpoint_folder import BaseFiles
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.model_families import ModelPart, find_part
@@ -221,11 +222,11 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
 
 def save(model, checkpoint, folder, **options):
     """Save a model with its adapter; return what transformers loads of it."""
-    processor = AutoProcessor.from_pretrained(checkpoint)
     folder.mkdir()
     weights = dict(CheckpointWeights(model).tensors())
-    content = CheckpointContent(model, processor, weights, adapter_files(model), **options)
-    content.write_processor(folder)
+    content = CheckpointContent(
+        model, BaseFiles.read(checkpoint), weights, adapter_files(model), **options
+    )
     content.write_weights(folder)
     saved, information = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems, end_token_ids
+from shared.errors import ConfigError
 
 
 @pytest.mark.parametrize("given", ["relative", "absolute"])
@@ -61,3 +62,41 @@ def test_a_checkpoint_with_code_of_its_own_is_told_from_the_one_that_is_trained(
     (problem,) = checkpoint_problems(tmp_path)
     assert problem.startswith(f"model.path: {tmp_path} is a internvl_chat model, which comes with")
     assert problem.endswith("whose name ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF")
+
+
+def test_a_folder_with_an_adapter_in_it_is_no_model(tmp_path: Path) -> None:
+    """transformers would load the base model that the adapter names, without a word."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        (problem,) = checkpoint_problems(tmp_path, key="model")
+        assert problem.startswith(f"model: {tmp_path} holds an adapter") and "merge" in problem
+        (tmp_path / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({"eos_token_id": 2}, None, {2}),
+        ({"eos_token_id": [2, 0]}, None, {0, 2}),
+        ({"text_config": {"eos_token_id": [2, 5]}}, None, {2, 5}),
+        ({"eos_token_id": 2}, {"eos_token_id": [2, 5]}, {2, 5}),
+        ({"eos_token_id": [2, 0]}, {"eos_token_id": 2}, {0, 2}),
+        # The default of a class, which is a word of this tokenizer.
+        ({"eos_token_id": 7}, {"eos_token_id": 2}, {2}),
+        ({"eos_token_id": 999}, {"eos_token_id": 2}, {2}),
+        ({"eos_token_id": None}, {}, set()),
+    ],
+)
+def test_every_end_token_that_the_files_name_ends_an_answer(tmp_path, config, generation, ends):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_token_ids(tmp_path, num_tokens=10, special_ids={0, 2}) == ends
+
+
+@pytest.mark.parametrize("value", [10, -1, "<|im_end|>", [2, 10]])
+def test_an_end_token_outside_the_vocabulary_is_refused_with_its_file(tmp_path, value):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"model\.path: .*generation_config\.json has eos_token"):
+        end_token_ids(tmp_path, num_tokens=10, special_ids={0, 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -134,6 +135,21 @@ def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, 
     assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
 
 
+def test_requests_of_training_and_reports_end_at_every_end_token_of_the_checkpoint(
+    config, demo_checkpoint, tmp_path
+):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "two_ends")
+    tokens = load_tokens(config())
+    end, pad = tokens.codec.eos_token_id, tokens.tokenizer.pad_token_id
+    assert tokens.stop_token_ids == (end,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [pad, end]}))
+    learner = make_learner(config(model__path=str(folder)))
+    plans = list(RunSchedule(config(stage2_ab__schedule__warmup_steps=0)).plans())
+    asked = [*learner.next_requests(plans[0]), *learner.held_out_requests(0)]
+    # The first is the one that is taught, and that the repeat guard forces.
+    assert {request.decode.stop_token_ids for request in asked} == {(end, pad)}
+
+
 def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
     config, demo_checkpoint, tmp_path
 ):
@@ -142,3 +158,19 @@ def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
     message = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on,"
     with pytest.raises(ConfigError, match=message):
         load_model(config(model__path=str(folder)), torch.device("cpu"))
+
+
+def test_grounding_needs_the_processors_chat_template(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template"):
+        load_tokens(config(model__path=str(folder)))
+
+
+def test_packed_weights_are_refused_by_their_method(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"quantization_config: awq in config\.json"):
+        load_tokens(config(model__path=str(folder)))

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from config_support import configuration
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.model_shape import ModelShape
@@ -22,6 +22,7 @@ from learner.model.adapters import (
     without_adapter,
 )
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.checkpoint_folder import BaseFiles
 from learner.model.loading import load_model
 from learner.model.parts import model_part
 from learner.model.ranks import Ranks
@@ -175,9 +176,8 @@ def test_a_checkpoint_is_ordinary_and_has_the_weights_that_are_sent(
     weights = dict(CheckpointWeights(model).tensors())
     folder = tmp_path / "saved"
     folder.mkdir()
-    processor = AutoProcessor.from_pretrained(demo_checkpoint)
-    content = CheckpointContent(model, processor, weights, adapter_files(model))
-    content.write_processor(folder)
+    base = BaseFiles.read(demo_checkpoint)
+    content = CheckpointContent(model, base, weights, adapter_files(model))
     content.write_weights(folder)
     described = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in described and described["dtype"] == "bfloat16"

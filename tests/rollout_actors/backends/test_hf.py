@@ -9,6 +9,7 @@ import random
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,6 +68,18 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
     for one, many in zip(alone, backend.generate(requests), strict=True):
         assert many.response_token_ids == one.response_token_ids
         assert many.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eos_token_id", [5, None])
+def test_a_tokenizer_without_a_pad_token_changes_no_answer(learner, backend, eos_token_id):
+    requests = of_different_lengths(learner, temperature=1.0, max_new_tokens=24)
+    host = ModelHost(learner, "hf")
+    host.tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=eos_token_id)
+    padless = HFBackend(host, decode_batch_size=4)
+    expected = backend.generate(requests)
+    for one, other in zip(expected, padless.generate(requests), strict=True):
+        assert (other.response_token_ids, other.logprobs) == (one.response_token_ids, one.logprobs)
 
 
 @pytest.mark.slow

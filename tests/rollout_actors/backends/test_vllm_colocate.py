@@ -175,21 +175,26 @@ def test_the_best_beam_is_that_of_transformers(synced, learner, host):
 
 
 @pytest.mark.engine
-def test_a_beam_obeys_the_requests_bans_and_stop_token(synced, learner):
+def test_a_beam_obeys_the_requests_bans_and_stop_tokens(synced, learner):
     request = beams(learner.request(0, max_new_tokens=8), 2)
     (free,) = synced.generate([request])
     banned = free.response_token_ids[0]
     bans = (*request.decode.banned_token_ids, banned)
     (other,) = synced.generate([with_decode(request, banned_token_ids=bans)])
     assert banned not in other.response_token_ids
-    num_ended = 0
+    num_ended = num_by_second = 0
     for stop in free.response_token_ids:
         (rollout,) = synced.generate([with_decode(request, stop_token_ids=(stop,))])
         if rollout.finish_reason is FinishReason.STOP:
             num_ended += 1
             assert rollout.stop_token_id == stop
             assert stop not in rollout.response_token_ids
-    assert num_ended
+            # The banned token never comes, so the second of these ends the answer.
+            several = with_decode(request, banned_token_ids=bans, stop_token_ids=(banned, stop))
+            (by_second,) = synced.generate([several])
+            assert stop not in by_second.response_token_ids
+            num_by_second += by_second.stop_token_id == stop
+    assert num_ended and num_by_second
 
 
 @pytest.mark.engine

@@ -344,6 +344,20 @@ def test_an_adapter_of_weights_in_4_bits_is_sent_merged_and_auto_says_why():
     assert remark.startswith(f"{SYNC}: auto is full, because the adapter is of weights in 4 bits")
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True}, "model.adapter.kind"),
+        (LORA, "rollout_matching.vllm.enable_lora"),
+        ({}, "model.adapter"),
+    ],
+)
+def test_auto_says_why_it_is_full(changes, key):
+    (remark,) = remarks(load({**changes, SYNC: "auto"}))
+    assert remark.startswith(f"{SYNC}: auto is full, because")
+    assert f"({key}" in remark
+
+
 @pytest.fixture
 def fresh(tmp_path):
     """A checkpoint with 1,000 fresh tokens."""

@@ -133,6 +133,7 @@ def test_a_report_holds_both_sides_seconds_and_the_learner_is_told_the_noise_tha
     report = sync_weights(side, side)
     assert (side.num_done, side.noise) == (1, measured)
     assert report.version == 4
+    assert report.ports == tuple(group.port for group in GROUPS)
     assert report.phase_s == {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2}
     assert report.total_s == 0.3, "the sender's seconds run beside the receivers'"
 

@@ -23,9 +23,9 @@ from launch.demo.language_model import TOOL_CALL, make_tokenizer
 from rollout_actors.environments.chat.tools import (
     ToolCallReader,
     UncalledTools,
+    chat_templates,
     has_own_parser,
     reader_of,
-    shows_tools,
 )
 from rollout_actors.environments.examples.hidden_digit import QUESTION
 from rollout_actors.environments.loading import load_environment
@@ -74,7 +74,7 @@ NAMED = [{"name": "default", "template": PLAIN}, {"name": "t", "template": WITH_
 @pytest.mark.parametrize(
     ("files", "shows"),
     [
-        ({}, True),
+        ({}, False),
         ({"chat_template.jinja": PLAIN}, False),
         ({"chat_template.jinja": PLAIN + WITH_TOOLS}, True),
         (
@@ -92,14 +92,14 @@ def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(files
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert shows_tools(tmp_path) == shows
+    assert any("tools" in template for template in chat_templates(tmp_path)) == shows
 
 
 def test_what_is_named_like_a_chat_template_and_is_no_file_is_passed_over(tmp_path):
     (tmp_path / "chat_template.jinja").symlink_to("gone")
     (tmp_path / "additional_chat_templates" / "folder.jinja").mkdir(parents=True)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
-    assert not shows_tools(tmp_path)
+    assert chat_templates(tmp_path) == [json.dumps(PLAIN)]
 
 
 def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has():

@@ -1,0 +1,88 @@
+"""Compares the tensors of a checkpoint's files with those of its model; reads headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.checks.model_shape import read_headers, weight_files
+from learner.model.checkpoint_folder import listed
+from learner.model.loading import load_complete
+from shared.errors import ConfigError
+from shared.model_families import find_part
+
+
+def weight_warnings(
+    folder: Path, *, key: str = "model.path", for_engines: bool = False
+) -> list[str]:
+    """Return what is to be known about a checkpoint whose files hold all of its model's weights.
+
+    That is: tensors that the model does not have, and a head that is not used.
+
+    Raises:
+        ConfigError: as `load_complete`; `for_engines`: tensors that vLLM would not start with, too.
+    """
+    names = read_headers(folder, key=key)
+    with _quiet():
+        model, surplus = load_complete(folder, key=key, device_map={"": "meta"})
+    if not any(map(find_part, names)):
+        raise ConfigError(
+            f"{key}: {folder} holds {next(iter(names))}, which is not among the names of the model"
+            " types that are trained; load the model in transformers and save it again with"
+            " save_pretrained"
+        )
+    warnings = []
+    if surplus:
+        found = f"{key}: the files of {folder} hold {listed(surplus)} that its model does not have"
+        if for_engines:
+            raise ConfigError(
+                f"{found}, with which vLLM does not start; load the model in transformers and save"
+                " it again with save_pretrained, which leaves them out"
+            )
+        warnings.append(f"{found}; they are left out, of what the run saves too")
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    # On the meta device transformers ties no two tensors that the files both hold.
+    is_tied = "lm_head.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
+    if is_tied and head is not embedding and _differ(folder):
+        warnings.append(
+            f"{key}: config.json of {folder} ties the head to the embedding (tie_word_embeddings:"
+            " true), and its files hold another lm_head.weight; the configuration wins: the head is"
+            " the embedding, here and in engines. If lm_head.weight is meant, set"
+            " tie_word_embeddings to false there"
+        )
+    return warnings
+
+
+def _differ(folder: Path) -> bool:
+    """Tell whether the head in the files is another matrix than the embedding in them."""
+    import torch
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                end = name.rpartition(".weight")[0].rpartition(".")[2]
+                if end in ("lm_head", "embed_tokens"):
+                    found[end] = file.get_tensor(name)
+    return len(found) == 2 and not torch.equal(found["lm_head"], found["embed_tokens"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing bars and tables about what is returned here."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows_bars:
+            logging.enable_progress_bar()

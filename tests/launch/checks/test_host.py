@@ -1,0 +1,26 @@
+import pytest
+
+from launch.checks.host import vllm_import
+from tests.fixtures.config_changes import load
+
+PIPELINE = "stage2_ab.channel_b.enable_pipeline"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["actors", "colocate"])
+def test_a_vllm_that_is_installed_and_cannot_be_imported_is_a_problem(mode, tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    error = "module 'cutlass' has no attribute 'CUDA_VERSION'"
+    (tmp_path / "vllm" / "__init__.py").write_text(f'raise AttributeError("{error}")')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = load({"rollout_matching.vllm": {"mode": mode}, PIPELINE: mode == "actors"})
+    with vllm_import(config) as problems:
+        (problem,) = problems()
+    assert problem.startswith(f"installation: vLLM cannot be imported (AttributeError: {error})")
+
+
+def test_a_run_without_engines_of_its_own_imports_no_vllm(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", pytest.fail)
+    config = load({"rollout_matching.rollout_backend": "hf", PIPELINE: False})
+    with vllm_import(config) as problems:
+        assert list(problems()) == []
