@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from pydantic import Field
 
 from launch.import_data.coco_files import read_bytes
-from launch.import_data.objects import ObjectSkip, SourceObject, finite, turned_box
+from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, finite, turned_box
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
@@ -99,19 +99,23 @@ class VocImport(ImportOptions):
                 (int(size[0]), int(size[1])) if size is not None and min(size) > 0 else None,
             )
 
-    def _object(self, entry: ElementTree.Element) -> SourceObject | ObjectSkip:
+    def _object(self, entry: ElementTree.Element) -> SourceObject | Ignored | ObjectSkip:
         read = _box_of(entry)
         if read is None:
             return ObjectSkip.MALFORMED
-        if not self.keep_difficult and (entry.findtext("difficult") or "").strip() == "1":
-            return ObjectSkip.DIFFICULT
         box, angle = read
         desc = (entry.findtext("name") or "").strip()
         unknown = _unknown_keys(entry)
+        found: SourceObject | ObjectSkip
         if angle % math.tau:
-            return turned_box(desc, box, angle, unknown)
-        x, y, w, h = box
-        return SourceObject(desc, (x, y, w, h), unknown_keys=unknown)
+            found = turned_box(desc, box, angle, unknown)
+        else:
+            x, y, w, h = box
+            found = SourceObject(desc, (x, y, w, h), unknown_keys=unknown)
+        is_difficult = (entry.findtext("difficult") or "").strip() == "1"
+        if self.keep_difficult or not is_difficult or isinstance(found, ObjectSkip):
+            return found
+        return Ignored(ObjectSkip.DIFFICULT, found, is_crowd=False)
 
 
 def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
