@@ -30,6 +30,7 @@ from launch.import_data.coco_files import (
     read_bytes,
     write_json,
 )
+from launch.import_data.objects import SourceObject
 from launch.import_data.records import import_data, require_absent
 from launch.import_data.source import counted
 from shared.config.base import ConfigPath, Section
@@ -52,6 +53,8 @@ class ExportOptions(Section):
 
 class _Metadata(CocoEntry):
     image_id: int
+    exif_orientation: Annotated[int, Field(ge=1, le=8)] = 1
+    """The orientation by which the import turned the annotations; 1: it did not."""
 
 
 class _PredictionRow(CocoEntry):
@@ -85,7 +88,9 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
                 file=str(path),
                 line=number,
             )
-        found[image_id] = ImagePredictions(image_id, row.width, row.height, row.objects)
+        found[image_id] = ImagePredictions(
+            image_id, row.width, row.height, row.objects, row.metadata.exif_orientation
+        )
     return list(found.values())
 
 
@@ -102,10 +107,24 @@ def export_coco(options: ExportOptions) -> CocoResults:
     parse = TypeAdapter(list[CocoCategory]).validate_json
     categories = parse_json(options.categories, parse, content, "import the annotations again")
     category_ids = {category.name: category.id for category in categories}
-    results = predictions_to_coco(read_predictions(options.predictions), category_ids)
+    predictions = read_predictions(options.predictions)
+    results = predictions_to_coco(predictions, category_ids)
+    _turn_back(results, predictions)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, results.results)
     return results
+
+
+def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) -> None:
+    """Bring results into the frame of annotations that are relative to stored pictures."""
+    turned = {image.image_id: image for image in predictions if image.orientation != 1}
+    for result in results.results:
+        if image := turned.get(result["image_id"]):
+            # A quarter turn is undone by the one the other way, every other turn by itself.
+            back = {6: 8, 8: 6}.get(image.orientation, image.orientation)
+            shown = SourceObject("", result["bbox"], result["segmentation"])
+            stored = shown.upright(back, image.width, image.height)
+            result.update(bbox=list(stored.box), segmentation=stored.rings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from launch.import_data.objects import finite, is_learnable
+from launch.import_data.objects import HARMLESS_KEYS, finite, is_learnable
 from shared.config.base import dotted
 from shared.errors import RecordError
 
@@ -47,11 +47,6 @@ class CocoImage(CocoEntry):
         return value
 
 
-_HARMLESS = frozenset(
-    {"id", "area", "attributes", "num_keypoints", "keypoints", "score", "caption"}
-    | {"category_name", "supercategory", "image_name"}
-)
-"""Keys of an annotation that do not change what its box means."""
 _HARMLESS_ATTRIBUTES = frozenset({"occluded", "truncated", "difficult", "track_id", "keyframe"})
 _ROTATION = "rotation"
 
@@ -76,7 +71,9 @@ class CocoAnnotation(CocoEntry):
         if not isinstance(value, dict):
             return value
         known = cls.model_fields.keys() - {_ROTATION, "unknown_keys"}
-        unknown = [key for key in value if key not in known and key not in _HARMLESS]
+        unknown = [key for key in value if key not in known and key not in HARMLESS_KEYS]
+        if not value.get("ignore"):  # Label Studio writes 0
+            unknown = [key for key in unknown if key != "ignore"]
         entry = {key: value[key] for key in known if key in value}
         attributes = value.get("attributes")
         if isinstance(attributes, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from PIL import Image
 from pydantic import Field
 
-from launch.import_data.objects import ObjectSkip, SourceObject, finite, holds_pixels
+from launch.import_data.objects import (
+    HARMLESS_KEYS,
+    ObjectSkip,
+    SourceObject,
+    finite,
+    holds_pixels,
+)
 from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from shared.errors import ConfigError
 
@@ -101,9 +108,13 @@ class HuggingFaceImport(ImportOptions):
             told = f"the data set numbers its {self.category} and does not name the numbers"
             raise ConfigError(f"names: {told}; give them in order (names=cat,dog,...)")
         data = data.cast_column(self.image, datasets.Image(decode=False))
-        return Source(folder, self._images(data, names))
+        known = {self.bbox, self.category} | HARMLESS_KEYS
+        unknown = tuple(key for key in keys if key not in known)
+        return Source(folder, self._images(data, names, unknown))
 
-    def _images(self, data: Dataset, names: list[str]) -> Iterator[SourceImage]:
+    def _images(
+        self, data: Dataset, names: list[str], unknown: tuple[str, ...]
+    ) -> Iterator[SourceImage]:
         pictures = self.records.with_name(f"{self.records.stem}_images")
         for number, row in enumerate(data):
             sample_id = f"{self.split}:{number}"
@@ -118,7 +129,11 @@ class HuggingFaceImport(ImportOptions):
                 pairs = list(zip(*columns, strict=True))
             else:
                 pairs = [(entry[self.bbox], entry[self.category]) for entry in entries]
-            objects = [self._object(box, category, names) for box, category in pairs]
+            read = [self._object(box, category, names) for box, category in pairs]
+            objects = [
+                replace(one, unknown_keys=unknown) if isinstance(one, SourceObject) else one
+                for one in read
+            ]
             picture = row[self.image]
             if picture is None:
                 yield SourceImage(sample_id, pictures, objects, skip=ImageSkip.NO_IMAGE)

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
-from launch.import_data.objects import ObjectSkip, SourceObject, holds_pixels, is_learnable
+from launch.import_data.objects import (
+    HARMLESS_KEYS,
+    ObjectSkip,
+    SourceObject,
+    holds_pixels,
+    is_learnable,
+)
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
@@ -29,12 +35,18 @@ class _Message(CocoEntry):
 
 
 class _Objects(CocoEntry):
+    model_config = ConfigDict(extra="allow")
+
     ref: list[str] = Field(default_factory=list)
     """Texts of the `<ref-object>`, in the order of the messages."""
     bbox: list[list[float]] = Field(default_factory=list)
     """x1, y1, x2, y2 (or a point x, y) of the `<bbox>`, in that order."""
     bbox_type: Literal["real", "norm1"] | None = None
     """Pixels of the file's image (the default), or parts of it."""
+
+    @property
+    def unknown_keys(self) -> tuple[str, ...]:
+        return tuple(key for key in self.model_extra or {} if key not in HARMLESS_KEYS)
 
 
 class _Row(CocoEntry):
@@ -121,5 +133,6 @@ def _image(row: _Row, sample_id: str, path: Path) -> SourceImage:
             # Of several that were asked for, nobody says which one it is.
             is_named = of >= num_asked or len(asked) == 1
             desc = objects.ref[of] if is_named else ""
-            found.append(SourceObject(desc, (x1, y1, x2 - x1, y2 - y1)))
+            size = (x2 - x1, y2 - y1)
+            found.append(SourceObject(desc, (x1, y1, *size), unknown_keys=objects.unknown_keys))
     return SourceImage(sample_id, path, found, fractions=fractions, keys=keys)

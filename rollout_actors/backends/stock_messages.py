@@ -16,6 +16,7 @@ from rollout_actors.engine.sampling import (
     PROBE_FIELDS,
     decode_images,
     finish_reason,
+    png_of,
     sampling_fields,
 )
 from shared.errors import RolloutError
@@ -127,9 +128,7 @@ def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
     kind = _plain_format(data)
     if kind is None:
         (pixels,) = decode_images([ref], sample_id, actor=actor)
-        buffer = io.BytesIO()
-        pixels.save(buffer, "PNG")
-        data = buffer.getvalue()
+        data = png_of(pixels)
         kind = "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 

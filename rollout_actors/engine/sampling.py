@@ -86,6 +86,13 @@ def decode_image(data: bytes) -> Image.Image:
     return image
 
 
+def png_of(pixels: Image.Image) -> bytes:
+    """Encode pixels without a loss."""
+    file = io.BytesIO()
+    pixels.save(file, "PNG")
+    return file.getvalue()
+
+
 def _read(read: Callable[[], Image.Image]) -> Image.Image:
     try:
         return read()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from PIL import Image
 
-from rollout_actors.engine.sampling import decode_image, open_image
+from rollout_actors.engine.sampling import decode_image, open_image, png_of
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import Admission, RefusalError, RolloutService
@@ -183,9 +182,7 @@ def _as_learner_sees(url: str, limits: CallLimits) -> str:
         pixels = decode_image(data)
     except ValueError as error:
         raise RefusalError(400, f"messages: an image cannot be shown: {error}") from error
-    file = io.BytesIO()
-    pixels.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png_of(pixels)).decode()}"
 
 
 def _num_sequences(call: Mapping[str, Any]) -> int:

@@ -77,6 +77,7 @@ def parse_rollout(
                 entry.value,
                 shape.desc_span,
                 shape.coord_spans,
+                shape.numbers,
             )
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from shared.grounding.parsing import parse_rollout
 from shared.grounding.scores import Criterion, num_found
 from shared.grounding.serialize import serialize_objects
 from shared.model_families import END_OF_TURN
-from shared.prompts import DEFAULT_USER_PROMPT, Prompts, detection_messages
+from shared.prompts import DEFAULT_USER_PROMPT, Prompts, detection_messages, orientation_of
 from shared.records import DEFAULT_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, parse_coord_token
 
@@ -232,8 +233,14 @@ def _with_images(
 
 
 def _data_url(image: ImageRef) -> str:
+    from rollout_actors.engine.sampling import decode_image, open_image, png_of
+
     data = image.with_data().data
     assert data is not None, "with_data reads it"
+    # Not every endpoint turns a picture by its EXIF orientation. The engine refuses what is broken.
+    with suppress(ValueError):
+        if orientation_of(open_image(data)) != 1:
+            data = png_of(decode_image(data))
     kinds = [kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)]
     media_type = kinds[0] if kinds else "image/tiff"
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

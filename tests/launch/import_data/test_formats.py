@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
 from learner.data.image_files import image_size
 from learner.segments import decode_image
@@ -176,6 +177,9 @@ def test_a_voc_folder_gives_boxes_whose_pixels_are_numbered_from_one(tmp_path, r
     data, report = run("voc", source=folder, split="train")
     assert found(data) == [[("bbox_2d", BOX, "cat")]] * 2
     assert [sample.sample_id for sample in data] == ["a", "c"]
+    (region,) = data[0].ignore
+    assert (region.desc, region.is_crowd, region.annotation.box) == ("cat", False, (10, 20, 30, 40))
+    assert data[1].ignore == ()
     assert report["images"]["skipped"] == {
         "no_objects": 1,
         "size_mismatch": 1,
@@ -382,6 +386,9 @@ def test_lvis_rows_ask_for_the_classes_that_are_labelled_throughout(tmp_path, ru
     question = Prompts(("Find every {classes}.",)).texts(data[0])[1]
     assert question == "Find every apple, cat."
     assert report["objects"]["skipped"] == {"not_exhaustive": 1}
+    # Anywhere on this picture a leaf may be one that has no annotation.
+    regions = [(one.desc, one.is_crowd, one.annotation.box) for one in data[0].ignore]
+    assert regions == [("leaf", False, (10, 20, 30, 40)), ("leaf", True, (0, 0, 100, 80))]
     assert (tmp_path / "out" / "train.categories.json").exists()
 
 
@@ -533,6 +540,32 @@ def test_boxes_of_a_picture_that_exif_turns_lie_on_the_object_as_it_is_displayed
 
 
 @pytest.mark.parametrize("orientation", TURNS)
+def test_results_of_stored_pictures_go_back_into_their_annotations_frame(
+    tmp_path, run, orientation
+):
+    stored = turned_picture(tmp_path / "a.png", orientation)
+    x1, y1, x2, y2 = stored_box(tmp_path / "a.png")
+    (data,), _ = run("coco", **coco_of(tmp_path, stored, [x1, y1, x2 - x1, y2 - y1]), exif="stored")
+    (one,) = data.objects
+    row = {
+        "sample_id": data.sample_id,
+        "width": data.width,
+        "height": data.height,
+        "metadata": dict(data.metadata),
+        "objects": [{"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}],
+    }
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    categories = tmp_path / "out" / "train.categories.json"
+    results = tmp_path / "results.json"
+    coco_main(
+        ["export", f"predictions={predictions}", f"categories={categories}", f"out={results}"]
+    )
+    (result,) = json.loads(results.read_text())
+    x, y, w, h = result["bbox"]
+    assert [x, y, x + w, y + h] == pytest.approx([x1, y1, x2, y2], abs=0.2)
+
+
+@pytest.mark.parametrize("orientation", TURNS)
 def test_polygons_and_parts_of_a_stored_picture_are_turned_with_it(tmp_path, run, orientation):
     folder = yolo_folder(tmp_path / "yolo")
     path = folder / "images" / "train" / "a.png"
@@ -639,8 +672,9 @@ CVAT_TURN = "<attribute><name>rotation</name><value>90.0</value></attribute>"
         "<robndbox><cx>50</cx><cy>40</cy><w>60</w><h>4</h><angle>1.5707963</angle></robndbox>",
         f"{FLAT}<attributes>{CVAT_TURN}</attributes>",
         f"{FLAT}<angle>1.5707963</angle>",
+        f"{FLAT}<angle>90</angle>",
     ],
-    ids=["robndbox", "CVAT's attribute", "an angle next to a box"],
+    ids=["robndbox", "CVAT's attribute", "an angle next to a box", "in degrees"],
 )
 def test_turned_boxes_of_voc_are_read(tmp_path, run, element):
     folder = tmp_path / "flat"
@@ -666,6 +700,12 @@ def test_keys_next_to_a_box_that_nobody_reads_are_counted_and_the_first_place_is
     picture(tmp_path / "flat" / "a.png")
     _, report = run("voc", source=tmp_path / "flat")
     assert report["objects"]["unknown_keys"] == {"visible": 1}
+    shutil.rmtree(tmp_path / "out")
+    row = swift_row(
+        "<image>Find <ref-object>", "<bbox>", ["cat"], [PIXELS], objects={"angle": [30]}
+    )
+    _, report = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert report["objects"]["unknown_keys"] == {"angle": 1}
 
 
 def test_records_go_to_a_jsonl_file_or_into_a_folder(tmp_path, capsys):

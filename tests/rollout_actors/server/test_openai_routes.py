@@ -243,9 +243,9 @@ def show(caller, data):
     return caller.chat({"type": "image_url", "image_url": {"url": url}})
 
 
-def picture(mode, pixels, kind):
+def picture(mode, pixels, kind, **fields):
     file = io.BytesIO()
-    Image.frombytes(mode, (2, 1), pixels).save(file, kind)
+    Image.frombytes(mode, (2, 1), pixels).save(file, kind, **fields)
     return file.getvalue()
 
 
@@ -266,17 +266,23 @@ def test_an_image_that_is_too_large_or_cannot_be_shown_is_refused(caller, data, 
     assert not caller.serving.asked
 
 
-def test_pixels_of_16_bits_are_given_to_vllm_as_the_learner_reads_them_and_others_as_they_were_sent(
+def test_deep_and_turned_pixels_are_given_to_vllm_as_the_learner_reads_them_and_others_as_sent(
     caller,
 ):
-    for data in (picture("I;16", b"\x00\x80\x00\x40", "PNG"), make_png(), b"no image"):
+    deep = picture("I;16", b"\x00\x80\x00\x40", "PNG")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = picture("RGB", bytes(range(6)), "JPEG", exif=exif)
+    for data in (deep, turned, make_png(), b"no image"):
         assert show(caller, data).status_code == 200
-    deep, *others = [
+    deep, turned, *others = [
         base64.b64decode(call["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2])
         for _, call in caller.serving.asked
     ]
     shown = Image.open(io.BytesIO(deep))
     assert (shown.mode, shown.tobytes()) == ("RGB", bytes([128] * 3 + [64] * 3))
+    seen = Image.open(io.BytesIO(turned))
+    assert (seen.format, seen.size, seen.getexif()) == ("PNG", (1, 2), {})
     assert others == [make_png(), b"no image"]
 
 

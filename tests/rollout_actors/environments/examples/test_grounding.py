@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from damaged_responses import DESCS, SCRAPS, random_objects
 from environment_support import generated
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scene_support import png, truth
 from scripted_client import ScriptedClient
 from scripted_engines import demo_tokenizer
@@ -70,6 +72,20 @@ def test_the_prompt_has_the_image_as_a_data_url_and_then_the_question(tmp_path):
     start, _, encoded = image["image_url"]["url"].partition(",")
     assert (image["type"], start) == ("image_url", "data:image/png;base64")
     assert base64.b64decode(encoded) == png()
+
+
+def test_a_picture_that_exif_turns_is_sent_upright(tmp_path):
+    """Endpoints that do not look at EXIF show it right too."""
+    rows = data(tmp_path, [CAT])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = Image.effect_noise((61, 101), 90).convert("RGB")
+    stored.save(tmp_path / "a.png", exif=exif)
+    environment = load_environment(rows)
+    image, _ = environment.get_dataset()[0]["prompt"][0]["content"]
+    sent = Image.open(io.BytesIO(base64.b64decode(image["image_url"]["url"].partition(",")[2])))
+    assert (sent.size, sent.getexif()) == ((101, 61), {})
+    assert sent.tobytes() == stored.transpose(Image.Transpose.ROTATE_270).tobytes()
 
 
 def test_rows_are_the_records_of_the_file_with_their_text_as_answer(tmp_path):
