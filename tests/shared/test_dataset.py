@@ -3,9 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import pickle
-import subprocess
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shared.dataset import Dataset, Draw, MixedStream, SampleStream, load_dataset
+from shared.dataset import Dataset, Draw, MixedStream, RowStream, SampleStream, load_dataset
 from shared.errors import RecordError, UnlearnedGeometryError
 from shared.records import GeometryKind, PictureSize
 
@@ -119,15 +117,11 @@ def test_all_bad_rows_are_told_up_to_20_with_their_number(write, lines, told, en
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_the_remedy_of_a_byte_order_mark_works(write, locale: str) -> None:
+def test_a_byte_order_mark_is_read_over_and_utf_16_is_refused_by_name(write) -> None:
     path = write(b"\xef\xbb\xbf" + row().encode(), row())
-    error = refusal(path)
-    assert str(error).startswith(f"{path}:1: row: begins with a byte order mark, which JSON does")
-    command = error.remedy.partition(": ")[2]
-    environment = {"PATH": os.environ["PATH"], "LC_ALL": locale}
-    subprocess.run(command, shell=True, env=environment, timeout=60, check=True)
     assert len(load(path)) == 2
+    path.write_bytes(row().encode("utf-16"))
+    assert "is UTF-16" in str(refusal(path))
 
 
 def test_bad_rows_are_skipped_counted_and_logged_when_told_to(
@@ -274,3 +268,23 @@ def test_samples_of_one_file_of_several_are_called_after_it(write) -> None:
     assert load(path)[1].source is None
     twice = refusal(write(row(id="x"), row(id="x")), source="coco")
     assert "'x' is also on line 1" in str(twice)
+
+
+def test_rows_of_a_mixture_are_drawn_exactly_by_weight_and_resumed_and_without_one_as_ever() -> (
+    None
+):
+    mixture = [(6, 3), (4, 1)]
+    drawn = RowStream(10, mixture, seed=7, shuffle=True).take(80)
+    for first in range(0, 80, 4):
+        assert sum(row >= 6 for row in drawn[first : first + 4]) == 1
+    assert sorted(drawn[:24:1])[0] == 0 and {row for row in drawn if row >= 6} == set(range(6, 10))
+    resumed = RowStream(10, mixture, seed=7, shuffle=True)
+    resumed.move_to(33)
+    assert resumed.take(47) == drawn[33:]
+    assert resumed.alike(7, [9, 1, 6, 0]) == [9, 6]
+    assert resumed.alike(5, [9, 1, 6, 0]) == [1, 0]
+    plain = RowStream(10, (), seed=7, shuffle=True)
+    assert plain.take(25) == SampleStream(10, seed=7, shuffle=True).take(25)
+    assert plain.alike(7, [9, 1]) == [9, 1]
+    docs = RowStream(5, [(3, 2), (2, 1)], seed=0, shuffle=False)
+    assert docs.take(6) == [0, 1, 3, 2, 0, 4]
