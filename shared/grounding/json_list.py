@@ -94,7 +94,7 @@ def _scan(text: bytes) -> _Scanned | None:
         earlier, last = last, symbol
     can_append = not closed and not depth and _BLANK.fullmatch(text, position) is not None
     fenced = opening[_FENCE] is not None
-    return _Scanned(Container(tuple(entries), closed), fenced, can_append)
+    return _Scanned(Container(tuple(entries), closed, position), fenced, can_append)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +223,20 @@ class BoxList:
             return min(number, _MAX_BIN)
         last = self._most(axis) - 1
         return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
+
+    def clamped_bin(self, number: float, axis: int) -> tuple[int, bool] | None:
+        """Return the bin of any number, and whether it had to be clamped to the picture.
+
+        None where the number is outside by more than a tenth of the side. `axis` is even for x.
+        """
+        most = float(self._most(axis))
+        if not -0.1 * most <= number <= 1.1 * most:  # no NaN either
+            return None
+        inside = min(max(number, 0.0), most)
+        if inside.is_integer():
+            return self._bin(int(inside), axis), inside != number
+        scale = _MAX_BIN / (most - 1) if self.in_pixels else 1.0
+        return min(floor(inside * scale + 0.5), _MAX_BIN), False
 
     def _most(self, axis: int) -> int:
         """Return the number of the far border."""
