@@ -88,18 +88,25 @@ class HeldOut:
     def _scene(self, rollout: Rollout) -> Scene:
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
+        answer_format = self._format.of(sample)
         parsed = parse_rollout(
             rollout.response_token_ids,
             self.codec,
             geometry=self._geometry,
-            answer_format=self._format.of(sample),
+            answer_format=answer_format,
         )
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
             sample=sample,
             objects=tuple(
-                ScoredObject(found.kind, found.bins, found.desc, self._confidence(found, rollout))
+                ScoredObject(
+                    found.kind,
+                    found.bins,
+                    found.desc,
+                    self._confidence(found, rollout),
+                    answer_format.pixels(found, sample),
+                )
                 for found in parsed.objects
             ),
             dropped=tuple(dropped.reason for dropped in parsed.dropped),

@@ -145,7 +145,7 @@ def orientation_of(picture: Image) -> int:
     # All others: on damaged blocks Pillow's parser raises whatever it runs into.
     except Exception:
         return 1
-    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
+    return int(orientation) if orientation in range(1, 9) else 1
 
 
 def _rgb(picture: Image) -> Image:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from shared.annotations import Annotation, IgnoredRegion, load_annotated, load_ignored
 from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
 from shared.model_families import CONTROL_TOKENS
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
@@ -165,6 +166,11 @@ class Sample:
     """Fills `{phrase}` in a template of the run."""
     classes: tuple[str, ...] = ()
     """Fill `{classes}`, joined by commas."""
+    annotated: tuple[Annotation, ...] = ()
+    """The annotation of each object, by which answers are judged; empty: `objects` are the
+    truth."""
+    ignore: tuple[IgnoredRegion, ...] = ()
+    """Regions in which a prediction is neither right nor wrong."""
     source: str | None = None
     """Name of its file, of several (`data.train`); in front of `sample_id` too."""
 
@@ -197,8 +203,9 @@ def load_record(
             boxes of the row are relative to.
         known_images: facts by path as the row writes it; these files are not read again.
 
-    `prompt`, `system`, `phrase` and `classes` are what the row asks. Keys that mean nothing here
-    become `metadata`.
+    `prompt`, `system`, `phrase` and `classes` are what the row asks, `annotated` and `ignore` what
+    an importer kept of the annotations (`shared.annotations`). Keys that mean nothing here become
+    `metadata`.
 
     Raises:
         RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
@@ -213,10 +220,18 @@ def load_record(
     width = _size("width", mapping["width"])
     height = _size("height", mapping["height"])
     values = _list("objects", mapping["objects"], "a list of objects; [] for none")
-    objects = _in_reading_order(
-        tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)),
-        sort_objects,
+    objects = tuple(
+        _load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)
     )
+    annotated: Sequence[Annotation] = ()
+    if "annotated" in mapping:
+        annotated = load_annotated(mapping["annotated"], len(objects))
+    if sort_objects:
+        order = sorted(range(len(objects)), key=lambda i: _reading_key(objects[i]))
+        objects = tuple(objects[i] for i in order)
+        annotated = [annotated[i] for i in order] if annotated else ()
+    else:
+        _require_reading_order(objects)
     sample_id = _sample_id(mapping, default_id)
     prompt, system, phrase = (_text(mapping, key) for key in ("prompt", "system", "phrase"))
     classes = mapping.get("classes")
@@ -238,6 +253,8 @@ def load_record(
         system=system,
         phrase=phrase,
         classes=tuple(names),
+        annotated=tuple(annotated),
+        ignore=load_ignored(mapping["ignore"]) if "ignore" in mapping else (),
     )
 
 
@@ -291,7 +308,7 @@ class _ImageCheck:
 
 _ROW_KEYS = frozenset(
     {"images", "width", "height", "objects", "id", "sample_id"}
-    | {"prompt", "system", "phrase", "classes"}
+    | {"prompt", "system", "phrase", "classes", "annotated", "ignore"}
 )
 _GEOMETRY_KEYS = ", ".join(GeometryKind)
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -485,17 +502,11 @@ def in_reading_order(objects: Sequence[GroundTruthObject]) -> tuple[GroundTruthO
     return tuple(sorted(objects, key=_reading_key))
 
 
-def _in_reading_order(
-    objects: tuple[GroundTruthObject, ...], sort: bool
-) -> tuple[GroundTruthObject, ...]:
-    ordered = in_reading_order(objects)
-    if sort:
-        return ordered
+def _require_reading_order(objects: Sequence[GroundTruthObject]) -> None:
     for i in range(1, len(objects)):
         if _reading_key(objects[i]) < _reading_key(objects[i - 1]):
             remedy = "sort objects by least y, then least x, or set data.sort_objects: true"
             _refuse(f"objects[{i}]", "comes after an object that is below or right of it", remedy)
-    return objects
 
 
 def _reading_key(object_: GroundTruthObject) -> tuple[int, int]:

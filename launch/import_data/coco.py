@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -16,7 +18,7 @@ from launch.import_data.coco_files import (
     distinct_categories,
     read_annotations,
 )
-from launch.import_data.objects import ObjectSkip, SourceObject, turned_box
+from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, turned_box
 from launch.import_data.source import (
     ImportOptions,
     Orphans,
@@ -25,6 +27,13 @@ from launch.import_data.source import (
     require_folder,
 )
 from shared.config.base import ConfigPath
+
+
+class CrowdReading(StrEnum):
+    """What annotations with iscrowd 1 are."""
+
+    IGNORE = "ignore"
+    OBJECTS = "objects"
 
 
 class CocoImport(ImportOptions):
@@ -38,6 +47,11 @@ class CocoImport(ImportOptions):
     images: Annotated[ConfigPath, Field(examples=["train2017"])]
     """Folder that the annotations' file names are relative to."""
 
+    crowds: Annotated[CrowdReading, Field(strict=False)] = CrowdReading.IGNORE
+    """Annotations with iscrowd 1 are regions to ignore (`ignore`, as COCO means it), or single
+    objects (`objects`: CVAT marks every mask so).
+    """
+
     @property
     def name(self) -> str:
         return self.annotations.stem
@@ -45,7 +59,19 @@ class CocoImport(ImportOptions):
     def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")
         file = read_annotations(self.annotations)
-        return Source(self.annotations, self._images(file), distinct_categories(file))
+        return Source(
+            self.annotations, self._images(file), distinct_categories(file), self._notes(file)
+        )
+
+    def _notes(self, file: CocoFile) -> tuple[str, ...]:
+        masks = [one for one in file.annotations if isinstance(one.segmentation, dict)]
+        if self.crowds is CrowdReading.OBJECTS or not masks or not all(m.iscrowd for m in masks):
+            return ()
+        note = (
+            f"all {len(masks)} masks have iscrowd 1, as CVAT writes single objects too; if they are"
+            " single objects, set crowds=objects"
+        )
+        return (note,)
 
     def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
         names = {category.id: category.name for category in file.categories}
@@ -62,16 +88,23 @@ class CocoImport(ImportOptions):
         return SourceImage(
             str(image.id),
             self.images / image.file_name,
-            [source_object(annotation, names) for annotation in annotations],
+            [self._object(annotation, names) for annotation in annotations],
             (image.width, image.height),
             keys={"image_id": image.id},
         )
 
+    def _object(
+        self, annotation: CocoAnnotation, names: dict[int, str]
+    ) -> SourceObject | Ignored | ObjectSkip:
+        found = source_object(annotation, names)
+        is_crowd = annotation.iscrowd and self.crowds is CrowdReading.IGNORE
+        if not is_crowd or isinstance(found, ObjectSkip):
+            return found
+        return Ignored(ObjectSkip.CROWD, found, is_crowd=True)
+
 
 def source_object(annotation: CocoAnnotation, names: dict[int, str]) -> SourceObject | ObjectSkip:
     """Read one annotation; `names` are those of the categories by id."""
-    if annotation.iscrowd:
-        return ObjectSkip.CROWD
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
     x, y, w, h = annotation.bbox
@@ -121,8 +154,11 @@ class LvisImport(CocoImport):
         # By name, so that the order does not tell which are there.
         classes = sorted(names[id] for id in complete - partial if id in names)
         objects = [
-            ObjectSkip.NOT_EXHAUSTIVE if annotation.category_id in partial else one
+            Ignored(ObjectSkip.NOT_EXHAUSTIVE, one, is_crowd=False)
+            if annotation.category_id in partial and isinstance(one, SourceObject)
+            else one
             for annotation, one in zip(annotations, found.objects, strict=True)
         ]
+        unlabelled = sorted(names[id] for id in partial if id in names)
         keys = {**found.keys, "classes": classes}
-        return SourceImage(found.sample_id, found.path, objects, found.size, keys=keys)
+        return replace(found, objects=objects, keys=keys, unlabelled=unlabelled)

@@ -127,10 +127,22 @@ def turned_box(
 
 
 @dataclass(frozen=True, slots=True)
+class Ignored:
+    """An annotation that is not taught, and in whose region no prediction is judged."""
+
+    reason: ObjectSkip
+    region: SourceObject
+    is_crowd: bool
+    """As of `IgnoredRegion`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Converted:
     """An object and what had to be done to it."""
 
     object: GroundTruthObject
+    source: SourceObject
+    """The annotation that it was made of, in pixels."""
     clamped: bool
     """The shape reaches beyond its image."""
     simplified: bool = False
@@ -178,7 +190,7 @@ def convert(
         return box
     polygon = _polygon(found, size, max_vertices)
     if isinstance(polygon, ObjectSkip) and wanted is WantedGeometry.AUTO:
-        return Converted(box.object, box.clamped, no_polygon=polygon)
+        return replace(box, no_polygon=polygon)
     return polygon
 
 
@@ -193,6 +205,7 @@ def _box(found: SourceObject, size: tuple[int, int]) -> Converted | ObjectSkip:
         return ObjectSkip.DEGENERATE_BOX
     return Converted(
         GroundTruthObject(GeometryKind.BBOX, bins, found.desc),
+        found,
         _reaches_beyond((x, y, x + w, y + h), size),
     )
 
@@ -217,6 +230,7 @@ def _polygon(
         return ObjectSkip.DEGENERATE_POLYGON
     return Converted(
         GroundTruthObject(GeometryKind.POLY, bins, found.desc),
+        found,
         _reaches_beyond(rings[0], size),
         simplified,
     )

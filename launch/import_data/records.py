@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launch.import_data.coco_files import write_json, written_once
-from launch.import_data.objects import Converted, ObjectSkip, SourceObject, convert
+from launch.import_data.objects import Converted, Ignored, ObjectSkip, SourceObject, convert
 from launch.import_data.source import (
     EXIF_REMEDY,
     ExifFrame,
@@ -24,9 +24,10 @@ from launch.import_data.source import (
     find_file,
 )
 from learner.data.image_files import header_size, image_size
+from shared.annotations import Annotation, IgnoredRegion
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
-from shared.records import PictureSize, read_image
+from shared.records import GeometryKind, PictureSize, read_image
 
 
 def import_data(options: ImportOptions) -> ImportReport:
@@ -43,6 +44,7 @@ def import_data(options: ImportOptions) -> ImportReport:
     files_by_suffix.cache_clear()  # of an earlier import in this process
     report = ImportReport()
     source = options.read()
+    report.notes = source.notes
     records.parent.mkdir(parents=True, exist_ok=True)
     with written_once(records) as lines:
         for record in _records(source.images, options, report):
@@ -92,8 +94,8 @@ def _records(
         frame = _frame(image, path, options)
         skip = frame if isinstance(frame, ImageSkip) else None
         # Of an image that is not opened, these are reasons.
-        results: list[Converted | ObjectSkip] = [
-            found for found in image.objects if isinstance(found, ObjectSkip)
+        results: list[Converted | Ignored | ObjectSkip] = [
+            found for found in image.objects if not isinstance(found, SourceObject)
         ]
         if isinstance(frame, _Frame):
             results = [_converted(found, frame, options) for found in image.objects]
@@ -115,15 +117,19 @@ def _records(
             continue
         report.num_written += 1
         report.num_turned_images += frame.is_turned
-        objects = [result.object for result in results if isinstance(result, Converted)]
+        converted = [result for result in results if isinstance(result, Converted)]
         # Answers list objects from top to bottom, then from left to right.
-        objects.sort(key=lambda found: (min(found.bins[1::2]), min(found.bins[::2])))
+        converted.sort(key=lambda one: (min(one.object.bins[1::2]), min(one.object.bins[::2])))
+        objects = [one.object for one in converted]
+        ignored = [*_regions(results), *_unlabelled_regions(image.unlabelled, frame.size)]
         yield {
             "sample_id": image.sample_id,
             "images": [Path(os.path.relpath(path, options.records.parent)).as_posix()],
             "width": frame.size[0],
             "height": frame.size[1],
             "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
+            "annotated": [_annotation(one).as_json() for one in converted],
+            **({"ignore": [region.as_json() for region in ignored]} if ignored else {}),
             # For the way back (`launch.coco export`): annotations were turned with their picture.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             **image.keys,
@@ -187,11 +193,35 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
     return _Frame(size, not is_upright, orientation, image.fractions)
 
 
+def _annotation(converted: Converted) -> Annotation:
+    """Return what is kept of an object's annotation: its box, and the ring of a polygon."""
+    is_polygon = converted.object.kind is GeometryKind.POLY
+    return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
+
+
+def _regions(results: Iterable[Converted | Ignored | ObjectSkip]) -> Iterator[IgnoredRegion]:
+    for one in results:
+        if isinstance(one, Ignored):
+            annotation = Annotation(one.region.box, one.region.rings or None)
+            yield IgnoredRegion(annotation, one.region.desc, one.is_crowd)
+
+
+def _unlabelled_regions(names: Iterable[str], size: tuple[int, int]) -> Iterator[IgnoredRegion]:
+    """Yield the whole picture for each class that is not labelled throughout (LVIS)."""
+    for name in names:
+        box = (0.0, 0.0, float(size[0]), float(size[1]))
+        yield IgnoredRegion(Annotation(box), name, is_crowd=True)
+
+
 def _converted(
-    found: SourceObject | ObjectSkip, frame: _Frame, options: ImportOptions
-) -> Converted | ObjectSkip:
+    found: SourceObject | Ignored | ObjectSkip, frame: _Frame, options: ImportOptions
+) -> Converted | Ignored | ObjectSkip:
     if isinstance(found, ObjectSkip):
         return found
+    if isinstance(found, Ignored):
+        region = frame.upright(found.region)
+        is_region = min(region.box[2:]) > 0 and bool(region.desc.strip())
+        return replace(found, region=region) if is_region else found.reason
     return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)
 
 

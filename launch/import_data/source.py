@@ -12,7 +12,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from launch.import_data.objects import Converted, ObjectSkip, SourceObject, WantedGeometry
+from launch.import_data.objects import (
+    Converted,
+    Ignored,
+    ObjectSkip,
+    SourceObject,
+    WantedGeometry,
+)
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import ConfigError
 from shared.records import GeometryKind
@@ -55,7 +61,7 @@ class SourceImage:
 
     sample_id: str
     path: Path
-    objects: Sequence[SourceObject | ObjectSkip]
+    objects: Sequence[SourceObject | Ignored | ObjectSkip]
     """Annotations, or why one cannot be used."""
     size: tuple[int, int] | None = None
     """Width and height in pixels that the format states; None: the file's."""
@@ -63,6 +69,8 @@ class SourceImage:
     """Coordinates are parts of width and height, not pixels."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the row: `phrase`, `prompt`, ..., and metadata."""
+    unlabelled: Sequence[str] = ()
+    """Classes of which some objects have no annotation: nothing is said about a prediction."""
     skip: ImageSkip | None = None
     """The reason of the reader to leave the image out."""
 
@@ -84,6 +92,8 @@ class Source:
     images: Iterable[SourceImage | Orphans]
     categories: list[dict[str, Any]] | None = None
     """Content of the file of categories, for formats whose results are COCO's."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know of it as a whole."""
 
 
 EXIF_REMEDY = (
@@ -111,13 +121,20 @@ class ImportReport:
     """Boxes turned about their centre, of which the enclosing box or the corners were kept."""
     num_turned_images: int = 0
     """Written images that their EXIF orientation turns."""
+    num_ignored: int = 0
+    """Annotations that became regions to ignore; each is in `objects_skipped` too."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know of the source as a whole."""
     unknown_keys: Counter[str] = field(default_factory=Counter)
     """Keys next to a box that its reader does not know, by name; they had no effect."""
     first: dict[str, str] = field(default_factory=dict)
     """The image or file where each reason, or unknown key, was met first."""
 
     def add(
-        self, found: SourceObject | ObjectSkip, result: Converted | ObjectSkip, where: str
+        self,
+        found: SourceObject | Ignored | ObjectSkip,
+        result: Converted | Ignored | ObjectSkip,
+        where: str,
     ) -> None:
         """Count an annotation of an image that is not skipped."""
         if isinstance(found, SourceObject):
@@ -125,9 +142,11 @@ class ImportReport:
             self.unknown_keys.update(found.unknown_keys)
             for key in found.unknown_keys:
                 self.first.setdefault(f"key {key}", where)
-        if isinstance(result, ObjectSkip):
-            self.objects_skipped[result] += 1
-            self.first.setdefault(result, where)
+        if not isinstance(result, Converted):
+            reason = result.reason if isinstance(result, Ignored) else result
+            self.num_ignored += isinstance(result, Ignored)
+            self.objects_skipped[reason] += 1
+            self.first.setdefault(reason, where)
             return
         self.kept[result.object.kind] += 1
         self.num_clamped += result.clamped
@@ -153,6 +172,7 @@ class ImportReport:
                 "simplified": self.num_simplified,
                 "turned_boxes": self.num_turned_boxes,
                 "unknown_keys": dict(self.unknown_keys),
+                "ignored": self.num_ignored,
             },
         }
 
@@ -166,6 +186,9 @@ class ImportReport:
             first = f"\nunknown   keys without effect: {counted(self.unknown_keys)}{first}"
         if self.num_turned_images:
             first = f"\nexif      {self.num_turned_images} images are turned{first}"
+        if self.num_ignored:
+            first = f"\nignored   {self.num_ignored} regions, in which no answer is judged{first}"
+        first = "".join(f"\nnote      {note}" for note in self.notes) + first
         if self.images_skipped[ImageSkip.ROTATED]:
             first = f"\nexif      {EXIF_REMEDY}{first}"
         return (

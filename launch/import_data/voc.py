@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from pydantic import Field
 
 from launch.import_data.coco_files import read_bytes
-from launch.import_data.objects import ObjectSkip, SourceObject, finite, turned_box
+from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, finite, turned_box
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
@@ -99,19 +99,23 @@ class VocImport(ImportOptions):
                 (int(size[0]), int(size[1])) if size is not None and min(size) > 0 else None,
             )
 
-    def _object(self, entry: ElementTree.Element) -> SourceObject | ObjectSkip:
+    def _object(self, entry: ElementTree.Element) -> SourceObject | Ignored | ObjectSkip:
         read = _box_of(entry)
         if read is None:
             return ObjectSkip.MALFORMED
-        if not self.keep_difficult and (entry.findtext("difficult") or "").strip() == "1":
-            return ObjectSkip.DIFFICULT
         box, angle = read
         desc = (entry.findtext("name") or "").strip()
         unknown = _unknown_keys(entry)
+        found: SourceObject | ObjectSkip
         if angle % math.tau:
-            return turned_box(desc, box, angle, unknown)
-        x, y, w, h = box
-        return SourceObject(desc, (x, y, w, h), unknown_keys=unknown)
+            found = turned_box(desc, box, angle, unknown)
+        else:
+            x, y, w, h = box
+            found = SourceObject(desc, (x, y, w, h), unknown_keys=unknown)
+        is_difficult = (entry.findtext("difficult") or "").strip() == "1"
+        if self.keep_difficult or not is_difficult or isinstance(found, ObjectSkip):
+            return found
+        return Ignored(ObjectSkip.DIFFICULT, found, is_crowd=False)
 
 
 def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
@@ -135,8 +139,9 @@ def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
 def _box_of(entry: ElementTree.Element) -> tuple[list[float], float] | None:
     """Read x, y, w, h in pixels, and the angle in radians by which the box is turned, clockwise.
 
-    The angle is roLabelImg's (`robndbox/angle`, also `angle` next to a `bndbox`), or CVAT's
-    attribute `rotation` in degrees. None: a number is missing, or is none.
+    The angle is roLabelImg's (`robndbox/angle`, also `angle` next to a `bndbox`; over 2 pi it can
+    only be degrees), or CVAT's attribute `rotation` in degrees. None: a number is missing, or is
+    none.
     """
     angle = finite([entry.findtext("angle") or entry.findtext("robndbox/angle") or 0])
     rotations = [
@@ -147,17 +152,18 @@ def _box_of(entry: ElementTree.Element) -> tuple[list[float], float] | None:
     degrees = finite(rotations[:1] or [0])
     if angle is None or degrees is None:
         return None
-    turn = angle[0] + math.radians(degrees[0])
-    corners = finite(entry.findtext(f"bndbox/{key}") for key in _CORNERS)
-    if corners is not None:
-        # Pixels are numbered from 1, and the last one is inside.
-        x1, y1, x2, y2 = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
-        return [x1, y1, x2 - x1, y2 - y1], turn
+    own = angle[0] if abs(angle[0]) <= math.tau else math.radians(angle[0])
+    turn = own + math.radians(degrees[0])
     centred = finite(entry.findtext(f"robndbox/{key}") for key in ("cx", "cy", "w", "h"))
-    if centred is None:
+    if centred is not None:
+        cx, cy, w, h = centred
+        return [cx - w / 2, cy - h / 2, w, h], turn
+    corners = finite(entry.findtext(f"bndbox/{key}") for key in _CORNERS)
+    if corners is None:
         return None
-    cx, cy, w, h = centred
-    return [cx - w / 2, cy - h / 2, w, h], turn
+    # Pixels are numbered from 1, and the last one is inside.
+    x1, y1, x2, y2 = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
+    return [x1, y1, x2 - x1, y2 - y1], turn
 
 
 def _unknown_keys(entry: ElementTree.Element) -> tuple[str, ...]:

@@ -1,8 +1,12 @@
 """COCO average precision of an evaluation, by pycocotools.
 
-The figures differ from COCO's own in one thing: objects of every size count together. At most 100
-predictions per image and class take part, the surest first; of equal scores the one that was
-written first. Points, which are neither boxes nor masks, are left out.
+Answers in pixels are compared with the annotations themselves, so the figures are those of
+pycocotools on the original file, but for two things. Objects of every size count together. And
+predictions of equal scores are ranked by their place in their answers, those of one place together:
+pycocotools ranks them by the order of the images, so that with one score for all
+(`evaluation.score: constant`) AP would be an accident of that order. At most 100 predictions per
+image and class take part, the surest first. Points, which are neither boxes nor masks, are left
+out.
 
 Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,6 +70,8 @@ class CocoScores:
     """AP of boxes for each name, in alphabetical order; None where no ground truth has it."""
     num_points: int = 0
     """Points among ground truths and predictions, which were left out."""
+    num_crowded: int = 0
+    """Pictures with more than `MAX_PREDICTIONS` predictions, or true objects, of one class."""
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
@@ -75,7 +82,9 @@ def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
     kinds = [IouType.BBOX]
     if any(shape.kind is GeometryKind.POLY for shape in shapes):
         kinds.append(IouType.SEGM)
-    categories = number_categories(shape.desc for shape in shapes)
+    names = {shape.desc for shape in shapes}
+    regions = {region.desc for scene in scenes for region in scene.sample.ignore}
+    categories = number_categories(names | regions)
     by_class = _data_sets(scenes, categories)
     any_class = _data_sets(scenes, dict.fromkeys(categories, 1))
     results = {kind: _evaluate(*by_class, kind) for kind in kinds}
@@ -83,9 +92,22 @@ def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
     return CocoScores(
         by_class={kind: scores for kind, (scores, _) in results.items()},
         any_class={kind: _evaluate(*any_class, kind)[0] for kind in kinds},
-        class_ap={name: _mean(precision_TRK[:, :, k]) for k, name in enumerate(categories)},
+        class_ap={
+            name: _mean(precision_TRK[:, :, k])
+            for k, name in enumerate(categories)
+            if name in names
+        },
         num_points=sum(shape.kind is GeometryKind.POINT for shape in shapes),
+        num_crowded=sum(
+            max(_most_of_a_class(scene.objects), _most_of_a_class(scene.sample.objects))
+            > MAX_PREDICTIONS
+            for scene in scenes
+        ),
     )
+
+
+def _most_of_a_class(shapes: Sequence[NamedShape]) -> int:
+    return max(Counter(shape.desc for shape in shapes).values(), default=0)
 
 
 def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[COCO, COCO]:
@@ -123,12 +145,50 @@ def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> tuple[CocoAP, np.n
     evaluator.params.maxDets = [MAX_PREDICTIONS]
     with _quiet():
         evaluator.evaluate()
-        evaluator.accumulate()
-    precision_TRK = evaluator.eval["precision"][..., 0, 0]
-    recall_TK = evaluator.eval["recall"][..., 0, 0]
+    precision_TRK, recall_TK = _accumulate(evaluator)
     ap50 = _mean(precision_TRK[0])
     ap75 = _mean(precision_TRK[5])
     return CocoAP(_mean(precision_TRK), ap50, ap75, _mean(recall_TK)), precision_TRK
+
+
+def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
+    """Return precision [T, R, K] and recall [T, K] as `COCOeval.accumulate`; -1 without truth.
+
+    A point of the curve takes in all predictions of one score and one place in their answers, so
+    that the order of the images has no effect.
+    """
+    params = evaluator.params
+    num_images = len(params.imgIds)
+    num_thresholds, num_classes = len(params.iouThrs), len(params.catIds)
+    precision_TRK = -np.ones((num_thresholds, len(params.recThrs), num_classes))
+    recall_TK = -np.ones((num_thresholds, num_classes))
+    for k in range(num_classes):
+        # By class, then by image: there is one area range.
+        of_class = evaluator.evalImgs[k * num_images : (k + 1) * num_images]
+        images = [image for image in of_class if image is not None]
+        num_true = sum(int(np.count_nonzero(image["gtIgnore"] == 0)) for image in images)
+        if not num_true:
+            continue
+        scores = np.concatenate([image["dtScores"] for image in images])
+        place = np.concatenate([np.arange(len(image["dtScores"])) for image in images])
+        order = np.lexsort((place, -scores))
+        is_last = np.ones(len(order), dtype=bool)
+        is_last[:-1] = (np.diff(scores[order]) != 0) | (np.diff(place[order]) != 0)
+        matched_TP, ignored_TP = (
+            np.concatenate([image[key] for image in images], axis=1)[:, order].astype(bool)
+            for key in ("dtMatches", "dtIgnore")
+        )
+        right_TP = np.cumsum(matched_TP & ~ignored_TP, axis=1, dtype=float)[:, is_last]
+        wrong_TP = np.cumsum(~matched_TP & ~ignored_TP, axis=1, dtype=float)[:, is_last]
+        for t, (right, wrong) in enumerate(zip(right_TP, wrong_TP, strict=True)):
+            recall = right / num_true
+            precision = right / (right + wrong + np.spacing(1))
+            envelope = np.maximum.accumulate(precision[::-1])[::-1]
+            reached = np.searchsorted(recall, params.recThrs, side="left")
+            # Behind the last point no prediction is left: precision 0.
+            precision_TRK[t, :, k] = np.append(envelope, 0.0)[reached]
+            recall_TK[t, k] = recall[-1] if len(recall) else 0.0
+    return precision_TRK, recall_TK
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -16,7 +16,7 @@ from shared.grounding.evaluation import (
     Pair,
     Scene,
     ThresholdCounts,
-    pair_objects,
+    pair_scene,
     summarise,
     worst_scenes,
 )
@@ -190,6 +190,7 @@ class DetectionReport:
             "score": self.config.evaluation.score,
             "repetition_penalty": self.config.rollout_matching.repetition_penalty,
             "num_predictions": counts.num_predictions,
+            "num_ignored": counts.num_ignored,
             "num_ground_truth": counts.num_ground_truth,
             "num_dropped": counts.num_dropped,
             "num_truncated": self.detection.num_truncated,
@@ -210,6 +211,8 @@ class DetectionReport:
             "coco": {
                 "by_class": {kind: asdict(scores) for kind, scores in self.coco.by_class.items()},
                 "any_class": {kind: asdict(scores) for kind, scores in self.coco.any_class.items()},
+                "max_predictions": MAX_PREDICTIONS,
+                "num_crowded": self.coco.num_crowded,
             },
             "classes": [
                 {
@@ -253,11 +256,8 @@ def make_report(
     worst = []
     for index in worst_scenes(detection, settings.worst_scenes):
         scene = evaluation.outcomes[index]
-        pairs = pair_objects(
-            scene.objects,
-            scene.sample.objects,
-            iou_threshold=settings.iou_thresholds[0],
-            point_tolerance=tolerance,
+        pairs = pair_scene(
+            scene, iou_threshold=settings.iou_thresholds[0], point_tolerance=tolerance
         )
         worst.append(WorstScene(scene, detection.scene_f1[index], tuple(pairs)))
     coco = coco_scores(evaluation.outcomes)
@@ -378,7 +378,7 @@ def _coco(report: DetectionReport) -> Table:
     score = "a prediction's score is the mean probability of its coord tokens"
     penalty = report.config.rollout_matching.repetition_penalty
     if report.config.evaluation.score == "constant":
-        score = "every prediction has score 1"
+        score = "every prediction has score 1, so AP ranks predictions by their place in an answer"
     elif penalty != 1:
         # The engine gives probabilities as it samples by them: a coord token that the prompt or the
         # answer has had already is less probable.
@@ -390,6 +390,11 @@ def _coco(report: DetectionReport) -> Table:
         f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
         f" class; {score}."
     )
+    if report.coco.num_crowded:
+        note += (
+            f" {report.coco.num_crowded} pictures have more than {MAX_PREDICTIONS} objects of a"
+            " class: AP and AR leave out the least sure there."
+        )
     if report.coco.num_points:
         note += f" Without points, of which there are {report.coco.num_points} on both sides."
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)

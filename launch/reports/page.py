@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from launch.reports.detection import DetectionReport, WorstScene, answer_line, report_tables
 from launch.reports.pictures import draw_scene
 from launch.sample_pages.html import render
+from shared.grounding.coco import ScoredObject
 from shared.run_files import cannot_write
 
 MAX_CHARACTERS = 600
@@ -35,6 +37,7 @@ def page(report: DetectionReport) -> str:
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
         f"{counts.num_predictions} valid objects of {written} written ({counts.valid_rate:.3f})",
+        *([f"{counts.num_ignored} in regions to ignore"] if counts.num_ignored else []),
         *(f"{number} answers {what}" for what, number in report.faults().items()),
         f"generated and read in {evaluation.wall_s:.1f} s",
     ]
@@ -93,13 +96,20 @@ def write_report(folder: Path, report: DetectionReport) -> None:
                     "width": scene.sample.width,
                     "height": scene.sample.height,
                     "metadata": dict(scene.sample.metadata),
-                    "objects": [asdict(found) for found in scene.objects],
+                    "objects": [_as_row(found) for found in scene.objects],
                     "finish_reason": scene.finish_reason,
                     "text": scene.text,
                 }
                 file.write(json.dumps(row) + "\n")
         for worst in report.worst:
             draw_scene(worst.scene, worst.pairs).save(partial / worst.picture)
+
+
+def _as_row(found: ScoredObject) -> dict[str, Any]:
+    row = asdict(found)
+    if found.pixels is None:
+        del row["pixels"]
+    return row
 
 
 @contextmanager

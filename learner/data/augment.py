@@ -203,7 +203,8 @@ class Augmentation:
     def without_pictures(self, sample: Sample) -> Sample:
         """Return the sample with its changed size and objects, and its pictures as they were."""
         width, height = self.size
-        return replace(sample, width=width, height=height, objects=self.objects(sample))
+        shown = replace(sample, width=width, height=height, objects=self.objects(sample))
+        return replace(shown, annotated=(), ignore=())  # they are of the picture as it was
 
     def applied(self, sample: Sample) -> Sample:
         """Return the changed sample. Raises RecordError as `picture`."""

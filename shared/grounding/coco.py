@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.annotations import Annotation
 from shared.grounding.geometry import bin_box, bin_points, pixels_of
 from shared.records import GeometryKind, Sample
 
@@ -28,6 +29,13 @@ class ScoredObject:
     desc: str
     score: float
     """Confidence: any finite number; greater is surer."""
+    pixels: tuple[float, ...] | None = None
+    """The same coordinates in pixels of the picture, as the answer has them and not rounded to
+    bins; None: those of the bins."""
+
+    def pixels_in(self, width: int, height: int) -> tuple[float, ...]:
+        """Return the coordinates in pixels of a picture of that size."""
+        return self.pixels or pixels_of(self.bins, width=width, height=height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +66,26 @@ class CocoResults:
 
 def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
     """Return `[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon."""
-    pixels = pixels_of(bins, width=width, height=height)
+    return box_around(pixels_of(bins, width=width, height=height))
+
+
+def box_around(pixels: Sequence[float]) -> list[float]:
+    """Return `[x, y, w, h]` of the smallest box around x, y, ..."""
     xs = pixels[::2]
     ys = pixels[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
-def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list[float]]:
-    """Return one ring in pixels, `[[x, y, ...]]`; of a box its corners, clockwise from (x1, y1)."""
-    if len(bins) == 4:
-        x1, y1, x2, y2 = bins
-        bins = (x1, y1, x2, y1, x2, y2, x1, y2)
-    return [list(pixels_of(bins, width=width, height=height))]
+def ring_of(pixels: Sequence[float]) -> list[float]:
+    """Return the ring of a polygon x, y, ..., or of a box x1, y1, x2, y2."""
+    if len(pixels) != 4:
+        return list(pixels)
+    x1, y1, x2, y2 = pixels
+    return [x1, y1, x2, y1, x2, y2, x1, y2]
 
 
-def coco_area(bins: Sequence[int], width: int, height: int) -> float:
-    """Return the square pixels that the ring of `coco_segmentation` encloses."""
-    (ring,) = coco_segmentation(bins, width, height)
+def ring_area(ring: Sequence[float]) -> float:
+    """Return the square pixels that a ring encloses."""
     xs = ring[::2]
     ys = ring[1::2]
     turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
@@ -119,31 +130,53 @@ def number_categories(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
+NOT_JUDGED_AREA = 1e12
+"""Area of a region to ignore that is no crowd: pycocotools leaves out what is larger than its
+range, and compares it by IoU."""
+
+
 def samples_to_coco(
     samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return a COCO data set of the samples' ground truth without points, one image per sample.
 
-    `image_ids` are one per sample; annotations are numbered from 1. Raises KeyError for an object
-    whose name is not in `category_ids`.
+    An object is its annotation if the sample has them, else its bins in pixels. Regions to ignore
+    are crowds, or larger than any area range. `image_ids` are one per sample; annotations are
+    numbered from 1. Raises KeyError for a name that is not in `category_ids`.
     """
     annotations: list[dict[str, Any]] = []
+
+    def add(
+        image_id: int,
+        desc: str,
+        annotation: Annotation,
+        *,
+        crowd: bool = False,
+        judged: bool = True,
+    ) -> None:
+        shape = annotation.segmentation or [ring_of(annotation.corners)]
+        area = annotation.box[2] * annotation.box[3]
+        if not isinstance(shape, Mapping):
+            area = sum(map(ring_area, shape))
+        annotations.append(
+            {
+                "id": len(annotations) + 1,
+                "image_id": image_id,
+                "category_id": category_ids[desc],
+                "bbox": list(annotation.box),
+                "segmentation": shape,
+                "area": area if judged or crowd else NOT_JUDGED_AREA,
+                "iscrowd": int(crowd),
+            }
+        )
+
     for image_id, sample in zip(image_ids, samples, strict=True):
-        size = (sample.width, sample.height)
-        for truth in sample.objects:
+        for index, truth in enumerate(sample.objects):
             if truth.kind is GeometryKind.POINT:
                 continue
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": image_id,
-                    "category_id": category_ids[truth.desc],
-                    "bbox": coco_box(truth.bins, *size),
-                    "segmentation": coco_segmentation(truth.bins, *size),
-                    "area": coco_area(truth.bins, *size),
-                    "iscrowd": 0,
-                }
-            )
+            add(image_id, truth.desc, annotation_of(sample, index))
+        for region in sample.ignore:
+            add(image_id, region.desc, region.annotation, crowd=region.is_crowd, judged=False)
     images = [
         {"id": image_id, "width": sample.width, "height": sample.height}
         for image_id, sample in zip(image_ids, samples, strict=True)
@@ -153,6 +186,16 @@ def samples_to_coco(
         "annotations": annotations,
         "categories": [{"id": id, "name": name} for name, id in category_ids.items()],
     }
+
+
+def annotation_of(sample: Sample, index: int) -> Annotation:
+    """Return the annotation of an object, or its bins as one if the sample has none."""
+    if sample.annotated:
+        return sample.annotated[index]
+    truth = sample.objects[index]
+    pixels = pixels_of(truth.bins, width=sample.width, height=sample.height)
+    x, y, w, h = box_around(pixels)
+    return Annotation((x, y, w, h), [ring_of(pixels)])
 
 
 def predictions_to_coco(
@@ -170,12 +213,13 @@ def predictions_to_coco(
             if found.desc not in category_ids:
                 unknown[found.desc] += 1
                 continue
+            pixels = found.pixels_in(image.width, image.height)
             results.append(
                 {
                     "image_id": image.image_id,
                     "category_id": category_ids[found.desc],
-                    "bbox": coco_box(found.bins, image.width, image.height),
-                    "segmentation": coco_segmentation(found.bins, image.width, image.height),
+                    "bbox": box_around(pixels),
+                    "segmentation": [ring_of(pixels)],
                     "score": found.score,
                 }
             )

@@ -1,10 +1,12 @@
 """The quality of detection on held-out scenes: pairs, counts, tables.
 
 IoU belongs here and to no training-time number (spec: training-time counters). Boxes overlap by
-their exact areas in norm1000, polygons by the mask IoU of the matching on its default canvas.
-Points overlap with points alone, by their distance (`point_overlap`), which is an IoU here.
+their exact areas: in pixels of the annotations if the sample has them, else in norm1000. Polygons
+overlap by the mask IoU of the matching on its default canvas, points only with points, by their
+distance (`point_overlap`), which is an IoU here. A prediction without a partner that lies in a
+region to ignore is neither right nor wrong.
 
-Shape legend: P predictions, G ground truths.
+Shape legend: P predictions, G ground truths, R regions to ignore.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from shared.annotations import IgnoredRegion
 from shared.grounding.coco import ScoredObject
 from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou, point_overlap
@@ -106,6 +109,8 @@ class DetectionCounts:
     num_matched: int = 0
     num_class_correct: int = 0
     """Matched pairs with equal `desc`."""
+    num_ignored: int = 0
+    """Predictions without a partner in a region to ignore; precision is over the others."""
 
     def __add__(self, other: DetectionCounts) -> DetectionCounts:
         counts = zip(astuple(self), astuple(other), strict=True)
@@ -118,7 +123,12 @@ class DetectionCounts:
 
     @property
     def precision(self) -> float:
-        return _ratio(self.num_matched, self.num_predictions)
+        return _ratio(self.num_matched, self.num_judged)
+
+    @property
+    def num_judged(self) -> int:
+        """Predictions that are right or wrong."""
+        return self.num_predictions - self.num_ignored
 
     @property
     def recall(self) -> float:
@@ -127,7 +137,7 @@ class DetectionCounts:
     @property
     def f1(self) -> float:
         """Harmonic mean of precision and recall."""
-        return _ratio(2 * self.num_matched, self.num_predictions + self.num_ground_truth)
+        return _ratio(2 * self.num_matched, self.num_judged + self.num_ground_truth)
 
     @property
     def class_accuracy(self) -> float:
@@ -177,16 +187,14 @@ def summarise(
 
     `point_tolerance`: the distance of two points, in bins, that is an overlap of 0.5.
     """
-    any_class = [
-        _Overlaps(scene, _iou(scene.objects, scene.sample.objects, point_tolerance))
-        for scene in scenes
-    ]
+    any_class = [_Overlaps.of(scene, point_tolerance) for scene in scenes]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
     first = iou_thresholds[0]
     f1 = []
     for overlaps in any_class:
-        is_empty = not overlaps.scene.objects and not overlaps.scene.sample.objects
-        f1.append(1.0 if is_empty else overlaps.counts(first).f1)
+        counts = overlaps.counts(first)
+        is_empty = not counts.num_judged and not counts.num_ground_truth
+        f1.append(1.0 if is_empty else counts.f1)
     dropped = Counter(reason for scene in scenes for reason in scene.dropped)
     return DetectionSummary(
         thresholds=tuple(
@@ -224,22 +232,62 @@ def pair_objects(
     return _greedy_pairs(_iou(predictions, ground_truth, point_tolerance), iou_threshold)
 
 
+def pair_scene(
+    scene: Scene, *, iou_threshold: float, point_tolerance: float = POINT_TOLERANCE
+) -> list[Pair]:
+    """Pair a scene's predictions with its ground truth as `summarise` does, whatever the class."""
+    return _Overlaps.of(scene, point_tolerance).pairs(iou_threshold)
+
+
 @dataclass(frozen=True, slots=True)
 class _Overlaps:
     """A scene with the overlaps of its objects, to be paired at several thresholds."""
 
     scene: Scene
     iou_PG: np.ndarray
+    inside_PR: np.ndarray
+    """float64 [P, R], 0..1: how far each prediction is inside each region to ignore."""
+
+    @classmethod
+    def of(cls, scene: Scene, point_tolerance: float) -> _Overlaps:
+        """Measure the overlaps of a scene whatever the names."""
+        sample = scene.sample
+        iou_PG = _iou(scene.objects, sample.objects, point_tolerance)
+        size = (sample.width, sample.height)
+        boxes_P4 = np.zeros((len(scene.objects), 4))
+        if sample.annotated or sample.ignore:
+            pixels = [found.pixels_in(*size) for found in scene.objects]
+            boxes_P4 = np.array([_corners(xy) for xy in pixels]).reshape(-1, 4)
+        if sample.annotated and scene.objects:
+            annotated_G4 = np.array([one.corners for one in sample.annotated])
+            is_box_P, is_box_G = (
+                np.array([shape.kind is GeometryKind.BBOX for shape in shapes])
+                for shapes in (scene.objects, sample.objects)
+            )
+            both_PG = is_box_P[:, None] & is_box_G[None]
+            iou_PG = np.where(both_PG, box_iou(boxes_P4, annotated_G4), iou_PG)
+        return cls(scene, iou_PG, _inside(boxes_P4, sample.ignore))
 
     def of_equal_names(self) -> _Overlaps:
         """Return the overlaps where names are equal, and 0 elsewhere."""
-        found = np.array([found.desc for found in self.scene.objects], dtype=object)
-        truth = np.array([truth.desc for truth in self.scene.sample.objects], dtype=object)
-        same_PG = found[:, None] == truth[None]
-        return _Overlaps(self.scene, np.where(same_PG, self.iou_PG, 0.0))
+        found, truth, ignored = (
+            np.array([one.desc for one in shapes], dtype=object)
+            for shapes in (self.scene.objects, self.scene.sample.objects, self.scene.sample.ignore)
+        )
+        return _Overlaps(
+            self.scene,
+            np.where(found[:, None] == truth[None], self.iou_PG, 0.0),
+            np.where(found[:, None] == ignored[None], self.inside_PR, 0.0),
+        )
 
     def pairs(self, iou_threshold: float) -> list[Pair]:
         return _greedy_pairs(self.iou_PG, iou_threshold)
+
+    def ignored(self, iou_threshold: float, pairs: Sequence[Pair]) -> list[int]:
+        """List the predictions without a partner that are in a region to ignore."""
+        paired = {pair.prediction for pair in pairs}
+        inside = np.flatnonzero((self.inside_PR >= iou_threshold).any(axis=1)).tolist()
+        return [index for index in inside if index not in paired]
 
     def counts(self, iou_threshold: float) -> DetectionCounts:
         predictions = self.scene.objects
@@ -254,7 +302,31 @@ class _Overlaps:
                 predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc
                 for pair in pairs
             ),
+            num_ignored=len(self.ignored(iou_threshold, pairs)),
         )
+
+
+def _corners(pixels: Sequence[float]) -> tuple[float, float, float, float]:
+    """Return x1, y1, x2, y2 of the smallest box around x, y, ..."""
+    xs, ys = pixels[::2], pixels[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _inside(boxes_P4: np.ndarray, regions: Sequence[IgnoredRegion]) -> np.ndarray:
+    """Return how far boxes x1, y1, x2, y2 are inside regions: float64 [P, R].
+
+    Of a crowd it is the share of the box's own area, as COCO defines it; of others the IoU.
+    """
+    if not len(boxes_P4) or not regions:
+        return np.zeros((len(boxes_P4), len(regions)))
+    regions_R4 = np.array([region.annotation.corners for region in regions])
+    low_PR2 = np.maximum(boxes_P4[:, None, :2], regions_R4[None, :, :2])
+    high_PR2 = np.minimum(boxes_P4[:, None, 2:], regions_R4[None, :, 2:])
+    common_PR = np.maximum(high_PR2 - low_PR2, 0.0).prod(axis=-1)
+    area_P1 = (boxes_P4[:, 2:] - boxes_P4[:, :2]).prod(axis=-1)[:, None]
+    share_PR = np.divide(common_PR, area_P1, out=np.zeros_like(common_PR), where=area_P1 > 0)
+    is_crowd_R = np.array([region.is_crowd for region in regions])
+    return np.where(is_crowd_R, share_PR, box_iou(boxes_P4, regions_R4))
 
 
 def _total(scenes: Sequence[_Overlaps], iou_threshold: float) -> DetectionCounts:
@@ -267,17 +339,21 @@ def _class_table(
     predicted: Counter[str] = Counter()
     known: Counter[str] = Counter()
     matched: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     for overlaps in same_class:
         objects = overlaps.scene.objects
+        pairs = overlaps.pairs(iou_threshold)
         predicted.update(found.desc for found in objects)
         known.update(truth.desc for truth in overlaps.scene.sample.objects)
-        matched.update(objects[pair.prediction].desc for pair in overlaps.pairs(iou_threshold))
+        matched.update(objects[pair.prediction].desc for pair in pairs)
+        ignored.update(objects[index].desc for index in overlaps.ignored(iou_threshold, pairs))
     return {
         name: DetectionCounts(
             num_predictions=predicted[name],
             num_ground_truth=known[name],
             num_matched=matched[name],
             num_class_correct=matched[name],
+            num_ignored=ignored[name],
         )
         for name in sorted(predicted | known)
     }

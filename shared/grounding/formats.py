@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.grounding.geometry import pixels_of
 from shared.grounding.json_list import BoxList, PictureResize
-from shared.grounding.objects import DropReason
+from shared.grounding.objects import DropReason, ParsedObject
 from shared.grounding.phrase_list import PhraseList
 from shared.grounding.scanner import Container, Entry, object_indices, scan_container
 from shared.grounding.serialize import (
@@ -104,6 +105,10 @@ class AnswerFormat(Protocol):
         """
         ...
 
+    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        """Return the coordinates of an object of an answer, in pixels of the sample's picture."""
+        ...
+
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         """Write each coordinate of an object; only of formats without coord tokens."""
         ...
@@ -179,6 +184,9 @@ class ObjectDictionary:
         geometry: frozenset[GeometryKind],
     ) -> ValidValue | DropReason:
         return validate_entry(entry, response, geometry)
+
+    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        return pixels_of(found.bins, width=sample.width, height=sample.height)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:  # noqa: ARG002
         raise AssertionError("coord tokens have no digits")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, sqrt
 
-from shared.grounding.objects import DropReason
+from shared.grounding.objects import DropReason, ParsedObject
 from shared.grounding.scanner import (
     OBJECT_VALUE,
     SPACE,
@@ -195,7 +195,7 @@ class BoxList:
         kind = GeometryKind(shapes[0][0])
         if len(shapes) > 1 or not fits(kind, len(spans)):
             return DropReason.WRONG_ARITY
-        numbers = (int(raw[slice(*span)]) for span in spans)
+        numbers = tuple(int(raw[slice(*span)]) for span in spans)
         bins = tuple(self._bin(number, i) for i, number in enumerate(numbers))
         if kind is GeometryKind.BBOX and not is_box(bins):
             return DropReason.BBOX_INVALID
@@ -207,7 +207,13 @@ class BoxList:
             for position in range(bisect_right(ends, first), bisect_left(ends, stop) + 1)
         )
         desc_span = (start + leaf.start, start + leaf.end)
-        return ValidValue(kind, desc, desc_span, tuple(positions), bins, coord_spans)
+        return ValidValue(kind, desc, desc_span, tuple(positions), bins, coord_spans, numbers)
+
+    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        sides = (sample.width, sample.height)
+        return tuple(
+            number * sides[i % 2] / self._most(i) for i, number in enumerate(found.numbers)
+        )
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         if not self.in_pixels:

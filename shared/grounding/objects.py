@@ -61,6 +61,9 @@ class ParsedObject:
     coord_spans: tuple[tuple[int, int], ...] = ()
     """Half-open ranges of the prefix's bytes that the digits of each bin take; empty where bins are
     coord tokens."""
+    numbers: tuple[int, ...] = ()
+    """The numbers that the digits write, in the answer format's own units; empty if bins are coord
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)

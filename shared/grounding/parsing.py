@@ -82,6 +82,7 @@ def parse_rollout(
                 entry.value,
                 shape.desc_span,
                 shape.coord_spans,
+                shape.numbers,
             )
         )
 

@@ -20,8 +20,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.grounding.geometry import pixels_of
 from shared.grounding.json_list import PictureResize
-from shared.grounding.objects import DropReason
+from shared.grounding.objects import DropReason, ParsedObject
 from shared.grounding.scanner import SPACE, Container, Entry, PlainFields
 from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText
 from shared.grounding.validation import Response, ValidValue, fits, is_box, is_utf8
@@ -169,6 +170,9 @@ class PhraseList:
         if not is_box(bins):
             return DropReason.BBOX_INVALID
         return ValidValue(GeometryKind.BBOX, desc, name, tuple(positions), tuple(bins))
+
+    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        return pixels_of(found.bins, width=sample.width, height=sample.height)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:  # noqa: ARG002
         raise AssertionError("coord tokens have no digits")

@@ -172,6 +172,8 @@ class ValidValue(NamedTuple):
     bins: tuple[int, ...]
     coord_spans: tuple[tuple[int, int], ...] = ()
     """Bytes of the digits of each bin; empty where bins are coord tokens."""
+    numbers: tuple[int, ...] = ()
+    """The numbers that the digits write; empty if bins are coord tokens."""
 
 
 def validate_entry(

@@ -294,3 +294,36 @@ def test_an_image_that_changes_under_the_job_is_noticed(tmp_path: Path) -> None:
     save(tmp_path / "a.png", "blue")
     with pytest.raises(RecordError, match="changed"):
         image.with_data()
+
+
+def test_annotations_follow_their_objects_into_reading_order() -> None:
+    boxes = [[10.5, 90, 5, 5], [1, 2, 2.25, 2]]
+    objects = [{"bbox_2d": [10, 90, 30, 99], "desc": "dog"}, BOX]
+    mapping = row(objects=objects, annotated=[{"bbox": box} for box in boxes])
+    sample = load(mapping)
+    assert [one.desc for one in sample.objects] == ["cat", "dog"]
+    assert [one.box for one in sample.annotated] == [(1, 2, 2.25, 2), (10.5, 90, 5, 5)]
+    assert [one.box for one in load(row(annotated=[{"bbox": [0, 0, 1, 1]}])).annotated] == [
+        (0, 0, 1, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"annotated": []}, "annotated"),
+        ({"annotated": "all"}, "annotated"),
+        ({"annotated": [{"bbox": [1, 2, 3]}]}, "annotated[0].bbox"),
+        ({"annotated": [{"bbox": [1, 2, 3, float("nan")]}]}, "annotated[0].bbox"),
+        ({"annotated": [{"bbox": [1, 2, -3, 4]}]}, "annotated[0].bbox"),
+        ({"annotated": [{"bbox": [1, 2, 3, 4], "segmentation": [["a"]]}]}, "annotated[0].segm"),
+        ({"ignore": {}}, "ignore"),
+        ({"ignore": [[1, 2, 3, 4]]}, "ignore[0]"),
+        ({"ignore": [{"bbox": [1, 2, 3, 4]}]}, "ignore[0].desc"),
+        ({"ignore": [{"bbox": [1, 2, 3, 4], "desc": "cat", "iscrowd": 2}]}, "ignore[0].iscrowd"),
+    ],
+)
+def test_what_is_kept_of_annotations_is_checked(changes: dict[str, Any], field: str) -> None:
+    error = refusal(row(**changes))
+    assert error.field.startswith(field)
+    assert "import the annotations again" in error.remedy

@@ -176,7 +176,7 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(tmp_path, mode
     make_text(data)
     truncate(data, "00005.png")
     Image.new("RGB", (50, 40)).save(data / "train" / "00007.png")
-    change_row(data, 9, objects=[POLYGON])
+    change_row(data, 9, objects=[{"bbox_2d": [9, 9, 1, 1], "desc": "two"}])
     (data / "val" / "00000.png").unlink()
     facts = check_data(config)
     assert (facts.num_train_skipped, facts.num_val_skipped) == (4, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from small_tokenizers import byte_level_bpe, rex_codec, small_codecs
 
 from launch.coco.__main__ import main
+from launch.reports.coco_ap import IouType, coco_scores
 from learner.data.image_files import image_size
 from shared.dataset import Dataset, load_dataset
+from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import Scene, summarise
+from shared.grounding.formats import FORMATS
+from shared.grounding.json_list import PictureResize
+from shared.grounding.parsing import parse_rollout
+from shared.records import GeometryKind, Sample
 
 CATEGORIES = [
     {"id": 3, "name": "cat", "supercategory": "animal"},
@@ -179,6 +188,7 @@ def test_annotations_become_records_that_the_ordinary_loader_reads(source):
             "simplified": 0,
             "turned_boxes": 0,
             "unknown_keys": {},
+            "ignored": 0,
         },
     }
 
@@ -444,6 +454,126 @@ def test_there_and_back_everything_is_within_one_bin(source, capsys):
         # A bin is 99 / 999 of a pixel at most, on a picture of 100 x 80.
         assert result["bbox"] == pytest.approx(original["bbox"], abs=0.1)
         assert result["segmentation"][0] == pytest.approx(original["segmentation"][0], abs=0.1)
+
+
+def test_the_annotations_own_boxes_stay_with_the_objects_they_became(source):
+    low = annotation(7, bbox=[0.25, 50.5, 99, 29], category_id=1, segmentation=[])
+    data, _ = source.image(7, low, annotation(7)).convert(geometry="auto")
+    (sample,) = data
+    # In reading order, as the objects are.
+    assert [one.box for one in sample.annotated] == [(10, 20, 30, 40), (0.25, 50.5, 99, 29)]
+    assert sample.annotated[0].segmentation == [SQUARE]
+    assert sample.ignore == ()
+
+
+def test_crowds_are_regions_to_ignore_or_objects_if_the_user_says_so(source, capsys):
+    mask = {"counts": [80, 80, 7840], "size": [80, 100]}
+    crowd = annotation(7, iscrowd=1, bbox=[5, 0, 90, 40], segmentation=mask)
+    source.image(7, annotation(7), crowd)
+    data, report = source.convert()
+    (region,) = data[0].ignore
+    assert (region.desc, region.is_crowd, region.annotation.box) == ("cat", True, (5, 0, 90, 40))
+    assert region.annotation.segmentation == mask
+    assert (len(data[0].objects), report["objects"]["ignored"]) == (1, 1)
+    assert "set crowds=objects" in capsys.readouterr().out
+    data, report = source.convert(crowds="objects")
+    assert [one.box for one in data[0].annotated] == [(5, 0, 90, 40), (10, 20, 30, 40)]
+    assert (data[0].ignore, report["objects"]["skipped"]) == ((), {})
+    assert "set crowds=objects" not in capsys.readouterr().out
+
+
+def answers(rng: np.random.Generator, sample: Sample, name: str, resize: PictureResize) -> str:
+    """Write a model's answer near the truth, in the numbers of a format."""
+    sides = np.array([sample.width, sample.height] * 2)
+    most = {"qwen3_vl": 1000 * np.ones(4)}.get(name, 999 * np.ones(4))
+    if name == "qwen2_5_vl":
+        most = np.array([*resize.size_of(sample.width, sample.height)] * 2)
+    shapes = []
+    regions = [region.annotation.box for region in sample.ignore]
+    names = [*(one.desc for one in sample.objects), *("cat" for _ in regions)]
+    for (x, y, w, h), desc in zip(
+        [*(one.box for one in sample.annotated), *regions], names, strict=True
+    ):
+        corners = np.array([x, y, x + w, y + h]) + rng.normal(0, 0.02, 4) * [w, h, w, h]
+        shapes.append((np.rint(corners.clip(0, sides) / sides * most).astype(int).tolist(), desc))
+    if name.startswith("qwen"):
+        return json.dumps([{"bbox_2d": box, "label": desc} for box, desc in shapes])
+    if name == "coord_tokens":
+        entries = {
+            f"object_{i}": {"desc": desc, "bbox_2d": [f"<|coord_{bin}|>" for bin in box]}
+            for i, (box, desc) in enumerate(shapes, 1)
+        }
+        return json.dumps(entries, ensure_ascii=False)
+    return ", ".join(
+        f"<|object_ref_start|>{desc}<|object_ref_end|><|box_start|>"
+        + "".join(f"<{bin}>" for bin in box)
+        + "<|box_end|>"
+        for box, desc in shapes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["coord_tokens", "qwen3_vl", "qwen2_5_vl", "rex_omni"])
+def test_a_report_has_the_figures_of_pycocotools_on_the_original_annotations(source, name):
+    """Small boxes, odd sizes and a crowd; the answers as each format writes them."""
+    rng = np.random.default_rng(5)
+    for image_id in range(1, 13):
+        width, height = (int(side) for side in rng.integers(150, 700, 2))
+        entries = []
+        for number in range(5):
+            w, h = rng.uniform(6, 12 if number < 3 else 90, 2)
+            box = [rng.uniform(0, width - w), rng.uniform(0, height - h), w, h]
+            ids = {"id": 10 * image_id + number, "category_id": int(rng.choice([1, 3]))}
+            entries.append(annotation(image_id, **ids, bbox=box, area=w * h, segmentation=[]))
+        if image_id % 3 == 0:
+            ids = {"id": 10 * image_id + 9, "category_id": 3, "iscrowd": 1}
+            entries.append(annotation(image_id, **ids, bbox=[0, 0, 120, 120], area=1.0))
+        source.image(image_id, *entries, width=width, height=height)
+    data, report = source.convert()
+    assert report["objects"]["ignored"] == 4
+    resize = PictureResize(28, 56 * 56, 28 * 28 * 1280)
+    answer_format = FORMATS[name].for_pictures(resize)
+    codec = rex_codec(byte_level_bpe()) if name == "rex_omni" else small_codecs()["gpt2 words"]
+    scenes = []
+    for position, sample in enumerate(data):
+        of_sample = answer_format.of(sample)
+        text = answers(rng, sample, name, resize)
+        found = parse_rollout(
+            codec.encode(text),
+            codec,
+            geometry=frozenset({GeometryKind.BBOX}),
+            answer_format=of_sample,
+        ).objects
+        objects = tuple(
+            ScoredObject(one.kind, one.bins, one.desc, rng.uniform(), of_sample.pixels(one, sample))
+            for one in found
+        )
+        assert len(objects) == len(sample.objects) + len(sample.ignore)
+        scenes.append(Scene(position, sample, objects, (), truncated=False))
+    rows = [
+        {
+            "width": scene.sample.width,
+            "height": scene.sample.height,
+            "metadata": dict(scene.sample.metadata),
+            "objects": [asdict(found) for found in scene.objects],
+        }
+        for scene in scenes
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (source.folder / "predictions.jsonl").write_text(lines)
+    truth = COCO(source.folder / "annotations.json")
+    theirs = COCOeval(truth, truth.loadRes(str(source.export())), "bbox")
+    theirs.evaluate()
+    theirs.accumulate()
+    theirs.summarize()
+    ours = coco_scores(scenes).by_class[IouType.BBOX]
+    assert [ours.ap, ours.ap50, ours.ap75, ours.ar] == pytest.approx(
+        [*theirs.stats[:3], theirs.stats[8]], abs=1e-9
+    )
+    assert 0.5 < ours.ap < 1
+    # Neither right nor wrong: what was found in the crowds is in no figure.
+    counts = summarise(scenes, [0.5]).thresholds[0].same_class
+    assert (counts.num_ignored, counts.precision, counts.recall) == (4, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["bbox", "segm"])

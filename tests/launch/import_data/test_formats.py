@@ -177,6 +177,9 @@ def test_a_voc_folder_gives_boxes_whose_pixels_are_numbered_from_one(tmp_path, r
     data, report = run("voc", source=folder, split="train")
     assert found(data) == [[("bbox_2d", BOX, "cat")]] * 2
     assert [sample.sample_id for sample in data] == ["a", "c"]
+    (region,) = data[0].ignore
+    assert (region.desc, region.is_crowd, region.annotation.box) == ("cat", False, (10, 20, 30, 40))
+    assert data[1].ignore == ()
     assert report["images"]["skipped"] == {
         "no_objects": 1,
         "size_mismatch": 1,
@@ -387,6 +390,9 @@ def test_lvis_rows_ask_for_the_classes_that_are_labelled_throughout(tmp_path, ru
     question = Prompts(("Find every {classes}.",)).texts(data[0])[1]
     assert question == "Find every apple, cat."
     assert report["objects"]["skipped"] == {"not_exhaustive": 1}
+    # Anywhere on this picture a leaf may be one that has no annotation.
+    regions = [(one.desc, one.is_crowd, one.annotation.box) for one in data[0].ignore]
+    assert regions == [("leaf", False, (10, 20, 30, 40)), ("leaf", True, (0, 0, 100, 80))]
     assert (tmp_path / "out" / "train.categories.json").exists()
 
 
@@ -670,8 +676,9 @@ CVAT_TURN = "<attribute><name>rotation</name><value>90.0</value></attribute>"
         "<robndbox><cx>50</cx><cy>40</cy><w>60</w><h>4</h><angle>1.5707963</angle></robndbox>",
         f"{FLAT}<attributes>{CVAT_TURN}</attributes>",
         f"{FLAT}<angle>1.5707963</angle>",
+        f"{FLAT}<angle>90</angle>",
     ],
-    ids=["robndbox", "CVAT's attribute", "an angle next to a box"],
+    ids=["robndbox", "CVAT's attribute", "an angle next to a box", "in degrees"],
 )
 def test_turned_boxes_of_voc_are_read(tmp_path, run, element):
     folder = tmp_path / "flat"

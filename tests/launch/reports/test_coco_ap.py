@@ -3,7 +3,9 @@
 """
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -84,9 +86,44 @@ def test_among_equal_scores_the_one_written_first_comes_first():
     assert aps == pytest.approx([1.0, 0.5])
 
 
+def ranked(scenes):
+    """Exchange the scores, which have ties, for different ones."""
+    scores = np.random.default_rng(0).permutation(1000) / 1000
+    return [
+        replace(
+            at,
+            objects=tuple(
+                replace(one, score=scores[10 * i + j]) for j, one in enumerate(at.objects)
+            ),
+        )
+        for i, at in enumerate(scenes)
+    ]
+
+
+def test_with_one_score_for_all_the_order_of_the_rows_has_no_effect():
+    scenes = [
+        replace(at, objects=tuple(replace(one, score=1.0) for one in at.objects))
+        for at in random_scenes(12, seed=4)
+    ]
+    expected = coco_scores(scenes)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(scenes))
+        assert coco_scores([scenes[i] for i in order]) == expected
+    # The first that were written are half right: precision 1/2 up to recall 1/2.
+    halves = [scene(0, ONE, [right()]), scene(1, ONE, [wrong()])]
+    for order in (halves, halves[::-1]):
+        assert coco_scores(order).by_class[IouType.BBOX].ap == pytest.approx(51 / 202)
+
+
+def test_pictures_with_more_than_a_hundred_objects_of_a_class_are_counted():
+    many = [guess(i, 0, i + 5, 5) for i in range(101)]
+    by_two = [replace(one, desc="dog" if i % 2 else "cat") for i, one in enumerate(many)]
+    assert coco_scores([scene(0, ONE, many), scene(1, ONE, by_two)]).num_crowded == 1
+
+
 @pytest.mark.parametrize("iou_type", IouType)
 def test_the_scores_are_those_of_pycocotools_as_everybody_calls_it(tmp_path, iou_type):
-    scenes = random_scenes(30, seed=4)
+    scenes = ranked(random_scenes(30, seed=4))
     if iou_type is IouType.SEGM:
         scenes.append(scene(30, [truth(0, 0, 600, 0, 600, 600)], [guess(0, 0, 600, 0, 600, 500)]))
     categories = number_categories(["cat", "dog", "owl"])

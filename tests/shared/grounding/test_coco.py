@@ -8,15 +8,15 @@ from shared.grounding.coco import (
     ScoredObject,
     bins_of_coco_box,
     bins_of_coco_ring,
-    coco_area,
     coco_box,
-    coco_segmentation,
     has_area,
     number_categories,
     predictions_to_coco,
+    ring_area,
+    ring_of,
     samples_to_coco,
 )
-from shared.grounding.geometry import box_iou
+from shared.grounding.geometry import box_iou, pixels_of
 from shared.records import GeometryKind, GroundTruthObject, Sample
 
 BOX = ScoredObject(GeometryKind.BBOX, (0, 0, 999, 999), "cat", 0.5)
@@ -77,7 +77,7 @@ def test_there_and_back_a_box_is_within_one_bin_of_itself() -> None:
 def test_there_and_back_every_vertex_is_within_half_a_bin() -> None:
     rng = np.random.default_rng(4)
     ring = rng.uniform(0, 639, size=24).tolist()
-    (back,) = coco_segmentation(bins_of_coco_ring(ring, 640, 640), 640, 640)
+    back = ring_of(pixels_of(bins_of_coco_ring(ring, 640, 640), width=640, height=640))
     assert np.abs(np.array(back) - ring).max() <= 639 / 999 / 2 * 1.001
 
 
@@ -95,10 +95,10 @@ def test_the_box_of_a_polygon_encloses_it_and_the_ring_of_a_box_is_its_corners()
     assert coco_box((999, 0, 0, 999, 999, 999), 11, 21) == [0, 0, 10, 20]
     # One that ends at the far border comes back one pixel shorter.
     assert coco_box(WHOLE, 100, 50) == [0, 0, 99, 49]
-    assert coco_segmentation(WHOLE, 11, 21) == [[0, 0, 10, 0, 10, 20, 0, 20]]
-    assert coco_area(WHOLE, 11, 21) == 200
-    for bins in ((0, 0, 999, 0, 0, 999), (0, 999, 999, 0, 0, 0)):
-        assert coco_area(bins, 11, 21) == 100
+    assert ring_of((0, 0, 10, 20)) == [0, 0, 10, 0, 10, 20, 0, 20]
+    assert ring_area(ring_of((0, 0, 10, 20))) == 200
+    for ring in ((0, 0, 10, 0, 0, 20), (0, 20, 10, 0, 0, 0)):
+        assert ring_area(ring) == 100
 
 
 @pytest.mark.parametrize(

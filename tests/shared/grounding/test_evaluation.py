@@ -1,11 +1,13 @@
 """Held-out counts against slow obvious ones (issue 3, "Evaluation")."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from scene_support import counts_of, guess, random_scenes, scene, truth
 
-from shared.grounding.evaluation import DetectionCounts, summarise, worst_scenes
+from shared.annotations import Annotation, IgnoredRegion
+from shared.grounding.evaluation import DetectionCounts, pair_scene, summarise, worst_scenes
 from shared.grounding.geometry import mask_iou
 from shared.grounding.objects import DropReason
 
@@ -75,6 +77,46 @@ def test_pairs_are_taken_greedily_by_iou(
 
 def test_a_triangle_is_half_of_its_box() -> None:
     assert mask_iou(TRIANGLE, truth(0, 0, 600, 600)) == pytest.approx(0.5, abs=0.01)
+
+
+def test_boxes_overlap_in_pixels_of_the_annotations_not_in_bins() -> None:
+    # As if both had been rounded to the same bins.
+    truths = [truth(0, 0, 60, 999)]
+    found = [replace(guess(0, 0, 60, 999), pixels=(0.0, 0.0, 3.0, 60.0))]
+    one = scene(0, truths, found)
+    annotated = replace(one.sample, annotated=(Annotation((0.0, 0.0, 6.0, 60.0)),))
+    assert pair_scene(one, iou_threshold=0.5)[0].iou == 1.0
+    assert pair_scene(replace(one, sample=annotated), iou_threshold=0.5)[0].iou == 0.5
+
+
+@pytest.mark.parametrize(
+    ("is_crowd", "desc", "any_class", "same_class"),
+    [(True, "cat", 1, 1), (True, "dog", 1, 0), (False, "cat", 0, 0)],
+)
+def test_a_prediction_in_a_region_to_ignore_is_neither_right_nor_wrong(
+    is_crowd, desc, any_class, same_class
+) -> None:
+    # Inside the region with all of its area, which is a ninth of the region's.
+    region = IgnoredRegion(Annotation((50.0, 0.0, 30.0, 30.0)), desc, is_crowd)
+    right, inside = guess(0, 0, 100, 100), guess(595, 0, 693, 163)
+    one = scene(0, [truth(0, 0, 100, 100)], [right, inside])
+    summary = summarise([replace(one, sample=replace(one.sample, ignore=(region,)))], (0.5,))
+    at = summary.thresholds[0]
+    assert (at.any_class.num_ignored, at.same_class.num_ignored) == (any_class, same_class)
+    assert at.any_class.precision == (1.0 if any_class else 0.5)
+    assert (at.same_class.recall, at.same_class.num_ground_truth) == (1.0, 1)
+    assert summary.classes["cat"].precision == (1.0 if same_class else 0.5)
+
+
+def test_a_partner_comes_before_a_region_and_of_ignored_answers_alone_nothing_is_wrong() -> None:
+    region = IgnoredRegion(Annotation((0.0, 0.0, 101.0, 61.0)), "cat", is_crowd=True)
+    matched = scene(0, [truth(0, 0, 100, 100)], [guess(0, 0, 100, 100)])
+    alone = scene(1, [], [guess(0, 0, 100, 100)])
+    scenes = [
+        replace(one, sample=replace(one.sample, ignore=(region,))) for one in (matched, alone)
+    ]
+    summary = summarise(scenes, (0.5,))
+    assert (summary.thresholds[0].any_class.num_ignored, summary.scene_f1) == (1, (1.0, 1.0))
 
 
 def test_counts_of_scenes_are_added() -> None:

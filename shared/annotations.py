@@ -1,0 +1,114 @@
+"""What an annotation file says about a picture, kept in a row so that an evaluation can use it.
+
+Bins are how a model is taught; a model is judged by the annotations themselves. A row that an
+importer wrote has two more keys, both in pixels of the picture as it is displayed:
+
+    "annotated": [{"bbox": [10.5, 20, 30, 40.25]}, ...]
+    "ignore": [{"bbox": [0, 0, 64, 48], "desc": "person", "iscrowd": 1}, ...]
+
+`annotated` has one entry for each of `objects`, in their order. `ignore` lists regions that are not
+taught, that nobody has to find, and in which a prediction is neither right nor wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shared.errors import RecordError
+
+Box = tuple[float, float, float, float]
+Segmentation = Sequence[Sequence[float]] | Mapping[str, Any]
+"""Rings x, y, ... in pixels, or a run-length code of COCO."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """One annotation, as its file has it.
+
+    Example: `Annotation((10.5, 20.0, 30.0, 40.0))` reaches from x 10.5 to 40.5.
+    """
+
+    box: Box
+    """x, y, w, h in pixels, half-open."""
+    segmentation: Segmentation | None = None
+
+    @property
+    def corners(self) -> Box:
+        """x1, y1, x2, y2 in pixels."""
+        x, y, w, h = self.box
+        return x, y, x + w, y + h
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"bbox": list(self.box)}
+        return found if self.segmentation is None else {**found, "segmentation": self.segmentation}
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredRegion:
+    """A region in which a prediction of its class is neither right nor wrong."""
+
+    annotation: Annotation
+    desc: str
+    is_crowd: bool
+    """A prediction is inside by the share of its own area (COCO's crowds), else by its IoU."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.annotation.as_json(), "desc": self.desc, "iscrowd": int(self.is_crowd)}
+
+
+def load_annotated(value: object, num_objects: int) -> tuple[Annotation, ...]:
+    """Read `annotated` of a row with `num_objects` objects. Raises RecordError."""
+    if not isinstance(value, list) or len(value) != num_objects:
+        _refuse("annotated", f"is no list of {num_objects} annotations, one for each object")
+    return tuple(_annotation(f"annotated[{i}]", one) for i, one in enumerate(value))
+
+
+def load_ignored(value: object) -> tuple[IgnoredRegion, ...]:
+    """Read `ignore` of a row. Raises RecordError."""
+    if not isinstance(value, list):
+        _refuse("ignore", "is no list of regions")
+    regions = []
+    for i, one in enumerate(value):
+        annotation = _annotation(f"ignore[{i}]", one)
+        desc = one.get("desc")
+        is_crowd = one.get("iscrowd", 0)
+        if not isinstance(desc, str) or not desc.strip():
+            _refuse(f"ignore[{i}].desc", "is no name of a class")
+        if is_crowd not in (0, 1):
+            _refuse(f"ignore[{i}].iscrowd", f"is {is_crowd!r}, neither 0 nor 1")
+        regions.append(IgnoredRegion(annotation, desc, bool(is_crowd)))
+    return tuple(regions)
+
+
+def _annotation(field: str, value: object) -> Annotation:
+    if not isinstance(value, dict):
+        _refuse(field, "is no object with the key bbox")
+    box = _numbers(value.get("bbox"))
+    if box is None or len(box) != 4:
+        _refuse(f"{field}.bbox", "is no list x, y, w, h of finite numbers")
+    x, y, w, h = box
+    if w < 0 or h < 0:
+        _refuse(f"{field}.bbox", f"is {box}, with a negative side")
+    segmentation = value.get("segmentation")
+    is_rings = isinstance(segmentation, list) and None not in map(_numbers, segmentation)
+    if segmentation is not None and not is_rings and not isinstance(segmentation, dict):
+        _refuse(f"{field}.segmentation", "is neither rings of numbers nor a run-length code")
+    return Annotation((x, y, w, h), segmentation)
+
+
+def _numbers(value: object) -> list[float] | None:
+    """Return a list of finite numbers; None if the value is something else."""
+    if not isinstance(value, list):
+        return None
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, (int, float)) or not math.isfinite(one):
+            return None
+    return [float(one) for one in value]
+
+
+def _refuse(field: str, problem: str) -> NoReturn:
+    remedy = "import the annotations again, or remove the key: objects are the truth then"
+    raise RecordError(problem, field=field, remedy=remedy)
