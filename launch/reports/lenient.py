@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from launch.reports.lenient_json import Leaf, Leniency, Members, read_members
 from shared.grounding.coco import ScoredObject
@@ -31,8 +31,10 @@ from shared.grounding.formats import AnswerFormat
 from shared.grounding.json_list import BoxList
 from shared.grounding.phrase_list import PhraseList
 from shared.grounding.validation import fits, is_box
-from shared.records import GeometryKind
+from shared.records import GeometryKind, Sample
 from shared.tokens.vocabulary import parse_coord_token
+
+_Number = TypeVar("_Number", int, float)
 
 
 class ReadObject(NamedTuple):
@@ -52,7 +54,10 @@ _NAME_KEYS = (
 _NUMBER_TEXT = re.compile(r"\s*+[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?\s*+")
 _FENCE = re.compile(r"\s*(?:(?:```|~~~)\w*)?\s*")
 _CONTAINER_OPENS = re.compile(r'(?:\[|\{\s*"object_[0-9]+"\s*:)\s*\Z')
-_OBJECT_KEY = re.compile(r'\s*,?\s*"object_[0-9]+"\s*:\s*')
+_SEPARATORS = {
+    "{": re.compile(r'\s*,\s*"object_[0-9]+"\s*:\s*'),
+    "[": re.compile(r"\s*,\s*"),
+}
 _THOUGHT_END = "</think>"
 _PHRASE = re.compile(
     r"<\|object_ref_start\|>([^<]{1,512})<\|object_ref_end\|>\s*<\|box_start\|>([0-9<>,\s]*+)"
@@ -67,13 +72,13 @@ def read_leniently(
     answer_format = scene.answer_format.of(scene.sample)
     is_list = not isinstance(answer_format, PhraseList)
     num_braces = scene.text.count("{") - (answer_format.opening == "{")
-    is_rest = is_list and num_braces != len(scene.objects)
+    is_rest = is_list and (num_braces != len(scene.objects) or not scene.objects)
     if not (scene.truncated or scene.dropped or is_rest):
         return None
     if isinstance(answer_format, PhraseList):
         found = tuple(_phrases(scene.text, answer_format))
     else:
-        found = tuple(_objects(scene.text, answer_format, geometry & answer_format.geometry))
+        found = tuple(_objects(scene, answer_format, geometry & answer_format.geometry))
     return found if len(found) >= len(scene.objects) else None
 
 
@@ -135,33 +140,42 @@ def _phrases(text: str, answer_format: PhraseList) -> Iterator[ReadObject]:
         for element in phrase[2].split(","):
             bins = tuple(int(bin) for bin in _BIN.findall(element))
             if len(bins) == 4:
-                yield _shape(GeometryKind.BBOX, bins, phrase[1].strip(), needed)
+                yield _read(GeometryKind.BBOX, bins, None, phrase[1].strip(), needed)
 
 
-def _shape(
-    kind: GeometryKind, bins: tuple[int, ...], name: str, needed: set[Leniency]
+def _read(
+    kind: GeometryKind,
+    bins: tuple[int, ...],
+    pixels: tuple[float, ...] | None,
+    name: str,
+    needed: set[Leniency],
 ) -> ReadObject:
-    if kind is GeometryKind.BBOX and not is_box(bins):
+    if kind is GeometryKind.BBOX and not (is_box(bins) and is_box(pixels or bins)):
         needed = needed | {Leniency.CORNERS}
-        x1, y1, x2, y2 = bins
-        bins = (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
-    return ReadObject(ScoredObject(kind, bins, name, 1.0), frozenset(needed))
+        bins = _in_order(bins)
+        pixels = None if pixels is None else _in_order(pixels)
+    return ReadObject(ScoredObject(kind, bins, name, 1.0, pixels), frozenset(needed))
+
+
+def _in_order(box: tuple[_Number, ...]) -> tuple[_Number, ...]:
+    x1, y1, x2, y2 = box
+    return (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
 
 
 def _objects(
-    text: str, answer_format: AnswerFormat, kinds: frozenset[GeometryKind]
+    scene: Scene, answer_format: AnswerFormat, kinds: frozenset[GeometryKind]
 ) -> Iterator[ReadObject]:
     """Read the objects of JSON, in order of appearance."""
+    text = scene.text
     places = _Places(text, answer_format)
     position = text.find("{", places.start)
     while position >= 0:
         members = read_members(text, position)
-        if members.closed:
-            shapes = list(_shapes(members, answer_format, kinds))
-            if shapes:
-                around = places.needed(position, members.end)
-                for kind, bins, name, needed in shapes:
-                    yield _shape(kind, bins, name, needed | around)
+        shapes = [*_shapes(members, answer_format, kinds, scene.sample)] if members.closed else []
+        if shapes:
+            around = places.needed(position, members.end)
+            for one in shapes:
+                yield one._replace(needed=one.needed | around)
         position = text.find("{", members.end)
 
 
@@ -191,7 +205,7 @@ class _Places:
         self._is_first = False
         if self._close is not None and start >= self._close:
             return {Leniency.SECOND_LIST}
-        if self._opens:
+        if self._opens and not (is_first and not between.strip()):
             return set() if self._is_separated(between, is_first) else {Leniency.SEPARATOR}
         needed = set()
         opening = _CONTAINER_OPENS.search(between)
@@ -207,16 +221,17 @@ class _Places:
         return needed or {Leniency.TEXT_BEFORE}
 
     def _is_separated(self, between: str, is_first: bool) -> bool:
-        if self._opening == "{":
-            opening = between.partition("{")[2] if is_first else between
-            has_comma = opening.lstrip().startswith(",")
-            return _OBJECT_KEY.fullmatch(opening) is not None and has_comma != is_first
-        return is_first or between.strip() == ","
+        if is_first:
+            return _CONTAINER_OPENS.search(between) is not None
+        return _SEPARATORS[self._opening].fullmatch(between) is not None
 
 
 def _shapes(
-    members: Members, answer_format: AnswerFormat, kinds: frozenset[GeometryKind]
-) -> Iterator[tuple[GeometryKind, tuple[int, ...], str, set[Leniency]]]:
+    members: Members,
+    answer_format: AnswerFormat,
+    kinds: frozenset[GeometryKind],
+    sample: Sample,
+) -> Iterator[ReadObject]:
     """Yield the shapes of an object that has a usable name, or none."""
     keys = {
         GeometryKind.BBOX: _BOX_KEYS, GeometryKind.POINT: _POINT_KEYS, GeometryKind.POLY: ("poly",)
@@ -249,30 +264,33 @@ def _shapes(
         rows = [[leaf for row in rows for leaf in row]]
     for row in rows:
         of_row = set(needed)
-        bins = _bins(row, answer_format, of_row)
-        if bins is not None and fits(kind, len(bins)):
-            yield kind, bins, name, of_row
-
-
-def _bins(
-    row: Sequence[Leaf], answer_format: AnswerFormat, needed: set[Leniency]
-) -> tuple[int, ...] | None:
-    """Return the bins of numbers or coord tokens; None where one is neither, or far outside."""
-    bins = []
-    for axis, leaf in enumerate(row):
-        bin = parse_coord_token(leaf.written)
         if isinstance(answer_format, BoxList):
-            if _NUMBER_TEXT.fullmatch(leaf.written) is None:
-                return None
-            clamped = answer_format.clamped_bin(float(leaf.written), axis)
-            if clamped is None:
-                return None
-            bin, is_clamped = clamped
-            if is_clamped:
-                needed.add(Leniency.CLAMPED)
-            if not leaf.is_plain:
-                needed.add(Leniency.NUMBER)
-        if bin is None:
-            return None
-        bins.append(bin)
-    return tuple(bins)
+            read = _read_numbers(row, answer_format, of_row)
+            bins = tuple(bin for _, bin in read)
+            pixels = answer_format.pixels_of_numbers([number for number, _ in read], sample)
+        else:
+            coords = [parse_coord_token(leaf.written) for leaf in row]
+            bins = tuple(coord for coord in coords if coord is not None)
+            pixels = None
+        if len(bins) == len(row) and fits(kind, len(bins)):
+            yield _read(kind, bins, pixels, name, of_row)
+
+
+def _read_numbers(
+    row: Sequence[Leaf], answer_format: BoxList, needed: set[Leniency]
+) -> list[tuple[float, int]]:
+    """Return numbers, clamped, with their bins, up to the first that is none or far outside."""
+    found: list[tuple[float, int]] = []
+    for axis, leaf in enumerate(row):
+        if _NUMBER_TEXT.fullmatch(leaf.written) is None:
+            break
+        number = float(leaf.written)
+        clamped = answer_format.clamped(number, axis)
+        if clamped is None:
+            break
+        if clamped[0] != number:
+            needed.add(Leniency.CLAMPED)
+        if not leaf.is_plain:
+            needed.add(Leniency.NUMBER)
+        found.append(clamped)
+    return found

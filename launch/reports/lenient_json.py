@@ -32,7 +32,7 @@ class Leniency(StrEnum):
     NUMBER = "number"
     """A float, a sign, a leading zero, or a string."""
     NESTED = "nested"
-    """Lists in the list of numbers."""
+    """Lists in the list of numbers, or x and y by name."""
     CORNERS = "corners"
     """Corners in another order."""
     CLAMPED = "clamped"
@@ -54,6 +54,9 @@ _LEXEME = re.compile(
     re.DOTALL,
 )
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_PLACE = re.compile(
+    r"""\s*\{\s*["']?x["']?\s*:\s*([0-9.]{1,20})\s*,\s*["']?y["']?\s*:\s*([0-9.]{1,20})\s*\}"""
+)
 _FLAT_OBJECT = re.compile(r"\s*\{[^{}]{0,512}\}")
 
 
@@ -122,6 +125,10 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
     if lexeme["mark"] in ("[", "("):
         return _read_array(text, lexeme.end(), key, members)
     if lexeme["mark"] == "{":
+        if place := _PLACE.match(text, position):
+            members.arrays.setdefault(key, [[Leaf(number, True) for number in place.groups()]])
+            members.nested.add(key)
+            return place.end()
         # An object in an object that has its box is of no interest; else it may be what is wanted.
         skipped = _FLAT_OBJECT.match(text, position) if members.arrays else None
         return -1 if skipped is None else skipped.end()

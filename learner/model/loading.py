@@ -168,8 +168,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     _require_ids_as_written(path, tokenizer)
-    if problems := list(_prompt_problems(config, tokenizer)):
-        raise ConfigError(problems)
+    if of_prompts := list(_prompt_problems(config, tokenizer)):
+        raise ConfigError(of_prompts)
     banned: list[int] = []
     if model_config.model_type in TILED_MODEL_TYPES:
         vocabulary = tokenizer.get_vocab()

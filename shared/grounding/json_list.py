@@ -210,10 +210,11 @@ class BoxList:
         return ValidValue(kind, desc, desc_span, tuple(positions), bins, coord_spans, numbers)
 
     def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        return self.pixels_of_numbers(found.numbers, sample)
+
+    def pixels_of_numbers(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
         sides = (sample.width, sample.height)
-        return tuple(
-            number * sides[i % 2] / self._most(i) for i, number in enumerate(found.numbers)
-        )
+        return tuple(number * sides[i % 2] / self._most(i) for i, number in enumerate(numbers))
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         if not self.in_pixels:
@@ -230,8 +231,8 @@ class BoxList:
         last = self._most(axis) - 1
         return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
 
-    def clamped_bin(self, number: float, axis: int) -> tuple[int, bool] | None:
-        """Return the bin of any number, and whether it had to be clamped to the picture.
+    def clamped(self, number: float, axis: int) -> tuple[float, int] | None:
+        """Clamp any number to the picture, and return it with its bin.
 
         None where the number is outside by more than a tenth of the side. `axis` is even for x.
         """
@@ -240,9 +241,9 @@ class BoxList:
             return None
         inside = min(max(number, 0.0), most)
         if inside.is_integer():
-            return self._bin(int(inside), axis), inside != number
+            return inside, self._bin(int(inside), axis)
         scale = _MAX_BIN / (most - 1) if self.in_pixels else 1.0
-        return min(floor(inside * scale + 0.5), _MAX_BIN), False
+        return inside, min(floor(inside * scale + 0.5), _MAX_BIN)
 
     def _most(self, axis: int) -> int:
         """Return the number of the far border."""
