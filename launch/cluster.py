@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from shared.config.derive import (
     environment_name,
     group_size,
     rank_name,
+    raw_rollouts_per_step,
     rollout_servers,
     server_name,
 )
@@ -442,12 +444,15 @@ def make_backend(
     else:
         from rollout_actors.backends.colocate import ColocatedSpec
 
-        settings = settings_of_run(config, placement, images)
-        make_engine = ColocatedSpec(settings, sleep=section.vllm.sleep)
+        of_engine = settings_of_run(config, placement, images)
+        make_engine = ColocatedSpec(of_engine, sleep=section.vllm.sleep)
     if config.environment is None:
         return make_engine
     assert examples is not None, "they are counted before the start"
     devices = (placement.devices_per_engine,)
-    return EnvironmentSpec(
-        make_engine, runner_settings(config, config.environment, devices, examples, 0)
-    )
+    settings = runner_settings(config, config.environment, devices, examples, 0)
+    if examples.scores_at_once:
+        # The engine beside it waits for all calls of the round, and cuts them into batches itself.
+        num_rollouts = max(raw_rollouts_per_step(config), examples.held_out)
+        settings = replace(settings, max_under_way=max(settings.max_under_way, num_rollouts))
+    return EnvironmentSpec(make_engine, settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -201,8 +202,10 @@ class LocalRun:
     def split(self, requests: PerRank) -> list[PerRank]:
         size = self._config.rollout_matching.decode_batch_size
         together = group_size(self._config)
-        chunk = round_chunk(size, self.devices, 1, together=together)
-        return cut_rounds(requests, chunk // together)
+        chunk = round_chunk(size, self.devices, 1, together=together) // together
+        if self._examples is not None and self._examples.scores_at_once:
+            chunk = sys.maxsize
+        return cut_rounds(requests, chunk)
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. The future holds the rollouts themselves."""

@@ -15,7 +15,7 @@ from learner.collate import PackedRow
 from learner.step import RowResult
 from learner.targets import ParsedAndMatched, Target, TextWeights, TokenRole
 from shared.config.pipeline import Channel
-from shared.metrics import REWARD_FAMILY, MetricAccumulator, RankReport
+from shared.metrics import REWARD_FAMILY, TASK_FAMILY, MetricAccumulator, RankReport
 from shared.rollouts import FinishReason, Rollout
 from shared.run_files import Span
 from shared.schedule import StepPlan
@@ -175,6 +175,8 @@ class StepMetrics:
         add("rollout/num_splits", rollout.num_splits)
         if rollout.error is None:  # else the reward of 0 says nothing of the model
             self.totals.add_mean("rollout/reward", rollout.reward, 1)
+            if rollout.task is not None:
+                self.totals.add_mean(f"{TASK_FAMILY}{rollout.task}", rollout.reward, 1)
             self.totals.add_mean("rollout/turns", rollout.num_turns, 1)
         add("rollout/num_reward_errors", len(rollout.reward_errors))
         add("rollout/num_given_up", len(rollout.given_up))

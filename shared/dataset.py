@@ -304,7 +304,7 @@ class MixedStream(Iterator[Draw]):
             SampleStream(size, seed, shuffle, number) for number, size in enumerate(sizes)
         ]
         divisor = gcd(*weights)
-        self._block = _block([weight // divisor for weight in weights])
+        self._block = list(even_order([weight // divisor for weight in weights]))
         self._offset = 0
 
     def __next__(self) -> Draw:
@@ -326,20 +326,59 @@ class MixedStream(Iterator[Draw]):
         return [next(self) for _ in range(n)]
 
 
-def _block(weights: Sequence[int]) -> list[int]:
-    """Put each number i `weights[i]` times into an order that is even throughout.
+class RowStream:
+    """Draws rows without end, of parts that lie one after the other if there is a mixture.
+
+    Example: of 5 rows in the mixture `[(3, 2), (2, 1)]` (sizes and weights) two in three are of the
+    first 3: without `shuffle`, 0, 1, 3, 2, 0, 4.
+    """
+
+    def __init__(
+        self, num_rows: int, mixture: Sequence[Sequence[int]], seed: int, shuffle: bool
+    ) -> None:
+        """Begin. Without a mixture it draws as `SampleStream`, else as `MixedStream`."""
+        sizes = [size for size, _ in mixture] or [num_rows]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._stream: SampleStream | MixedStream
+        if mixture:
+            self._stream = MixedStream(sizes, [weight for _, weight in mixture], seed, shuffle)
+        else:
+            self._stream = SampleStream(num_rows, seed, shuffle)
+
+    def take(self, n: int) -> list[int]:
+        """Return the next `n` rows."""
+        return [
+            self._starts[one.source] + one.row if isinstance(one, Draw) else one
+            for one in self._stream.take(n)
+        ]
+
+    def move_to(self, position: int) -> None:
+        """Go on behind the first `position` draws."""
+        self._stream.move_to(position)
+
+    def alike(self, row: int, rows: list[int]) -> list[int]:
+        """Return those of the rows that are of the same part as `row`."""
+        if len(self._starts) == 2:
+            return rows
+        part = bisect_right(self._starts, row)
+        start, stop = self._starts[part - 1 : part + 1]
+        return [one for one in rows if start <= one < stop]
+
+
+def even_order(weights: Sequence[int]) -> Iterator[int]:
+    """Yield each number i `weights[i]` times, in an order that is even throughout.
+
+    Of the first n, for any n, `n * weights[i] / sum(weights)` are i, rounded up or down.
 
     By the quota method (Balinski and Young, 1975): next is the number whose share is least served,
     among those that would not exceed their share rounded up.
     """
     total = sum(weights)
     counts = [0] * len(weights)
-    order = []
     for length in range(1, total + 1):
         open_numbers = [
             i for i, weight in enumerate(weights) if counts[i] * total < length * weight
         ]
         chosen = min(open_numbers, key=lambda i: (counts[i] + 1) / weights[i])
         counts[chosen] += 1
-        order.append(chosen)
-    return order
+        yield chosen

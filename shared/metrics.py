@@ -46,8 +46,11 @@ class Metric:
 
 REWARD_FAMILY = "reward/"
 """Prefix of the names of reward functions, which environments choose."""
+TASK_FAMILY = "rollout/reward/"
+"""Prefix of the mean rewards of the environments of a group, whose names that chooses."""
 SOURCE_FAMILY = "source/"
 """Prefix of the figures of each file of `data.train`, where there are several."""
+_NAMED = (REWARD_FAMILY, TASK_FAMILY)
 
 _TABLE = """
 # The objective. Every term is a mean within its segment, then over the segments that the step
@@ -131,6 +134,7 @@ rollout/staleness | mean | Updates between the weights that generated a rollout 
 rollout/staleness_max | max | The same of the oldest rollout; 0 without
     `rollout_matching.max_staleness`.
 rollout/reward | mean | Reward of the rollouts that did not fail.
+rollout/reward/<task> | mean | The same of one environment of a group (`EnvGroup`), by its name.
 reward/<function> | mean | What a reward function of the environment's rubric gave, under its name;
     its weight is not in it.
 rollout/num_failed | sum | Rollouts that ended with an error, of which nothing is learned.
@@ -275,6 +279,8 @@ def metric_of(name: str) -> Metric | None:
     """
     if name.startswith(REWARD_FAMILY):
         return BY_NAME[f"{REWARD_FAMILY}<function>"]
+    if name.startswith(TASK_FAMILY):
+        return BY_NAME[f"{TASK_FAMILY}<task>"]
     if name.startswith(SOURCE_FAMILY):
         return BY_NAME.get(f"{name.rpartition('/')[0]}/<source>")
     if name not in BY_NAME and name.startswith("loss/"):
@@ -338,15 +344,15 @@ class MetricAccumulator:
             {name.rpartition("/")[2] for name in names if name.startswith(SOURCE_FAMILY)}
         )
         for metric in METRICS:
-            if metric.name.startswith(REWARD_FAMILY):
-                rewards = [name for name in names if name.startswith(REWARD_FAMILY)]
-                yield from (replace(metric, name=name) for name in rewards)
+            family = next((one for one in _NAMED if metric.name.startswith(one)), None)
+            if family is not None:
+                yield from (replace(metric, name=name) for name in names if name.startswith(family))
             elif metric.name.startswith(SOURCE_FAMILY):
                 yield from (_of_source(metric, source) for source in sources)
             else:
                 yield metric
         for name in names:
-            if not name.startswith((REWARD_FAMILY, SOURCE_FAMILY)):
+            if not name.startswith((*_NAMED, SOURCE_FAMILY)):
                 yield Metric(name, _reduction_of(name), "")
 
     def _fold(self, name: str, value: float, reduction: Reduction) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.annotations import Annotation, IgnoredRegion, load_annotated, load_ignored
+from shared.data.annotations import Annotation, IgnoredRegion, load_annotated, load_ignored
 from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
 from shared.model_families import CONTROL_TOKENS
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
@@ -204,8 +204,8 @@ def load_record(
         known_images: facts by path as the row writes it; these files are not read again.
 
     `prompt`, `system`, `phrase` and `classes` are what the row asks, `annotated` and `ignore` what
-    an importer kept of the annotations (`shared.annotations`). Keys that mean nothing here become
-    `metadata`.
+    an importer kept of the annotations (`shared.data.annotations`). Keys that mean nothing here
+    become `metadata`.
 
     Raises:
         RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.

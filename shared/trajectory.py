@@ -27,6 +27,9 @@ class ExampleCounts:
     scores_at_once: bool = False
     """A rubric has a `score_rollouts` of its own: a step's rollouts are one round, of one process.
     """
+    mixture: Sequence[Sequence[int]] = ()
+    """Numbers of rows to train on, and weights, of the parts that these lie in, one after the
+    other; empty: training draws from all rows alike."""
 
 
 class ExampleGroup(NamedTuple):
@@ -191,6 +194,8 @@ class EnvironmentRollout:
     """Calls that were made, answered or not, by path and turn."""
     is_overlong: bool = False
     """It ended because there was no room for its next prompt."""
+    task: str | None = None
+    """Name of its environment, where it is of a group."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:

@@ -16,6 +16,8 @@ from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tools import chat_templates, has_own_parser
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.training.child_processes import processes_of
 from rollout_actors.environments.training.runner import (
     asks_by_chat,
     count_examples,
@@ -129,28 +131,20 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
             f" no images; set it to 0, or choose another ({', '.join(VISION_MODEL_TYPES)})"
         )
-    environment = loaded_environment(section.id, section.args, _KEYS)
-    checkpoint = Path(config.model.path)
-    try:
-        if section.tool_call_parser is None and not has_own_parser(checkpoint):
-            try:
-                require_no_tools(environment)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        with environment_errors(section.id, _KEYS, _KEYS.name):
-            examples = count_examples(environment, section.num_eval_examples)
-        warning = None
-        templates = chat_templates(checkpoint)
-        if not templates and asks_by_chat(environment):
-            raise ConfigError(no_chat_template(checkpoint))
-        if has_tools(environment) and not any("tools" in template for template in templates):
-            warning = (
-                f"{environment.name} has tools, and the chat template of {checkpoint} shows none:"
-                " the model is not told that it can call them; choose a checkpoint whose template"
-                " writes `tools` (`make demo-lm` makes one, outputs/demo/lm_tools)"
-            )
-    finally:
-        asyncio.run(environment.aclose())  # its resources are for the actors to hold
+    with processes_of(section.id):
+        environment = loaded_environment(section.id, section.args, _KEYS)
+        checkpoint = Path(config.model.path)
+        try:
+            if section.tool_call_parser is None and not has_own_parser(checkpoint):
+                try:
+                    require_no_tools(environment)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
+            with environment_errors(section.id, _KEYS, _KEYS.name):
+                examples = count_examples(environment, section.num_eval_examples)
+            warning = _check_template(environment, checkpoint)
+        finally:
+            asyncio.run(environment.aclose())  # its resources are for the actors to hold
     if has_held_out(config) and not examples.held_out:
         raise ConfigError(
             f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
@@ -164,6 +158,20 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             " one environment before engines elsewhere (rollout_matching.vllm.mode=actors)"
         )
     return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
+
+
+def _check_template(environment: Environment, checkpoint: Path) -> str | None:
+    """Return a warning where the chat template shows no tools. ConfigError: there is none."""
+    templates = chat_templates(checkpoint)
+    if not templates and asks_by_chat(environment):
+        raise ConfigError(no_chat_template(checkpoint))
+    if not has_tools(environment) or any("tools" in template for template in templates):
+        return None
+    return (
+        f"{environment.name} has tools, and the chat template of {checkpoint} shows none: the model"
+        " is not told that it can call them; choose a checkpoint whose template writes `tools`"
+        " (`make demo-lm` makes one, outputs/demo/lm_tools)"
+    )
 
 
 def _require_checkpoint(config: RunConfig) -> None:

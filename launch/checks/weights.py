@@ -19,7 +19,7 @@ def weight_warnings(
 ) -> list[str]:
     """Return what is to be known about a checkpoint whose files hold all of its model's weights.
 
-    That is: tensors that the model does not have, and a head that is not used.
+    That is: tensors that the model does not have, and a head that `config.json` denies.
 
     Raises:
         ConfigError: as `load_complete`; `for_engines`: tensors that vLLM would not start with, too.
@@ -46,12 +46,18 @@ def weight_warnings(
     head = model.get_output_embeddings().weight
     # On the meta device transformers ties no two tensors that the files both hold.
     is_tied = "lm_head.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
+    if for_engines and is_tied and not any(name.endswith("embed_tokens.weight") for name in names):
+        raise ConfigError(
+            f"{key}: the files of {folder} hold no embedding, only the head that is tied to it,"
+            " which vLLM does not read so; load the model in transformers and save it again with"
+            " save_pretrained"
+        )
     if is_tied and head is not embedding and _differ(folder):
         warnings.append(
             f"{key}: config.json of {folder} ties the head to the embedding (tie_word_embeddings:"
-            " true), and its files hold another lm_head.weight; the configuration wins: the head is"
-            " the embedding, here and in engines. If lm_head.weight is meant, set"
-            " tie_word_embeddings to false there"
+            " true), and its files hold another lm_head.weight, which wins, here and in engines;"
+            " what is saved says false. If the embedding is meant, as transformers 4 reads such"
+            " files, remove lm_head.weight from them"
         )
     return warnings
 

@@ -24,7 +24,7 @@ from launch.import_data.source import (
     find_file,
 )
 from learner.data.image_files import header_size, image_size
-from shared.annotations import Annotation, IgnoredRegion
+from shared.data.annotations import Annotation, IgnoredRegion
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
 from shared.records import GeometryKind, PictureSize, read_image

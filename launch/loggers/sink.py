@@ -36,6 +36,7 @@ from launch.loggers.events import (
     RunEvent,
     Scalar,
 )
+from rollout_actors.environments.training.child_processes import unmarked
 from shared.config import RunConfig
 from shared.config.base import leaves
 from shared.errors import Timeout
@@ -209,6 +210,7 @@ class _LoggerClient:
                     stderr=log,
                     # A Ctrl-C is the driver's.
                     start_new_session=True,
+                    env=unmarked(),  # an environment may live in this process
                 )
         except OSError as error:
             self._lose(f"its process cannot be started ({error})")

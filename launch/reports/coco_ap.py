@@ -17,7 +17,7 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -27,6 +27,7 @@ from pycocotools.cocoeval import COCOeval
 
 from shared.grounding.coco import (
     ImagePredictions,
+    ScoredObject,
     number_categories,
     predictions_to_coco,
     samples_to_coco,
@@ -116,7 +117,7 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
     image_ids = range(1, len(scenes) + 1)
     truth = samples_to_coco(samples, image_ids, categories)
     images = [
-        ImagePredictions(image_id, scene.sample.width, scene.sample.height, scene.objects)
+        ImagePredictions(image_id, scene.sample.width, scene.sample.height, _compared(scene))
         for image_id, scene in zip(image_ids, scenes, strict=True)
     ]
     results = predictions_to_coco(images, categories).results
@@ -126,6 +127,13 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
         for number, result in enumerate(results, 1)
     ]
     return _indexed(truth), _indexed({**truth, "annotations": annotations})
+
+
+def _compared(scene: Scene) -> tuple[ScoredObject, ...]:
+    """Return the predictions in the frame of the truth: pixels of annotations, or bins."""
+    if scene.sample.annotated:
+        return scene.objects
+    return tuple(replace(found, pixels=None) for found in scene.objects)
 
 
 def _indexed(dataset: dict[str, Any]) -> COCO:

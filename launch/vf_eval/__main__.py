@@ -27,6 +27,7 @@ from launch.vf_eval.record import EvaluationSettings, read_evaluation
 from launch.vf_eval.run import EvalRun, say
 from rollout_actors.environments.clients import openai as client
 from rollout_actors.environments.concurrency import THREADS
+from rollout_actors.environments.training.child_processes import processes_of
 from shared.errors import ConfigError, RecordError
 
 KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
@@ -44,17 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             evaluation = EvaluationSettings.from_options(options)
         else:
             evaluation = read_evaluation(options.resume).resumed(options, options.resume)
-        environment = loaded_environment(evaluation.environment, evaluation.env_args, KEYS)
-        run = EvalRun(options, evaluation, environment)
-        with logging_redirect_tqdm(), _rare_retry_messages(options.verbose):
-            try:
-                _Interruptible(run).evaluate()
-            except (ConfigError, RecordError):
-                raise  # its message says what to do; going on is not it
-            except (KeyboardInterrupt, *EXPLAINED):
-                if kept := _describe_kept(run):
-                    say(kept)
-                raise
+        with processes_of(evaluation.environment):
+            environment = loaded_environment(evaluation.environment, evaluation.env_args, KEYS)
+            run = EvalRun(options, evaluation, environment)
+            with logging_redirect_tqdm(), _rare_retry_messages(options.verbose):
+                try:
+                    _Interruptible(run).evaluate()
+                except (ConfigError, RecordError):
+                    raise  # its message says what to do; going on is not it
+                except (KeyboardInterrupt, *EXPLAINED):
+                    if kept := _describe_kept(run):
+                        say(kept)
+                    raise
         if status := run.report():
             sys.exit(status)
 

@@ -106,7 +106,10 @@ class EvalRun:
         """Return the examples, the names that `generate` groups them by, and digests of rows."""
         name = self._evaluation.environment
         try:
-            examples = self._environment.get_eval_dataset(self._evaluation.num_examples)
+            examples = self._environment.get_eval_dataset()
+            # In one order, however many are asked for: an evaluation may be resumed for more.
+            number = self._evaluation.num_examples
+            examples = examples.first(len(examples) if number < 0 else number)
             # Rows become inputs as they are read: they need not all be in memory at once.
             rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         except ValueError as error:

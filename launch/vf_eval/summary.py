@@ -131,6 +131,14 @@ def summary_tables(
         scores["reward"] = ScoreSummary.from_values(
             [[one.reward or 0.0 for one in group if one.error is None] for group in examples]
         )
+    tasks = list(dict.fromkeys(one.task for one in rollouts if one.error is None))
+    for task in tasks if len(tasks) > 1 else ():
+        scores[f"reward of {task}"] = ScoreSummary.from_values(
+            [
+                [one.reward or 0.0 for one in group if one.error is None and one.task == task]
+                for group in examples
+            ]
+        )
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
         label = "reward (metric)" if name == "reward" else name
         # Rollouts of the other environments of a group do not have it.

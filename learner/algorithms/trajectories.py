@@ -44,7 +44,7 @@ from learner.targets import Target, TokenRole
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PolicyGradientEntry
-from shared.dataset import SampleStream
+from shared.dataset import RowStream
 from shared.errors import RolloutError
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeMode, DecodeSettings
@@ -136,12 +136,14 @@ class Trajectories:
         self.environment = config.environment
         self.ranks = ranks
         self.ahead = Ahead()
-        self._stream = SampleStream(
-            examples.train, seed=config.training.seed, shuffle=config.data.shuffle
+        self._rows = RowStream(
+            examples.train, examples.mixture, config.training.seed, config.data.shuffle
         )
         self._num_examples = examples.train
         self._num_held_out = examples.held_out
         self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
+        if examples.mixture:
+            self._digest += f" {[list(part) for part in examples.mixture]}"
         entries = config.rollout_matching.pipeline.active(Channel.B)
         objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
         self.estimator = AdvantageEstimator.from_config(
@@ -163,7 +165,7 @@ class Trajectories:
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> TrajectoryBatch:
         size = self.environment.rollouts_per_example
-        drawn = self._stream.take(plan.num_samples // size)
+        drawn = self._rows.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
@@ -180,6 +182,10 @@ class Trajectories:
         order = generator.permutation(self._num_examples)
         is_drawn = np.isin(order, drawn)
         return [*order[~is_drawn].tolist(), *order[is_drawn].tolist()]
+
+    def rows_like(self, row: int, order: list[int]) -> list[int]:
+        """Return the rows of the order that are of this row's part of a mixture."""
+        return self._rows.alike(row, order)
 
     def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
@@ -199,7 +205,7 @@ class Trajectories:
         return rollouts
 
     def move_to(self, num_samples: int) -> None:
-        self._stream.move_to(num_samples // self.environment.rollouts_per_example)
+        self._rows.move_to(num_samples // self.environment.rollouts_per_example)
 
     def fingerprints(self) -> dict[str, str]:
         return {"environment.id": self._digest}
@@ -256,7 +262,9 @@ class TrajectoryBatch:
         order = algorithm.refill_order(self.plan, self._drawn) if places else []
         requests = []
         for place in places:
-            example = order[(first + place // size) % len(order)]
+            # Of the same environment of a mixture, whose shares stay exact.
+            alike = algorithm.rows_like(self._drawn[place // size], order)
+            example = alike[(first + place // size) % len(alike)]
             position = self._refill_round * self.plan.num_samples + place
             requests.append(self._request(position, example))
             self._positions += range(position, position + size)

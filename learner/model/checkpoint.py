@@ -138,7 +138,8 @@ def save_as_published(
         text_config: as of `BaseFiles.write`.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    base.write(folder, dtype=dtype, text_config=text_config)
+    has_head = "lm_head.weight" in weights
+    base.write(folder, dtype=dtype, has_head=has_head, text_config=text_config)
     # Where tensors are turned, transformers would turn them back, and vLLM, which takes every file
     # for one of the hub, would read them wrongly.
     if not turned_in_files(model):
@@ -150,15 +151,16 @@ def save_as_published(
 
 
 def require_same_config(folder: Path, base: BaseFiles) -> None:
-    """Require that transformers reads in `folder` what it reads in the base, but for number types.
+    """Require that transformers reads in `folder` what it reads in the base.
 
-    Raises ConfigError with the keys that differ.
+    Number types and what is tied may differ, as `BaseFiles.write` has them. Raises ConfigError with
+    the keys that differ.
     """
     original = folder / "base"
     original.mkdir()
     (original / CONFIG).write_text(base.config_text, encoding="utf-8")
     saved, given = (
-        _without_dtypes(AutoConfig.from_pretrained(one).to_dict()) for one in (folder, original)
+        _compared(AutoConfig.from_pretrained(one).to_dict()) for one in (folder, original)
     )
     if differing := sorted(key for key in given if saved.get(key) != given[key]):
         raise ConfigError(
@@ -168,11 +170,11 @@ def require_same_config(folder: Path, base: BaseFiles) -> None:
         )
 
 
-def _without_dtypes(section: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_dtypes(value) if isinstance(value, dict) else value
+        key: _compared(value) if isinstance(value, dict) else value
         for key, value in section.items()
-        if key not in ("dtype", "torch_dtype", "_name_or_path")
+        if key not in ("dtype", "torch_dtype", "tie_word_embeddings", "_name_or_path")
     }
 
 

@@ -157,11 +157,15 @@ class BaseFiles:
         json.loads(text)
         return cls(text, {name: (folder / name).read_bytes() for name in copied})
 
-    def write(self, folder: Path, *, dtype: str, text_config: Mapping[str, Any]) -> None:
-        """Write all of them as they were, but for `config.json`'s number type of the weights.
+    def write(
+        self, folder: Path, *, dtype: str, has_head: bool, text_config: Mapping[str, Any]
+    ) -> None:
+        """Write all of them as they were, but for keys of `config.json`.
 
         Args:
-            text_config: values that the language model's section of `config.json` gets.
+            dtype: number type of the weights.
+            has_head: whether they hold a head, which is not to be tied to the embedding then.
+            text_config: values that the language model's section gets.
 
         Raises OSError.
         """
@@ -170,7 +174,9 @@ class BaseFiles:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         before = json.loads(self.config_text)
-        config = _with_values(before, {"dtype": dtype, "torch_dtype": dtype, **text_config})
+        untied = {"tie_word_embeddings": False} if has_head else {}
+        values = {"dtype": dtype, "torch_dtype": dtype, **untied, **text_config}
+        config = {**_with_values(before, values), **untied}
         if not {"dtype", "torch_dtype"} & config.keys():
             config["dtype"] = dtype
         section = config.get("text_config", config)

@@ -298,8 +298,8 @@ def load_complete(
 ) -> tuple[Any, tuple[str, ...]]:
     """Load a checkpoint's model by transformers, and require that its files hold all weights.
 
-    A head that `config.json` ties to the embedding is tied, whatever the files hold: engines and
-    transformers 4 read them so.
+    A head in the files that is another matrix than the embedding is the model's head, although
+    `config.json` may tie the two; the model's configuration says so then. vLLM does the same.
 
     Args:
         options: of `from_pretrained`; with `device_map={"": "meta"}` it reads the files' headers
@@ -327,8 +327,8 @@ def load_complete(
         raise ConfigError(problems)
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     if tied.keys() - model.all_tied_weights_keys.keys():
-        model.all_tied_weights_keys = tied
-        model.tie_weights()
+        for section in (model.config, model.config.get_text_config()):
+            section.tie_word_embeddings = False
     return model, tuple(surplus)
 
 

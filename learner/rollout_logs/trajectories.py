@@ -116,6 +116,8 @@ class TrajectoryRecord(TypedDict):
     """It was cut by length: an answer of it, or the conversation (`is_overlong`)."""
     is_overlong: NotRequired[bool]
     """It ended because there was no room for its next prompt."""
+    task: NotRequired[Text | None]
+    """Name of its environment, where it is of a group."""
     num_turns: _Count
     """Calls of the model."""
     num_splits: _Count
@@ -233,7 +235,8 @@ def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
         given_up=tuple(line["given_up"]),
         num_tool_calls=line["num_tool_calls"],
         calls=tuple(ModelCall(**call) for call in line["calls"]),
-        is_overlong="is_overlong" in line and line["is_overlong"],
+        is_overlong=line.get("is_overlong", False),
+        task=line.get("task"),
     )
 
 

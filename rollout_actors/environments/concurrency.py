@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import logging
 import os
+import sys
 import sysconfig
 import threading
 import time
@@ -28,6 +29,7 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 # Errors and cancellations
 
-FAILURES = (Exception, asyncio.CancelledError, SystemExit)
+FAILURES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
 """Errors that may be one rollout's failure; `reraise_cancellation` knows those that are not."""
 
 
@@ -79,12 +81,12 @@ def is_cancelled() -> bool:
 
 
 def is_process_exit(error: BaseException) -> bool:
-    """Tell the end of the process from an environment's call of `exit()`.
+    """Tell the end of the process from an environment's `exit()`, or its KeyboardInterrupt.
 
-    Signal handlers run on the main thread only. There an exit may be theirs, and ends the process.
+    Signal handlers run on the main thread only. There it may be theirs, and ends the process.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
-    return isinstance(error, SystemExit) and on_main_thread
+    return isinstance(error, SystemExit | KeyboardInterrupt) and on_main_thread
 
 
 def reraise_cancellation(error: BaseException) -> None:
@@ -104,7 +106,7 @@ async def run_in_task(work: Coroutine[Any, Any, T]) -> T:
     it.
     """
     try:
-        value = await asyncio.create_task(_without_exit(work))
+        value = await asyncio.create_task(without_exit(work))
     finally:
         work.close()  # it may not have begun when this was cancelled
     if is_cancelled():
@@ -112,14 +114,30 @@ async def run_in_task(work: Coroutine[Any, Any, T]) -> T:
     return value
 
 
-async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
-    # A SystemExit would leave the task and end the event loop, and with it every rollout.
+async def without_exit(work: Coroutine[Any, Any, T]) -> T:
+    """Await an environment's work. What would leave its task and end the event loop, and with it
+    every rollout, is raised as a RuntimeError: all that is neither an Exception nor a cancellation.
+    """
     try:
         return await work
-    except SystemExit as error:
-        if is_process_exit(error):
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # A GeneratorExit that came into this frame is of a coroutine that nobody awaits any more.
+        is_closed = isinstance(error, GeneratorExit) and _last_frame(error) is sys._getframe()
+        if is_closed or is_process_exit(error):
             raise
-        raise RuntimeError("an environment called exit()") from error
+        raise _as_failure(error, "an environment") from error
+
+
+def _as_failure(error: BaseException, who: str) -> RuntimeError:
+    """Make an error that rollouts may fail of, with the place of the one that it stands for."""
+    said = "called exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+    return RuntimeError(f"{who} {said}").with_traceback(error.__traceback__)
+
+
+def _last_frame(error: BaseException) -> FrameType:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
 # Clocks
@@ -526,7 +544,7 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def _gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
-        values = await asyncio.gather(*map(_without_exit, works), return_exceptions=True)
+        values = await asyncio.gather(*map(without_exit, works), return_exceptions=True)
     finally:
         for work in works:
             work.close()  # it may not have begun when this was cancelled
@@ -542,8 +560,8 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     A cancelled caller gives the thread up (`Threads.call`).
 
     Raises:
-        RuntimeError: the function called `exit()`, or raised StopIteration, which no future can
-            hold: its caller would wait for ever.
+        RuntimeError: the function called `exit()`, raised another thing that is no Exception, or
+            StopIteration, which no future can hold: its caller would wait for ever.
     """
     slot = _SLOT.get()
     name = name_of(function)
@@ -565,8 +583,10 @@ def _in_slot(
             return function(**arguments)
         except StopIteration as error:
             raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
-        except SystemExit as error:  # never a signal's: those come on the main thread
-            raise RuntimeError(f"{name} called exit()") from error
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # never a signal's: those come on the main thread
+            raise _as_failure(error, name) from error
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
+from operator import is_not
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol, overload
@@ -28,6 +30,7 @@ from rollout_actors.environments.chat.messages import (
 from rollout_actors.environments.types import Messages, RolloutInput, State
 from shared.errors import StorageError
 
+_LOGGER = logging.getLogger(__name__)
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
 """Files that `GenerateOutputs.save` writes into its folder."""
@@ -104,6 +107,9 @@ class PromptFormat:
                 raise ValueError(
                     f"{column}: of row {index} is NaN; give every row one, or leave the column out"
                 )
+        row = {key: _without_gaps(value, key, index) for key, value in row.items()}
+        if row.get("prompt") is None and row.get("question") is None:
+            raise ValueError(f"row {index}: its prompt is NaN; give it one, or leave the row out")
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
         result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
@@ -119,6 +125,34 @@ class PromptFormat:
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])
         return result
+
+
+def _without_gaps(value: Any, field: str, index: int) -> Any:
+    """Return a field of a row with None for NaN, by which tables say that there is no value."""
+    if isinstance(value, Real) and value != value:
+        _note_gap(field, index)
+        return None
+    if isinstance(value, Mapping):
+        held = {key: _without_gaps(one, f"{field}.{key}", index) for key, one in value.items()}
+        return held if any(held[key] is not value[key] for key in held) else value
+    if isinstance(value, list):
+        items = [_without_gaps(one, f"{field}[]", index) for one in value]
+        return items if any(map(is_not, items, value)) else value
+    return value
+
+
+_GAPS: set[str] = set()
+"""Fields that were told."""
+
+
+def _note_gap(field: str, index: int) -> None:
+    if field not in _GAPS:
+        _GAPS.add(field)
+        _LOGGER.warning(
+            "row %d: %s is NaN, which is taken for a gap (None) here and in all other rows",
+            index,
+            field,
+        )
 
 
 class Examples(Sequence[RolloutInput]):
@@ -165,6 +199,10 @@ class Examples(Sequence[RolloutInput]):
         """
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
+
+    def first(self, n: int) -> Examples:
+        """Return the first `n` examples, or all where there are fewer."""
+        return self[:n]
 
     def select(self, indices: Sequence[int]) -> Examples:
         """Return the examples at these indices."""
@@ -386,14 +424,16 @@ def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
 def plain(value: Any) -> Any:
     """Return a value as JSON and tables can hold it.
 
-    Models of pydantic and dataclasses become mappings, sets and tuples lists, anything else that
-    JSON does not know (paths, dates, objects of users) its text.
+    Models of pydantic and dataclasses become mappings, sets and tuples lists, NaN and infinity
+    None, anything else that JSON does not know (paths, dates, objects of users) its text.
     """
     if isinstance(value, str):
         # Half a surrogate pair, as a model may write one, is in no UTF-8.
         return value.encode(errors="replace").decode()
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None  # JSON knows neither NaN nor infinity
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence | Set) and not isinstance(value, bytes | bytearray):
@@ -511,14 +551,12 @@ class GenerateOutputs(dict[str, Any]):
             StorageError: it cannot be written.
         """
         self.metadata.path_to_save = folder = make_folder(folder)
-        metadata = asdict(self.metadata)
-        if math.isnan(self.metadata.avg_reward):
-            metadata["avg_reward"] = None  # JSON knows no NaN
+        metadata = plain(asdict(self.metadata))
         try:
             with (folder / RESULTS).open("w", encoding="utf-8") as file:
                 for row in dataset:
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-            text = json.dumps(metadata, indent=1, ensure_ascii=False, default=str)
+            text = json.dumps(metadata, indent=1, ensure_ascii=False)
             (folder / METADATA).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise _not_writable(folder, error) from error

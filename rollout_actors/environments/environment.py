@@ -197,6 +197,13 @@ class Environment(ABC):
             self._said.add(remark)
             _LOGGER.warning(f"%s: {remark}", self.name, *arguments)
 
+    @property
+    def mixture(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of rows to train on, and the weights, of parts that lie one after the other;
+        none where training draws from all rows alike.
+        """
+        return ()
+
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
         """Return the environment that plays rollouts of this task: in a group, one of several."""
         return self
@@ -479,7 +486,8 @@ def full_name(value: object) -> str:
 def _read_info(info: Any) -> Mapping[str, Any]:
     """Return a row's info, parsed if it is JSON. ValueError if that is no mapping."""
     try:
-        parsed = json.loads(info) if isinstance(info, str) else info
+        # NaN and infinity, which Python's own JSON may have, are no values.
+        parsed = json.loads(info, parse_constant=lambda _: None) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
         text = f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
         raise ValueError(text) from error
@@ -490,7 +498,8 @@ def _read_info(info: Any) -> Mapping[str, Any]:
 
 
 def _chosen(examples: Examples, n: int, seed: int | None) -> Examples:
+    if seed is None:
+        return examples if n < 0 else examples.first(n)
     order = list(range(len(examples)))
-    if seed is not None:
-        Random(seed).shuffle(order)
+    Random(seed).shuffle(order)
     return examples.select(order if n < 0 else order[:n])

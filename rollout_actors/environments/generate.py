@@ -256,7 +256,7 @@ class _Batch:
             )
         state = with_defaults(require_state(result, "rollout", environment), scope.input)
         # Environments may call the model and write the steps themselves.
-        responses = (step.get("response") for step in state["trajectory"])
+        responses = [step.get("response") for step in state["trajectory"]]
         state["is_truncated"] = bool(state["is_truncated"]) or any(map(is_cut, responses))
         return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NoReturn
 
 from rollout_actors.environments.datasets import Examples, PromptFormat
@@ -13,23 +13,31 @@ from rollout_actors.environments.environment import Environment, full_name
 from rollout_actors.environments.lifecycle import awaited, call_all
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent_parser
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
+from shared.dataset import even_order
 
 
 class EnvGroup(Environment):
     """The rows of all its environments, one environment after the other.
 
     A row's `task` says whose it is, its `example_id` is its index among all, and an `id` that it
-    had is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4.
+    had is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
+    `get_eval_dataset(n)` and held-out reports take them, are of each in proportion.
     """
 
     def __init__(
-        self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any
+        self,
+        envs: Sequence[Environment],
+        env_names: Sequence[str] | None = None,
+        weights: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         """
         Args:
             envs: environments of one `message_type`. They keep their prompts, rubrics, sampling
                 arguments and bounds, and are closed with the group.
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
+            weights: of as many examples in a row as all weights together, training draws so many of
+                each environment, exactly; None: it draws from all rows alike.
             kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the
                 environments. They have the rest themselves.
 
@@ -48,6 +56,7 @@ class EnvGroup(Environment):
         self.env_map = dict(zip(_names(envs, env_names), envs, strict=True))
         self.envs = list(envs)
         self.env_names = list(self.env_map)
+        self.weights = None if weights is None else _checked(weights, self.env_map)
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
@@ -69,6 +78,13 @@ class EnvGroup(Environment):
                 for name, env in self.env_map.items()
             }
         )
+
+    @property
+    def mixture(self) -> tuple[tuple[int, int], ...]:
+        if self.weights is None:
+            return ()
+        sizes = [len(env.dataset) for env in self.envs if env.dataset is not None]
+        return tuple(zip(sizes, self.weights, strict=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +193,8 @@ class _GroupRows:
 
     def __init__(self, datasets: Mapping[str, Examples]) -> None:
         self._datasets = tuple(datasets.items())
-        self._ends = list(accumulate(len(dataset) for dataset in datasets.values()))
+        self.sizes = [len(dataset) for dataset in datasets.values()]
+        self._ends = list(accumulate(self.sizes))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -188,9 +205,37 @@ class _GroupRows:
         return {**dataset[index - self._ends[number] + len(dataset)], "task": name}
 
 
+class _GroupExamples(Examples):
+    """The rows of a group; the first of them are of each environment in proportion."""
+
+    def __init__(self, rows: _GroupRows) -> None:
+        super().__init__(rows, _Finished())
+        self._sizes = rows.sizes
+
+    def first(self, n: int) -> Examples:
+        starts = [0, *accumulate(self._sizes)]
+        chosen = []
+        for number in islice(even_order(self._sizes), max(n, 0)):
+            chosen.append(starts[number])
+            starts[number] += 1
+        return self.select(chosen)
+
+
 def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
     present = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    return Examples(_GroupRows(present), _Finished()) if present else None
+    return _GroupExamples(_GroupRows(present)) if present else None
+
+
+def _checked(weights: Sequence[int], envs: Mapping[str, Environment]) -> tuple[int, ...]:
+    """Return the weights. ValueError: there is not one for each, or nothing to draw by one."""
+    if len(weights) != len(envs):
+        raise ValueError(f"weights: {len(weights)} for {len(envs)} environments; give one to each")
+    for name, weight in zip(envs, weights, strict=True):
+        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 1:
+            raise ValueError(f"weights: {weight!r} of {name}; give whole numbers from 1")
+        if not envs[name].dataset:
+            raise ValueError(f"weights: {name} has no rows to train on; leave it out of the group")
+    return tuple(weights)
 
 
 def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list[str]:

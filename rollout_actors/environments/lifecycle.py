@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import StrEnum
 from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -28,6 +28,7 @@ from rollout_actors.environments.concurrency import (
     is_cancelled,
     is_process_exit,
     within,
+    without_exit,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ async def call_all(
     for handler in called:
         try:
             async with within(limit_s, f"{what} is not done after cleanup_timeout_s", _REMEDY):
-                await awaited(handler(*arguments))
+                await without_exit(_called(handler, arguments))
         except FAILURES as error:
             if is_process_exit(error):
                 raise
@@ -137,6 +138,10 @@ async def call_all(
         raise first
 
 
+async def _called(handler: Handler, arguments: Sequence[Any]) -> None:
+    await awaited(handler(*arguments))
+
+
 async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> None:
     """Await cleanup to its end, shielded from cancellation, and re-raise the cancellation then.
 
@@ -145,7 +150,7 @@ async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> Non
     Raises:
         TimeoutError: it is not done after `limit_s` seconds.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(without_exit(work))
     cancelled = sys.exception() if is_cancelled() else None
     interrupted: asyncio.CancelledError | None = None
     deadline_s = time.monotonic() + limit_s

@@ -401,7 +401,8 @@ def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
 def settle(states: Sequence[State], rubric: Rubric) -> None:
     """Check the figures that a rubric left, and pass on to the steps what it changed itself.
 
-    A rollout without a finite reward, or with a metric that is no number, has failed.
+    A rollout has failed where the reward, a metric or an advantage is no finite number, or so large
+    that figures of many would overflow.
     """
     who = type(rubric).__name__
     for state in states:
@@ -410,17 +411,28 @@ def settle(states: Sequence[State], rubric: Rubric) -> None:
         figures = {"the reward": state.get("reward")}
         metrics = (state.get("metrics") or {}).items()
         figures |= {f"the metric {name} =": value for name, value in metrics}
-        wrong = [name for name, value in figures.items() if not _is_finite(value)]
+        figures |= _own_figures(state)
+        wrong = [name for name, value in figures.items() if not _is_sound(value)]
         if wrong:
-            remedy = "give a finite number" + (
-                "" if wrong[0] == "the reward" else ", or leave it out"
-            )
-            problem = f"{who} gave {wrong[0]} {figures[wrong[0]]!r}; {remedy}"
+            value = figures[wrong[0]]
+            remedy = f"give {_remedy(value)}"
+            remedy += "" if wrong[0] == "the reward" else ", or leave it out"
+            problem = f"{who} gave {wrong[0]} {value!r}; {remedy}"
             note_failed_rubric([state], ValueError(problem))
             continue
         for name in ("reward", "advantage"):
             if state.get(name) != state.get("_given", {}).get(name, (None,))[0]:
                 give(state, name, state[name])
+
+
+def _own_figures(state: State) -> dict[str, Any]:
+    """Return the advantages, and the rewards of steps, that are not the rollout's reward."""
+    figures = {"the advantage": state.get("advantage")}
+    for number, step in enumerate(state.get("trajectory") or ()):
+        for name in ("reward", "advantage"):
+            if name in step and step[name] is not state.get(name):
+                figures[f"the {name} of step {number}"] = step[name]
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def set_advantages(states: Sequence[State]) -> None:
@@ -656,11 +668,15 @@ class _Reward:
             number = float(value)
         except Exception:  # whatever somebody's type raises
             number = math.nan
-        if math.isfinite(number):
+        if _is_sound(number):
             return number
         # It would spoil its group's mean, and what is learned of all the others.
-        problem = f"reward function {self.name} returned {value!r}; return a finite number"
+        problem = f"reward function {self.name} returned {value!r}; return {_remedy(value)}"
         return Failed(f"ValueError: {problem}")
+
+
+LARGEST = 1e30
+"""Of rewards, metrics and advantages. Sums and squares of many such numbers are still floats."""
 
 
 def _is_finite(value: Any) -> bool:
@@ -668,3 +684,11 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except (TypeError, OverflowError):  # no number, or an integer that no float can hold
         return False
+
+
+def _is_sound(value: Any) -> bool:
+    return _is_finite(value) and bool(abs(value) <= LARGEST)
+
+
+def _remedy(value: Any) -> str:
+    return f"a number of at most {LARGEST:g} in size" if _is_finite(value) else "a finite number"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.annotations import Annotation
+from shared.data.annotations import Annotation
 from shared.grounding.geometry import bin_box, bin_points, pixels_of
 from shared.records import GeometryKind, Sample
 

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from shared.annotations import IgnoredRegion
+from shared.data.annotations import IgnoredRegion
 from shared.grounding.coco import ScoredObject
 from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou, point_overlap

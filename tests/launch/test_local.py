@@ -132,3 +132,23 @@ def test_the_kind_is_the_short_form_on_the_command_line():
         "++cluster.kind=local",
         "++cluster.dashboard=false",
     ]
+
+
+@pytest.mark.slow
+def test_a_rubric_that_scores_at_once_sees_the_whole_step_whatever_is_decoded_at_a_time(
+    environment_of, tmp_path
+):
+    args = {"ranks": True}
+    environment = {"id": "runner_environment", "args": args, "rollouts_per_example": 4}
+    changes = {
+        "environment": environment,
+        "environment__num_eval_examples": 3,
+        "environment__refill_rounds": 0,
+        "training__max_steps": 2,
+        "rollout_matching__decode_batch_size": 4,
+    }
+    run(environment_of(tmp_path / "run", **changes), Console(record=True))
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [step["reward/num_scored"] for step in steps] == [16.0, 16.0]
+    (*_, last) = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert last["val/reward/num_scored"] == 3.0

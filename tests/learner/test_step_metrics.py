@@ -111,6 +111,19 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
     assert (counted["reward/right"], counted["reward/judge"]) == (2.0 / 3, 0.25)
 
 
+def test_of_a_group_each_environment_has_its_mean_reward() -> None:
+    metrics = step_metrics()
+    metrics.add_environment_rollout(SOUND)
+    assert not any(name.startswith("rollout/reward/") for name in metrics.totals.as_dict())
+    for reward, task in ((0.0, "sort"), (0.5, "sort"), (1.0, "convert")):
+        metrics.add_environment_rollout(replace(SOUND, task=task, reward=reward))
+    metrics.add_environment_rollout(replace(SOUND, task="sort", error="ValueError: no"))
+    names = list(metrics.totals.as_dict())
+    counted = metrics.totals.as_dict()
+    assert (counted["rollout/reward/sort"], counted["rollout/reward/convert"]) == (0.25, 1.0)
+    assert names.index("rollout/reward") < names.index("rollout/reward/convert")
+
+
 def test_functions_that_were_given_up_and_tool_calls_are_counted_where_there_are_tools() -> None:
     plain = replace(SOUND, given_up=("judge", "judge"))
     metrics = step_metrics()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shared.dataset import Dataset, Draw, MixedStream, SampleStream, load_dataset
+from shared.dataset import Dataset, Draw, MixedStream, RowStream, SampleStream, load_dataset
 from shared.errors import RecordError, UnlearnedGeometryError
 from shared.records import GeometryKind, PictureSize
 
@@ -274,3 +274,23 @@ def test_samples_of_one_file_of_several_are_called_after_it(write) -> None:
     assert load(path)[1].source is None
     twice = refusal(write(row(id="x"), row(id="x")), source="coco")
     assert "'x' is also on line 1" in str(twice)
+
+
+def test_rows_of_a_mixture_are_drawn_exactly_by_weight_and_resumed_and_without_one_as_ever() -> (
+    None
+):
+    mixture = [(6, 3), (4, 1)]
+    drawn = RowStream(10, mixture, seed=7, shuffle=True).take(80)
+    for first in range(0, 80, 4):
+        assert sum(row >= 6 for row in drawn[first : first + 4]) == 1
+    assert sorted(drawn[:24:1])[0] == 0 and {row for row in drawn if row >= 6} == set(range(6, 10))
+    resumed = RowStream(10, mixture, seed=7, shuffle=True)
+    resumed.move_to(33)
+    assert resumed.take(47) == drawn[33:]
+    assert resumed.alike(7, [9, 1, 6, 0]) == [9, 6]
+    assert resumed.alike(5, [9, 1, 6, 0]) == [1, 0]
+    plain = RowStream(10, (), seed=7, shuffle=True)
+    assert plain.take(25) == SampleStream(10, seed=7, shuffle=True).take(25)
+    assert plain.alike(7, [9, 1]) == [9, 1]
+    docs = RowStream(5, [(3, 2), (2, 1)], seed=0, shuffle=False)
+    assert docs.take(6) == [0, 1, 3, 2, 0, 4]

@@ -30,8 +30,10 @@ def is_cut(response: Any) -> bool:
 
     Environments may note anything as a step's response.
     """
-    choices = getattr(response, "choices", None) or ()
-    return any(getattr(choice, "finish_reason", None) == "length" for choice in choices)
+    for choice in getattr(response, "choices", None) or ():
+        if getattr(choice, "finish_reason", None) == "length":
+            return True
+    return False
 
 
 async def parse_response_messages(response: Any, message_type: str) -> Messages:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollout_actors.environments.clients.engine import Engines
 from rollout_actors.environments.concurrency import in_thread, reraise_cancellation
+from rollout_actors.environments.training.child_processes import EnvironmentProcesses
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,
     RunnerSettings,
@@ -38,12 +39,14 @@ class EnvironmentRounds:
         self._engines = engines
         self._runner: EnvironmentRunner | None = None
         self._rounds = set[asyncio.Task[list[SentRollouts]]]()
+        self._processes: EnvironmentProcesses | None = None
 
     async def start(self) -> None:
         """Load the environment and the tokenizer, and wait for the teacher, if there is one.
 
         Raises RolloutError(phase="start").
         """
+        self._processes = EnvironmentProcesses()
         try:
             self._runner = await in_thread(self._make_runner)
         except ValueError as error:
@@ -95,13 +98,17 @@ class EnvironmentRounds:
                 )
 
     async def close(self) -> None:
-        """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""
-        if self._runner is None:
-            return
-        await self.leave()
+        """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`), then
+        the processes that it has left.
+        """
         try:
-            await self._runner.aclose()
+            if self._runner is not None:
+                await self.leave()
+                await self._runner.aclose()
         except Exception:
             # The run is ending, and nobody reads the answer.
             _LOGGER.exception("teardown of %s failed", self._settings.env_id)
             raise
+        finally:
+            if self._processes is not None:
+                self._processes.end(self._settings.env_id)

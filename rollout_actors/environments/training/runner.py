@@ -141,7 +141,10 @@ class EnvironmentRunner:
             name=self._name,
         )
         environment = self._environment
-        dataset = environment.get_eval_dataset() if first.is_held_out else environment.get_dataset()
+        dataset = environment.get_dataset()
+        if first.is_held_out:
+            num_held_out = self._settings.num_held_out
+            dataset = environment.get_eval_dataset(-1 if num_held_out is None else num_held_out)
         groups = [group for request in requests for group in request.groups]
         calls = [
             _PositionedRows(dataset, apart) for apart in _with_each_example_once(groups, dataset)
@@ -234,6 +237,7 @@ class EnvironmentRunner:
                     num_turns=len(trajectory),
                     num_tokens=sum(len(one["completion_ids"]) for one in tokens),
                     num_length_limited=sum(is_cut(step["response"]) for step in trajectory),
+                    task=state["task"] if isinstance(self._environment, EnvGroup) else None,
                     is_overlong=bool(state.get("prompt_too_long")),
                     num_splits=int(state.get("num_splits") or 0),
                     examples=tuple(learned[index]),
@@ -266,7 +270,11 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
     )
     count = len(held_out) if num_held_out is None else min(num_held_out, len(held_out))
     return ExampleCounts(
-        len(rows), count, _digest(rows, held_out), scores_at_once=scores_at_once(environment)
+        len(rows),
+        count,
+        _digest(rows, held_out),
+        scores_at_once=scores_at_once(environment),
+        mixture=environment.mixture,
     )
 
 
@@ -360,8 +368,9 @@ def _force_greedy(request: EnvironmentRequest) -> dict[str, Any]:
 def _loggable(messages: Any) -> Any:
     if messages is None:  # of a rollout that ended before it had any
         return None
-    # An environment may have put anything into them.
-    return json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
+    # An environment may have put anything into them, NaN too.
+    text = json.dumps(sanitize_messages(without_images(messages)), default=str)
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _with_each_example_once(

@@ -18,6 +18,8 @@ from launch.checks.model_shape import ModelShape
 from launch.checks.weights import weight_warnings
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
+from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
+from learner.model.checkpoint_folder import BaseFiles
 from learner.model.loading import load_complete, load_model
 from shared.errors import ConfigError
 
@@ -137,12 +139,21 @@ def test_tensors_beside_the_models_are_counted_and_named_and_left_out(changed):
 
 
 def test_names_that_transformers_completes_and_engines_do_not_are_refused(changed):
-    """Those of a model that was saved without its head."""
+    """Those of a model that was saved without its head, or with it in its embedding's place."""
 
     def of_base_model(tensors):
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
-    assert "holds embed_tokens.weight, which is not among" in refusal(changed(of_base_model))
+    folder = changed(of_base_model)
+    assert "holds embed_tokens.weight, which is not among" in refusal(folder)
+    shutil.rmtree(folder)
+
+    def head_alone(tensors):
+        return {name.replace("model.embed_tokens", "lm_head"): t for name, t in tensors.items()}
+
+    folder = changed(head_alone)
+    assert weight_warnings(folder) == []
+    assert "hold no embedding" in refusal(folder, for_engines=True)
 
 
 def test_a_damaged_a_missing_and_an_ambiguous_file_are_named(demo_lm, tmp_path):
@@ -164,9 +175,10 @@ def test_a_damaged_a_missing_and_an_ambiguous_file_are_named(demo_lm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lm", "qwen3_vl"])
-def test_a_head_in_the_files_of_a_tied_configuration_is_told_and_the_embedding_wins(
+def test_a_head_in_the_files_of_a_tied_configuration_is_told_and_wins_and_is_saved_as_untied(
     changed, demo_lm, tmp_path, family
 ):
+    """As in vLLM; transformers 4 would use the embedding, so what is saved must not be tied."""
     source = demo_lm if family == "lm" else make_stock_model(tmp_path / "stock", family)
 
     def with_head(noise):
@@ -178,13 +190,27 @@ def test_a_head_in_the_files_of_a_tied_configuration_is_told_and_the_embedding_w
 
     folder = changed(with_head(0.05), source)
     (warning,) = weight_warnings(folder, for_engines=True)
-    assert "tie_word_embeddings: true" in warning and "the configuration wins" in warning
+    assert "tie_word_embeddings: true" in warning and "lm_head.weight, which wins" in warning
+    model, _ = load_complete(folder)
+    assert not torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    weights = dict(CheckpointWeights(model).tensors())
+    CheckpointContent(model, BaseFiles.read(folder), weights).write_weights(saved)
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    assert weight_warnings(saved, for_engines=True) == []
+    again, _ = load_complete(saved)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    require_same_config(saved, BaseFiles.read(folder))
+    shutil.rmtree(folder)
+    # A copy of the embedding is no head of its own.
+    assert weight_warnings(changed(with_head(0.0), source)) == []
     model, _ = load_complete(folder)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    (embedding,) = (t for n, t in load_file(folder / "model.safetensors").items() if "embed_t" in n)
-    assert torch.equal(model.lm_head.weight, embedding)
-    shutil.rmtree(folder)
-    assert weight_warnings(changed(with_head(0.0), source)) == []
+    if family != "lm":
+        shutil.rmtree(folder)
+        make_coord_model(AddOptions(model=changed(with_head(0.05), source), out=tmp_path / "out"))
+        assert weight_warnings(tmp_path / "out") == []
 
 
 @pytest.mark.slow

@@ -90,6 +90,31 @@ def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it():
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 
 
+def test_of_a_group_each_environment_has_its_figures(tmp_path):
+    rollouts = [
+        replace(ROLLOUT, task="last"),
+        replace(TRUNCATED, task="sort"),
+        replace(FAILED, task="sort"),
+    ]
+    of_group = report(*rollouts)
+    metrics = of_group.metrics()
+    assert (metrics["val/reward/last"], metrics["val/reward/sort"]) == (0.75, 0.25)
+    assert metrics["val/reward/last (function)"] == 0.25, "which has an environment's name"
+    assert of_group.describe() == (
+        "mean reward 0.500 (last 0.750 of 1, sort 0.250 of 2, first 0.750, last 0.250), 1 failed"
+    )
+    write_reward_report(tmp_path / "report", of_group)
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["tasks"] == {
+        "last": {"num_samples": 1, "reward": 0.75, "num_failed": 0},
+        "sort": {"num_samples": 2, "reward": 0.25, "num_failed": 1},
+    }
+    assert [row["task"] for row in read_step(tmp_path / "report" / "rollouts.jsonl")] == [
+        "last",
+        "sort",
+        "sort",
+    ]
+
+
 def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(tmp_path):
     folder = tmp_path / "evaluations" / "step_000020"
     write_reward_report(folder, report())

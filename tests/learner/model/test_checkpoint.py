@@ -81,7 +81,7 @@ def test_older_readers_find_the_rotary_base_where_they_look_and_transformers_5_r
     base = BaseFiles.read(stock)
     for name, dtype in (("one", "bfloat16"), ("two", "float32")):
         (tmp_path / name).mkdir()
-        base.write(tmp_path / name, dtype=dtype, text_config={})
+        base.write(tmp_path / name, dtype=dtype, has_head=False, text_config={})
         saved = json.loads((tmp_path / name / "config.json").read_text())
         text = saved["text_config"]
         rope = text["rope_parameters"]
@@ -99,7 +99,7 @@ def test_a_configuration_that_older_programs_wrote_stays_in_their_form(tmp_path)
     older = {"rope_theta": 5e6, "rope_scaling": None, "torch_dtype": "bfloat16", "hidden_size": 8}
     text = json.dumps(older, indent=4)
     for dtype, expected in (("bfloat16", older), ("float32", {**older, "torch_dtype": "float32"})):
-        BaseFiles(text, {}).write(tmp_path, dtype=dtype, text_config={})
+        BaseFiles(text, {}).write(tmp_path, dtype=dtype, has_head=False, text_config={})
         written = (tmp_path / "config.json").read_text()
         assert json.loads(written) == expected
         assert (written == text) == (dtype == "bfloat16")

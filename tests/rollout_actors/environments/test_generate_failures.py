@@ -539,7 +539,52 @@ def test_a_reward_function_that_runs_code_which_calls_exit_is_one_rollouts_failu
     with ThreadPoolExecutor(1) as pool:
         results = pool.submit(generated, environment, rows(3), ScriptedClient(echo)).result()
     assert results.reward == [1.0, 0.0, 1.0]
-    assert errors(results)[1].endswith("called exit()")
+    assert "called exit()" in errors(results)[1]
+
+
+class Gone(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, Gone])
+@pytest.mark.parametrize("where", ["setup", "cleanup", "reward", "plain reward", "rubric"])
+def test_whatever_an_environment_raises_off_the_main_thread_is_its_rollouts_failure(kind, where):
+    """As in an actor, where it would end the event loop, and the run would wait for ever."""
+
+    def fails(state, here):
+        if where == here and state["example_id"] == 1:
+            raise kind
+
+    class Raises(Talk):
+        async def setup_state(self, state):
+            fails(state, "setup")
+            return state
+
+        @cleanup
+        async def clean(self, state):
+            fails(state, "cleanup")
+
+    class Judge(Rubric):
+        async def score_rollout(self, state):
+            fails(state, "rubric")
+            await super().score_rollout(state)
+
+    async def reward(state):
+        fails(state, "reward")
+        return 0.5
+
+    def plain(state):
+        fails(state, "plain reward")
+        return 0.5
+
+    env = Raises(max_turns=1, rubric=Judge([reward, plain]))
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(generated, env, rows(3), ScriptedClient(echo)).result(60)
+    assert results.reward == [1.0, 0.0, 1.0]
+    assert errors(results)[::2] == [None, None]
+    said = "called exit()" if kind is SystemExit else kind.__name__
+    assert said in errors(results)[1]
+    assert "(test_generate_failures.py:" in results.state[1]["error"]
 
 
 # They do not teach

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from environment_support import (
     generated,
     rolled_out,
     rows,
+    rubric_of,
     said_the_answer,
     user,
     without_place,
@@ -81,6 +83,36 @@ def test_each_row_keeps_the_prompt_of_its_own_environment():
     given = [{"question": "mine", "task": "a"}, {"question": "yours", "task": "c"}]
     generated(group, given, client)
     assert sorted(len(call.prompt) for call in client.calls) == [1, 3, 4]
+
+
+def numbered(count, name):
+    rows = [{"question": f"{name}{number}"} for number in range(count)]
+    return SingleTurnEnv(dataset=rows, env_id=name, rubric=rubric_of(length))
+
+
+def test_the_first_rows_are_of_each_environment_in_proportion_and_more_go_on_from_fewer():
+    group = EnvGroup([numbered(60, "a"), numbered(30, "b"), numbered(10, "c")])
+    assert Counter(group.get_eval_dataset(20)["task"]) == {"a": 12, "b": 6, "c": 2}
+    assert Counter(group.get_dataset(10)["task"]) == {"a": 6, "b": 3, "c": 1}
+    firsts = [row["example_id"] for row in group.get_eval_dataset(50)]
+    assert [row["example_id"] for row in group.get_eval_dataset(20)] == firsts[:20]
+    assert sorted(firsts)[:30] == list(range(30)), "each one's own first rows"
+    assert [row["example_id"] for row in group.get_eval_dataset()] == list(range(100))
+    assert len(group.get_eval_dataset(1000)) == 100
+    only = numbered(9, "a")
+    assert [row["example_id"] for row in only.get_eval_dataset(4)] == [0, 1, 2, 3]
+
+
+def test_weights_make_a_mixture_and_are_refused_where_they_make_none():
+    envs = [numbered(6, "a"), numbered(4, "b")]
+    assert EnvGroup(envs).mixture == ()
+    assert EnvGroup(envs, weights=[3, 1]).mixture == ((6, 3), (4, 1))
+    for wrong in ([1], [0, 1], [1.5, 1], [True, 1]):
+        with pytest.raises(ValueError, match=r"^weights: "):
+            EnvGroup(envs, weights=wrong)
+    empty = SingleTurnEnv(eval_dataset=[{"question": "q"}], env_id="b")
+    with pytest.raises(ValueError, match=r"^weights: b has no rows"):
+        EnvGroup([envs[0], empty], weights=[1, 1])
 
 
 def test_a_rollout_is_routed_by_its_task_and_scored_by_its_own_environments_rubric():

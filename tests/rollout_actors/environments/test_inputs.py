@@ -1,11 +1,14 @@
 """From rows to what rollouts begin with."""
 
 import copy
+import json
+import math
 
 import datasets
 import numpy as np
 import pytest
-from environment_support import assistant, user
+from environment_support import assistant, generated, user
+from scripted_client import ScriptedClient
 
 from rollout_actors.environments.datasets import (
     Examples,
@@ -14,6 +17,7 @@ from rollout_actors.environments.datasets import (
     to_rows,
     with_positions,
 )
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 
 SYSTEM = {"role": "system", "content": "Add."}
 FEW_SHOT = (user("1 + 1"), assistant("2"))
@@ -110,6 +114,43 @@ def test_an_id_that_is_nan_is_refused_by_row(column, nan):
     problem = f"^{column}: of row 1 is NaN; give every row one, or leave the column out$"
     with pytest.raises(ValueError, match=problem):
         inputs([{"question": "a", column: 1.0}, {"question": "b", column: nan}])
+
+
+def test_a_nan_of_a_table_is_a_gap_and_no_file_has_one(tmp_path, caplog):
+    nan = float("nan")
+    rows = [
+        {"question": "a", "answer": "1", "info": {"level": nan, "tags": ["x", nan]}},
+        {"question": "b", "answer": np.float32("nan"), "task": nan},
+        {"question": "c", "info": '{"level": NaN, "most": Infinity}'},
+    ]
+    first, second, _ = inputs(rows)
+    assert first["info"] == {"level": None, "tags": ["x", None]}
+    assert ("answer" in second, second["task"]) == (False, "default")
+    for place in ("row 0: info.level", "row 0: info.tags[]", "row 1: answer", "row 1: task"):
+        assert f"{place} is NaN" in caplog.text
+    with pytest.raises(ValueError, match=r"row 0: .*NaN"):
+        inputs([{"question": nan}])
+
+    class Notes(SingleTurnEnv):
+        async def setup_state(self, state):
+            state["note"] = math.inf
+            return state
+
+    results = generated(
+        Notes(),
+        rows,
+        ScriptedClient(lambda call: call.text),
+        state_columns=["note"],
+        save_path=tmp_path,
+    )
+    assert results.state[2]["info"] == {"level": None, "most": None}
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    saved = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [row["note"] for row in saved] == [None] * 3
 
 
 def check(*rows):

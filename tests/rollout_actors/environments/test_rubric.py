@@ -755,6 +755,30 @@ def test_what_a_score_rollouts_leaves_unsound_is_one_rollouts_failure_and_no_oth
         assert each(results.state, "metrics") == [{"length": 6.0}, {}, {"length": 4.0}]
 
 
+@pytest.mark.parametrize("name", ["reward", "advantage", "step's reward", "step's advantage"])
+@pytest.mark.parametrize("value", [1e308, -1e31, np.float32(2e30), math.inf])
+def test_what_would_overflow_figures_of_many_is_its_rollouts_failure_alone(name, value):
+    class Large(Rubric):
+        async def score_rollout(self, state):
+            state["reward"] = 1.0
+            if state["answer"] == "2":
+                step = state["trajectory"][0] if name.startswith("step") else state
+                step[name.removeprefix("step's ")] = value
+
+    rows = [{"question": "a", "answer": str(number), "example_id": "same"} for number in range(3)]
+    results = generated(SingleTurnEnv(rubric=Large()), rows, ScriptedClient(echo))
+    assert results.reward == [1.0, 1.0, 0.0]
+    assert [error is None for error in each(results.state, "error")] == [True, True, False]
+    assert results.metadata.avg_reward == 1.0
+    assert each(results.state, "advantage") == [0.0, 0.0, None]
+
+
+def test_a_function_that_returns_what_would_overflow_has_no_figure():
+    results = generated(SingleTurnEnv(rubric=Rubric([lambda: 1e308])), THREE, ScriptedClient(echo))
+    text = "ValueError: reward function <lambda> returned 1e+308; return a number of at most 1e+30"
+    assert each(results.state, "error") == [f"{text} in size"] * 3
+
+
 def test_rollouts_that_failed_are_not_scored_where_all_are_scored_at_once_either():
     def script(call):
         return status_error(400, "bad") if call.text == "a" else call.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from scene_support import counts_of, guess, random_scenes, scene, truth
 
-from shared.annotations import Annotation, IgnoredRegion
+from shared.data.annotations import Annotation, IgnoredRegion
 from shared.grounding.evaluation import DetectionCounts, pair_scene, summarise, worst_scenes
 from shared.grounding.geometry import mask_iou
 from shared.grounding.objects import DropReason

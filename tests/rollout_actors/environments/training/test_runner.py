@@ -235,6 +235,12 @@ def test_a_report_is_of_the_evaluation_data_and_greedy_though_the_environment_as
     assert {(one.mode, one.temperature) for one in decodes} == {(DecodeMode.GREEDY, 0.0)}
 
 
+def test_a_report_of_fewer_rows_than_a_group_has_is_of_each_environment_and_says_whose_each_is():
+    answers = flat(ran(held_out(4), grouped=True, num_held_out=4))
+    assert Counter(rollout.task for rollout in answers) == {"plain": 2, "other": 2}
+    assert {rollout.task for rollout in flat(ran(held_out()))} == {None}
+
+
 def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled():
     """A prompt without room for a token is not asked for at all."""
     ((rollout, _),) = ran(

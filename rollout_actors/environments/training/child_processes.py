@@ -1,0 +1,128 @@
+"""Processes that an environment has started: they end with it, however it ends.
+
+They are known by a variable of their environment, which what they start inherits. As a program this
+file watches a process, and ends them where that was killed. It imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOGGER = logging.getLogger(__name__)
+
+VARIABLE = "ROLLMATCH_ENVIRONMENT"
+POLL_S = 0.5
+
+
+class EnvironmentProcesses:
+    """What this process starts from now on, for an environment; `end` or its death ends it.
+
+    A child that is forked by hand and executes nothing it does not know.
+    """
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_hex(16)
+        self._children_before = set(multiprocessing.active_children())
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._mark]
+        # In a session of its own: neither Ctrl-C nor the end of a terminal is for it.
+        watcher = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert watcher.stdin is not None
+        self._watched = watcher.stdin
+        watcher.wait()  # for the first of its two processes
+        os.environ[VARIABLE] = self._mark
+
+    def end(self, name: str) -> None:
+        """Kill what is left after the teardown of the environment `name`. Twice is harmless."""
+        if os.environ.get(VARIABLE) == self._mark:
+            del os.environ[VARIABLE]
+        for child in set(multiprocessing.active_children()) - self._children_before:
+            child.kill()
+        if ended := end_marked(self._mark):
+            _LOGGER.warning(
+                "%s had %d processes that it had started and not ended (%s); they were killed; end"
+                " them in @cleanup or @teardown",
+                *(name, len(ended), ended[0]),
+            )
+        self._watched.close()
+
+
+def unmarked() -> dict[str, str]:
+    """Return this process's variables, for a process that is not the environment's."""
+    return {name: value for name, value in os.environ.items() if name != VARIABLE}
+
+
+@contextmanager
+def processes_of(name: str) -> Iterator[None]:
+    """End what is started in the block, for the environment `name`."""
+    processes = EnvironmentProcesses()
+    try:
+        yield
+    finally:
+        processes.end(name)
+
+
+def end_marked(mark: str) -> list[str]:
+    """Kill all processes of this mark, and return their names."""
+    names = []
+    # Again, for what they started meanwhile.
+    while marked := _marked(mark):
+        for process in marked:
+            try:
+                names.append((process / "comm").read_text().strip())
+                os.kill(int(process.name), signal.SIGKILL)
+            except OSError:
+                continue  # it has ended by itself
+        time.sleep(0.01)
+    return names
+
+
+def _marked(mark: str) -> list[Path]:
+    entry = f"{VARIABLE}={mark}".encode()
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            # Of a process that has ended and is not waited for, this is empty.
+            if process.name.isdigit() and entry in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+        except OSError:
+            continue  # another user's, or it has ended
+    return found
+
+
+def _is_there(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def main() -> None:
+    watched, mark = sys.argv[1:]
+    if os.fork():  # Ray kills the children of an actor before it ends one
+        return
+    # What was forked of the process may hold its end of the pipe.
+    while _is_there(watched) and not select.select([sys.stdin], [], [], POLL_S)[0]:
+        continue
+    end_marked(mark)
+
+
+if __name__ == "__main__":
+    main()
