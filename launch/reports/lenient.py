@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from launch.reports.lenient_json import Leaf, Leniency, Members, read_members
+from launch.reports.lenient_json import Leniency, Members, WrittenLeaf, read_members
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import DetectionSummary, Scene, summarise
 from shared.grounding.formats import AnswerFormat
@@ -277,7 +277,7 @@ def _shapes(
 
 
 def _read_numbers(
-    row: Sequence[Leaf], answer_format: BoxList, needed: set[Leniency]
+    row: Sequence[WrittenLeaf], answer_format: BoxList, needed: set[Leniency]
 ) -> list[tuple[float, int]]:
     """Return numbers, clamped, with their bins, up to the first that is none or far outside."""
     found: list[tuple[float, int]] = []

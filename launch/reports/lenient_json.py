@@ -65,7 +65,7 @@ class Members:
     """The members of an object: key, value, and what they needed."""
 
     strings: dict[str, str] = field(default_factory=dict)
-    arrays: dict[str, list[list[Leaf]]] = field(default_factory=dict)
+    arrays: dict[str, list[list[WrittenLeaf]]] = field(default_factory=dict)
     """Rows of leaves; a list that is not nested is one row."""
     nested: set[str] = field(default_factory=set)
     """Keys of those that are."""
@@ -76,7 +76,7 @@ class Members:
     """Offset after the object; of one that could not be read, where to look for the next."""
 
 
-class Leaf(NamedTuple):
+class WrittenLeaf(NamedTuple):
     written: str
     is_plain: bool
     """An unquoted number as JSON writes an integer, or a coord token."""
@@ -126,7 +126,9 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
         return _read_array(text, lexeme.end(), key, members)
     if lexeme["mark"] == "{":
         if place := _PLACE.match(text, position):
-            members.arrays.setdefault(key, [[Leaf(number, True) for number in place.groups()]])
+            members.arrays.setdefault(
+                key, [[WrittenLeaf(number, True) for number in place.groups()]]
+            )
             members.nested.add(key)
             return place.end()
         # An object in an object that has its box is of no interest; else it may be what is wanted.
@@ -141,7 +143,7 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
 
 def _read_array(text: str, position: int, key: str, members: Members) -> int:
     """Read an array whose bracket is behind us, of lists and leaves; -1 where it is none."""
-    rows: list[list[Leaf]] = [[]]
+    rows: list[list[WrittenLeaf]] = [[]]
     depth = 1
     num_leaves = 0
     after_comma = False
@@ -165,7 +167,7 @@ def _read_array(text: str, position: int, key: str, members: Members) -> int:
             written = lexeme["double"] or lexeme["single"] or lexeme[0].strip()
             is_coord = parse_coord_token(written) is not None
             is_plain = lexeme["number"] is not None and _PLAIN_NUMBER.fullmatch(written) is not None
-            rows[-1].append(Leaf(written, is_plain or is_coord))
+            rows[-1].append(WrittenLeaf(written, is_plain or is_coord))
             num_leaves += 1
         elif mark != ",":
             return -1

@@ -108,7 +108,8 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     return [
         EvaluationRecord(
             **{name: line[name] for name in names},
-            **{name: line.get(f"val/{name}") for name in metrics},
+            class_f1=line.get("val/class_f1"),
+            lenient_f1=line.get("val/lenient_f1"),
         )
         for line in read_lines(folder / "evaluations.jsonl")
     ]
