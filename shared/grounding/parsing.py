@@ -127,7 +127,12 @@ def trim_prefix(
     trimmed = parse_rollout(token_ids, codec, geometry=geometry, answer_format=answer_format)
     assert len(trimmed.objects) == num_objects, "a prefix of a response reads as the response does"
     num_unchanged = min(trimmed.num_unchanged, parsed.num_unchanged)
-    return replace(trimmed, truncated=parsed.truncated, num_unchanged=num_unchanged)
+    return replace(
+        trimmed,
+        truncated=parsed.truncated,
+        num_unchanged=num_unchanged,
+        num_behind=parsed.num_behind,
+    )
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, empty: str) -> _Prefix:
