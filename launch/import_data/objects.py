@@ -55,7 +55,7 @@ class ObjectSkip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceObject:
-    """One annotation as its file has it, in pixels or, of a `fractions` image, in parts of it.
+    """One annotation as its file has it, in pixels or in parts of its image.
 
     Example: `SourceObject("cat", (10, 20, 30, 40))` is 30 wide and 40 high.
     """
@@ -69,9 +69,11 @@ class SourceObject:
     """A box that is turned about its centre: `box` encloses it, its corners are the one ring."""
     unknown_keys: tuple[str, ...] = ()
     """Keys next to the box that its reader does not know."""
+    skip: ObjectSkip | None = None
+    """The reason of the reader to leave it out; its box tells all the same what the file's mean."""
 
-    def scaled(self, width: int, height: int) -> SourceObject:
-        """Turn parts of an image into pixels."""
+    def scaled(self, width: float, height: float) -> SourceObject:
+        """Multiply x by `width` and y by `height`."""
         x, y, w, h = self.box
         rings = self.rings
         if isinstance(rings, Sequence):
@@ -158,14 +160,6 @@ def finite(values: Iterable[Any]) -> list[float] | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return numbers if all(map(math.isfinite, numbers)) else None
-
-
-def holds_pixels(box: Sequence[float]) -> bool:
-    """Tell whether numbers can be pixels: those up to 1 are parts of an image, a common other unit.
-
-    Read as pixels they would all be boxes in the upper left corner.
-    """
-    return max(box) > 1
 
 
 def is_learnable(text: str) -> bool:

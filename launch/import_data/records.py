@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.import_data.boxes import PIXELS_XYWH, BoxEvidence, BoxReading, BoxUnit, is_in_parts
 from launch.import_data.coco_files import write_json, written_once
 from launch.import_data.objects import Converted, Ignored, ObjectSkip, SourceObject, convert
 from launch.import_data.source import (
@@ -47,9 +48,12 @@ def import_data(options: ImportOptions) -> ImportReport:
     report.notes = source.notes
     records.parent.mkdir(parents=True, exist_ok=True)
     with written_once(records) as lines:
-        for record in _records(source.images, options, report):
+        evidence = BoxEvidence()
+        for record in _records(source.images, options, report, evidence):
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         lines.flush()
+        if options.check_boxes:
+            _require_fitting(evidence, source.file)
         if not report.num_written:
             first = [
                 f"{reason}: first {where}"
@@ -75,16 +79,29 @@ def import_data(options: ImportOptions) -> ImportReport:
     return report
 
 
+def _require_fitting(evidence: BoxEvidence, file: Path) -> None:
+    """Raise RecordError where boxes tell that their order or unit is another one."""
+    for found in evidence.contradictions():
+        remedy = f"set {found.keys} (check_boxes=false takes the boxes as they are)"
+        raise RecordError(str(found), field="boxes", remedy=remedy, file=str(file))
+
+
 def _records(
-    images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
+    images: Iterable[SourceImage | Orphans],
+    options: ImportOptions,
+    report: ImportReport,
+    evidence: BoxEvidence,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record per usable image, in the source's order; count everything in `report`."""
+    """Yield one record per usable image, in the source's order.
+
+    Count everything in `report`, and put the boxes into `evidence`.
+    """
     for image in images:
         if isinstance(image, Orphans):
             if image.num_annotations:
                 report.num_annotations += image.num_annotations
-                report.objects_skipped[ObjectSkip.UNKNOWN_IMAGE] += image.num_annotations
-                report.first.setdefault(ObjectSkip.UNKNOWN_IMAGE, str(image.file))
+                report.objects_skipped[image.reason] += image.num_annotations
+                report.first.setdefault(image.reason, str(image.file))
             continue
         # Rows about one image, or none, are told apart by their id.
         path = find_file(image.path)
@@ -98,6 +115,9 @@ def _records(
             found for found in image.objects if not isinstance(found, SourceObject)
         ]
         if isinstance(frame, _Frame):
+            for found in image.objects:
+                if isinstance(found, SourceObject) and not found.is_turned:
+                    evidence.add(image.reading, found.box, frame.annotated_size, where)
             results = [_converted(found, frame, options) for found in image.objects]
             num_objects = sum(isinstance(result, Converted) for result in results)
             if not num_objects and not options.keep_empty:
@@ -146,13 +166,20 @@ class _Frame:
     """Its EXIF orientation turns the picture."""
     orientation: int = 1
     """The orientation by which annotations are turned; 1: they are relative to `size`."""
-    fractions: bool = False
-    """Coordinates of annotations are parts of width and height, not pixels."""
+    reading: BoxReading = PIXELS_XYWH
+    """The meaning of the annotations' numbers."""
+
+    @property
+    def annotated_size(self) -> tuple[int, int]:
+        """Width and height of the picture that annotations are relative to."""
+        return self.size[::-1] if self.orientation >= 5 else self.size
 
     def upright(self, found: SourceObject) -> SourceObject:
         """Return an annotation in pixels of the picture as it is displayed."""
-        width, height = self.size[::-1] if self.orientation >= 5 else self.size
-        pixels = found.scaled(width, height) if self.fractions else found
+        width, height = self.annotated_size
+        is_pixels = self.reading.unit is BoxUnit.PIXELS
+        scale = self.reading.pixels_per_unit((width, height))
+        pixels = found if is_pixels else found.scaled(*scale)
         if self.orientation == 1:
             return pixels
         return pixels.upright(self.orientation, width, height)
@@ -190,7 +217,7 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
         return ImageSkip.ROTATED
     is_stored = not is_upright and not tells and options.exif is ExifFrame.STORED
     orientation = seen.orientation if is_stored else 1
-    return _Frame(size, not is_upright, orientation, image.fractions)
+    return _Frame(size, not is_upright, orientation, image.reading)
 
 
 def _annotation(converted: Converted) -> Annotation:
@@ -218,11 +245,23 @@ def _converted(
 ) -> Converted | Ignored | ObjectSkip:
     if isinstance(found, ObjectSkip):
         return found
+    if isinstance(found, SourceObject) and (skip := _not_in_its_unit(found, frame, options)):
+        return skip
     if isinstance(found, Ignored):
         region = frame.upright(found.region)
         is_region = min(region.box[2:]) > 0 and bool(region.desc.strip())
         return replace(found, region=region) if is_region else found.reason
     return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)
+
+
+def _not_in_its_unit(
+    found: SourceObject, frame: _Frame, options: ImportOptions
+) -> ObjectSkip | None:
+    """Tell why a single box of a file of pixels is none; `BoxEvidence` judges the whole file."""
+    if found.skip is None and options.check_boxes and frame.reading.unit is BoxUnit.PIXELS:
+        is_wrong = not found.is_turned and is_in_parts(frame.reading.numbers(found.box))
+        return ObjectSkip.MALFORMED if is_wrong else None
+    return found.skip
 
 
 def require_absent(*paths: Path) -> None:

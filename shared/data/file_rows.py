@@ -12,7 +12,6 @@ import codecs
 import hashlib
 import json
 import os
-import shlex
 import weakref
 from abc import abstractmethod
 from array import array
@@ -241,14 +240,18 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def require_utf8(content: bytes, path: Path) -> None:
+    """Raise RecordError for a text that begins as UTF-16 does, with a byte order mark or not."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
+        remedy = "save the file as UTF-8"
+        raise RecordError("is UTF-16, not UTF-8", field="file", remedy=remedy, file=str(path))
+
+
 def decode_row(path: Path, line: bytes) -> Any:
-    """Parse one line strictly: no byte order mark, no key twice, no absurd number."""
-    if line.startswith(codecs.BOM_UTF8):
-        command = f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
-        problem = "begins with a byte order mark, which JSON does not have"
-        raise _bad_row(problem, f"save the file as UTF-8 without it: {command}")
+    """Parse one line strictly: no key twice, no absurd number."""
+    require_utf8(line, path)
     try:
-        return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 at byte {error.start + 1}"
         remedy = "save the file as UTF-8"

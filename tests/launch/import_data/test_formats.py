@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,62 @@ def test_data_yaml_is_read_as_its_tools_write_it(tmp_path, run, changes, labels)
     [
         ({"train": "nowhere"}, "data.yaml: train: names 'nowhere', which is not there; correct it"),
         ({"train": ""}, "data.yaml: train: is missing; name a folder of images there"),
-        ({"names": "[cat, no]"}, "data.yaml: names[1]: input should be a valid string, got False"),
+        ({"names": "[[cat]]"}, "data.yaml: names[0]: input should be a valid string, got ['cat']"),
+        ({"names": "{a: cat}"}, "data.yaml: names.a: input should be a valid integer"),
         ({"names": "{"}, "data.yaml: file: is not YAML"),
     ],
 )
 def test_a_wrong_data_yaml_is_refused_by_its_key(tmp_path, refused, changes, message):
     folder = yolo_folder(tmp_path / "yolo", **changes)
     assert message in refused("format=yolo", f"source={folder}")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [("[no, yes]", "no"), ("[1, 2]", "1"), ("{'0': ~, 1: on}", "~"), ("[0.10, x]", "0.10")],
+)
+def test_names_of_yolo_are_the_texts_in_the_file(tmp_path, run, names, first):
+    folder = yolo_folder(tmp_path / "yolo", names=names)
+    data, _ = run("yolo", source=folder)
+    assert data[0].objects[0].desc == first
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["0.5 0.5 0.2 0.2 0.45 0.45 1 0.55 0.55 1"],
+        ["0.5 0.5 0.2 0.2 0.45 0.45 0.55 0.55", "0.3 0.6 0.4 0.2 0.2 0.65 0.4 0.55 0.3 0.6"],
+    ],
+    ids=["with what is visible", "points alone"],
+)
+def test_rows_of_poses_without_their_key_are_refused(tmp_path, refused, rows):
+    """They would be read as polygons around the wrong points."""
+    folder = yolo_folder(tmp_path / "yolo")
+    labels = folder / "labels" / "train" / "a.txt"
+    write(labels, "".join(f"0 {row}\n" for row in rows))
+    told = refused("format=yolo", f"source={folder}")
+    assert "kpt_shape: is missing" in told
+    assert f"{labels}:1" in told and "kpt_shape: [17, 3]" in told
+
+
+def test_small_polygons_in_the_middle_are_no_poses(tmp_path, run):
+    folder = yolo_folder(tmp_path / "yolo")
+    rows = ["0.4 0.4 0.6 0.4 0.6 0.6 0.4 0.6", "0.45 0.5 0.55 0.42 0.6 0.5 0.55 0.6"]
+    write(folder / "labels" / "train" / "a.txt", "".join(f"0 {row}\n" for row in rows))
+    _, report = run("yolo", source=folder, geometry="poly")
+    assert report["objects"]["polygons"] == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["data/images/train/a.png", "/home/anna/set/images/train/a.png", "images\\train\\a.png"],
+    ids=["CVAT's", "another disk's", "with Windows' separators"],
+)
+def test_paths_of_a_list_may_start_from_another_folder(tmp_path, run, line):
+    folder = yolo_folder(tmp_path / "yolo", train="train.txt")
+    write(folder / "train.txt", f"\ufeff{line}\n")
+    data, _ = run("yolo", source=folder)
+    assert data[0].objects[0].desc == "cat"
 
 
 def voc_object(name: str = "cat", box: str = "11 21 40 60", **more: str) -> str:
@@ -318,6 +368,33 @@ def test_boxes_of_ms_swift_are_called_after_their_refs(tmp_path, run, row, names
     first, second = names.split()
     data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
     assert found(data) == [[("bbox_2d", BOX, first), ("bbox_2d", LOW_BINS, second)]]
+
+
+IN_JSON = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "refs", "names"),
+    [
+        ("Look", f"[{IN_JSON}, {IN_JSON}, {IN_JSON.replace('<ref-object>', 'bird')}]",
+         ["cat", "dog"], ["cat", "dog", "bird"]),
+        ("Look", f"[{IN_JSON.replace('<ref-object>', 'bird')}, {IN_JSON}, {IN_JSON}]",
+         ["cat", "dog"], ["bird", "cat", "dog"]),
+        ("Look", "<bbox><bbox> <ref-object>, <bbox> <ref-object>", ["cat", "dog"],
+         ["cat", "cat", "dog"]),
+        ("Look", "<ref-object> <bbox><bbox>, <ref-object> <bbox>", ["cat", "dog"],
+         ["cat", "cat", "dog"]),
+        ("Find <ref-object>", "<bbox>, <bbox>, <bbox>", ["cat"], ["cat", "cat", "cat"]),
+    ],
+    ids=["JSON with a text", "JSON, the text first", "labels behind", "labels before", "one asked"],
+)  # fmt: skip
+def test_each_box_of_ms_swift_has_the_label_next_to_it(
+    tmp_path, run, question, answer, refs, names
+):
+    boxes = [[10, 20, 40, 30], [10, 40, 40, 50], [10, 60, 40, 70]]
+    row = swift_row(f"<image>{question}", answer, refs, boxes)
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert [one.desc for one in data[0].objects] == names
 
 
 def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
@@ -636,6 +713,161 @@ def test_suffixes_may_be_in_upper_case(tmp_path, run):
     picture(tmp_path / "a.png").rename(tmp_path / "a.PNG")
     data, _ = run("coco", **options)
     assert data[0].images[0].path.name == "a.PNG"
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_a_file_is_found_by_a_name_that_differs_in_its_unicode_normalisation(
+    tmp_path, run, on_disk
+):
+    in_json = {"NFC": "NFD", "NFD": "NFC"}[on_disk]
+    folder, name = (unicodedata.normalize(on_disk, text) for text in ("größe_é", "kürbis.png"))
+    picture(tmp_path / folder / name)
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    content = json.loads(options["annotations"].read_text())
+    content["images"][0]["file_name"] = unicodedata.normalize(in_json, f"{folder}/{name}")
+    write(options["annotations"], json.dumps(content))
+    data, _ = run("coco", **options)
+    assert data[0].images[0].path.name == name
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_byte_order_mark_is_read_over_and_utf_16_is_refused_by_name(
+    tmp_path, run, refused, encoding
+):
+    picture(tmp_path / "a.png")
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    file = options["annotations"]
+    file.write_bytes(file.read_text().encode(encoding))
+    if encoding == "utf-8-sig":
+        assert len(run("coco", **options)[0]) == 1
+    else:
+        told = refused("format=coco", *(f"{key}={value}" for key, value in options.items()))
+        assert f"{file}: file: is UTF-16" in told
+
+
+def test_a_malformed_annotation_is_skipped_counted_and_the_first_is_named(tmp_path, run, capsys):
+    picture(tmp_path / "a.png")
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    content = json.loads(options["annotations"].read_text())
+    good = content["annotations"][0]
+    bad = [{**good, "bbox": None}, {"id": 3}, {**good, "bbox": [1, 2, "3", 4]}, 7]
+    content["annotations"] = [good, *bad]
+    write(options["annotations"], json.dumps(content))
+    data, report = run("coco", **options)
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+    assert report["objects"]["skipped"] == {"malformed": 4}
+    assert "annotations[1].bbox: input should be a valid list" in capsys.readouterr().out
+
+
+WIDE = (200, 100)
+"""Width and height of the picture that the boxes below are of."""
+TRUE_BOXES = [(120, 30, 60, 50), (20, 40, 90, 55), (150, 70, 40, 25), (100, 10, 95, 80)]
+"""x, y, w, h in pixels."""
+ORDERS = {
+    "xywh": lambda x, y, w, h: [x, y, w, h],
+    "xyxy": lambda x, y, w, h: [x, y, x + w, y + h],
+    "yxyx": lambda x, y, w, h: [y, x, y + h, x + w],
+    "cxcywh": lambda x, y, w, h: [x + w / 2, y + h / 2, w, h],
+}
+UNITS = {"pixels": WIDE, "parts": (1, 1), "thousandths": (1000, 1000)}
+
+
+def numbers_of(box: tuple[float, ...], order: str, unit: str) -> list[float]:
+    scale = [whole / side for whole, side in zip(UNITS[unit], WIDE, strict=True)] * 2
+    return ORDERS[order](*(value * factor for value, factor in zip(box, scale, strict=True)))
+
+
+def boxes_in(format: str, folder: Path, boxes: list[list[float]]) -> dict[str, Any]:
+    """Write a data set of a picture and these boxes, one row each where rows are of one box."""
+    picture(folder / "pictures" / "a.png", *WIDE)
+    image = {"id": 5, "file_name": "a.png", "width": WIDE[0], "height": WIDE[1]}
+    entries = [coco_annotation(i) | {"bbox": b, "segmentation": []} for i, b in enumerate(boxes)]
+    content = {"images": [image], "annotations": entries, "categories": [{"id": 3, "name": "cat"}]}
+    file = write(folder / "instances.json", json.dumps(content))
+    if format in ("coco", "lvis"):
+        return {"annotations": file, "images": folder / "pictures"}
+    if format == "refcoco":
+        refs = [refs_of("it", ref_id=i, ann_id=i) for i in range(len(boxes))]
+        refs_file = write(folder / "refs.json", json.dumps(refs))
+        return {"refs": refs_file, "annotations": file, "images": folder / "pictures"}
+    if format == "voc":
+        objects = "".join(voc_object(box=" ".join(map(str, box))) for box in boxes)
+        write(folder / "voc" / "a.xml", f"<annotation>{objects}</annotation>")
+        return {"source": folder / "voc", "images": folder / "pictures"}
+    if format == "yolo":
+        rows = "".join(f"0 {' '.join(map(str, box))}\n" for box in boxes)
+        write(folder / "yolo" / "labels" / "a.txt", rows)
+        write(folder / "yolo" / "data.yaml", "train: images\nnames: [cat]\n")
+        picture(folder / "yolo" / "images" / "a.png", *WIDE)
+        return {"source": folder / "yolo"}
+    row = swift_row("<image>Find <ref-object>", "<bbox>" * len(boxes), ["cat"], boxes)
+    return {"source": write(folder / "rows.jsonl", json.dumps(row))}
+
+
+OWN = {
+    "coco": ("xywh", "pixels"),
+    "lvis": ("xywh", "pixels"),
+    "refcoco": ("xywh", "pixels"),
+    "voc": ("xyxy", "pixels"),
+    "swift": ("xyxy", "pixels"),
+    "yolo": ("cxcywh", "parts"),
+}
+
+
+@pytest.mark.parametrize("format", OWN)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_boxes_in_another_order_or_unit_are_refused_with_the_key_and_read_with_it(
+    tmp_path, run, refused, format, order, unit
+):
+    """Four boxes of one picture are enough, and none is read wrongly."""
+    boxes = [numbers_of(box, order, unit) for box in TRUE_BOXES]
+    options = boxes_in(format, tmp_path / "data", boxes)
+    keys = {"box_order": order, "box_unit": unit}
+    if (order, unit) == OWN[format]:
+        keys = {}
+    else:
+        told = refused(f"format={format}", *(f"{key}={value}" for key, value in options.items()))
+        assert "set box_order=" in told or "set box_unit=" in told
+        assert f"{order} in {unit}" in told
+    data, _ = run(format, **options, **keys)
+    read = sorted(one.bins for sample in data for one in sample.objects)
+    reference, _ = run_again(run, tmp_path, boxes_in("coco", tmp_path / "reference", TRUE_BOXES))
+    truth = sorted(one.bins for one in reference[0].objects)
+    off = 6 if format == "voc" and unit == "pixels" else 1  # counts from 1
+    assert len(read) == len(truth)
+    for one, other in zip(read, truth, strict=True):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= off * 2
+
+
+def run_again(run: Any, folder: Path, options: dict[str, Any]) -> Any:
+    shutil.rmtree(folder / "out")
+    return run("coco", **options)
+
+
+@pytest.mark.parametrize("format", OWN)
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [(20, 30, 60, 50)],
+        [(0, 0, 200, 100)],
+        [(0, 0, 200, 100), (1, 1, 198, 98)],
+        [(-8, -4, 60, 50), (150, 60, 62, 48), (0, 0, 204, 102)],
+        [(5, 5, 1, 1), (190, 95, 2, 2), (3, 90, 1, 3)],
+        [(2, 3, 1, 1)],
+        [(0, 0, 1, 1), (100, 50, 1, 1)],
+    ],
+    ids=["one", "fills", "both fill", "slightly out", "tiny", "one pixel", "a corner's pixel"],
+)  # fmt: skip
+def test_true_boxes_of_small_files_are_never_refused(tmp_path, run, format, boxes):
+    order, unit = OWN[format]
+    numbers = [numbers_of(box, order, unit) for box in boxes]
+    if format == "voc":
+        numbers = [[x1 + 1, y1 + 1, x2, y2] for x1, y1, x2, y2 in numbers]
+    if format == "yolo" and boxes[0][0] < 0:
+        numbers = [[min(max(value, 0), 1) for value in box] for box in numbers]
+    _, report = run(format, **boxes_in(format, tmp_path / "data", numbers))
+    assert report["objects"]["boxes"] == len(boxes)
 
 
 LONG = [20, 38, 60, 4]
