@@ -128,6 +128,7 @@ class StepMetrics:
         add("rollout/num_dropped_objects", len(parsed.dropped))
         for dropped in parsed.dropped:
             add(f"rollout/num_dropped.{dropped.reason}", 1)
+        add("rollout/num_objects_after_close", parsed.num_behind)
         add("rollout/num_excluded", len(reading.excluded))
         add("rollout/num_ground_truth", num_ground_truth)
         add("rollout/num_matched", len(reading.match.pairs))

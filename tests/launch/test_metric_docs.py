@@ -46,12 +46,10 @@ def test_every_figure_of_a_report_on_samples_is_documented_and_nothing_else(tmp_
 
 
 def test_every_figure_of_a_report_on_an_environment_is_documented_and_nothing_else():
-    rollouts = [
-        replace(rollout(i, correct=reward), task="copy") for i, reward in enumerate((1.0, 0.0))
-    ]
-    report = RewardReport(Evaluation(1, 1, tuple(rollouts), wall_s=1.0))
+    rollouts = (rollout(0, correct=1.0), rollout(1, correct=0.0))
+    rollouts = tuple(replace(one, task="math") for one in rollouts)
+    report = RewardReport(Evaluation(1, 1, rollouts, wall_s=1.0))
     names = documented("Of an environment")
-    placeholders = {"val/reward/correct": "val/reward/<function>"}
-    placeholders["val/reward/copy"] = "val/reward/<task>"
-    assert sorted(names) == sorted(placeholders.get(name, name) for name in report.metrics())
+    kinds = {"val/reward/correct": "val/reward/<function>", "val/reward/math": "val/reward/<task>"}
+    assert sorted(names) == sorted(kinds.get(name, name) for name in report.metrics())
     assert report.metrics()[names[0]] == report.headline.value
