@@ -44,6 +44,8 @@ class DecodeSettings:
     banned_token_ids: tuple[int, ...]
     """Never sampled (vision placeholders); the learner masks them when it compares log-probs."""
     return_logprobs: bool
+    length_penalty: float = 1.0
+    """Of beams: the exponent of the length that a log-probability is divided by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -368,8 +368,12 @@ class ColocatedLLM:
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
         """Return the best beam of each request, all with the same time of the end."""
-        # vLLM's score is the mean log-probability, over the prompt's tokens too.
-        params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
+        # vLLM's score is of the sum over the response, and counts the prompt's tokens as length.
+        params = BeamSearchParams(
+            beam_width=decode.num_beams,
+            max_tokens=decode.max_new_tokens,
+            length_penalty=decode.length_penalty,
+        )
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]
         try:

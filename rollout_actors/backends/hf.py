@@ -379,7 +379,7 @@ class HFBackend:
             min_new_tokens=0,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            length_penalty=1.0,
+            length_penalty=decode.length_penalty,
             early_stopping=False,
             eos_token_id=list(decode.stop_token_ids) or [NO_STOP_TOKEN],
             pad_token_id=self._pad_token_id,

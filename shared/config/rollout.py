@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -353,6 +354,10 @@ class RolloutMatchingSection(Section):
     num_beams: PositiveInt = 1
     """Beams of `decode_mode: beam`: at most decode_batch_size with hf, at most 10 in a vLLM
     engine."""
+    length_penalty: FiniteFloat = 1.0
+    """Exponent of the length that a beam's log-probability is divided by: 1 is the mean, above it
+    favours long answers. The best beam is the first of the library's own order; vLLM counts the
+    prompt's tokens as length too."""
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens; of environments, the longest answer to one call of the model."""
     repetition_penalty: Annotated[
@@ -447,6 +452,7 @@ class RolloutMatchingSection(Section):
             repetition_penalty=self.repetition_penalty,
             max_new_tokens=self.max_new_tokens,
             num_beams=self.num_beams,
+            length_penalty=self.length_penalty,
             stop_token_ids=stop_token_ids,
             banned_token_ids=banned_token_ids,
             return_logprobs=True,

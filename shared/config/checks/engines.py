@@ -119,6 +119,10 @@ def beams_are_possible(run: RunConfig) -> Iterator[Problem]:
         if num_beams > 1:
             wrong = f"{num_beams} beams need decode_mode: beam"
             yield Problem(_BEAMS, wrong, f"set {_MODE}: beam, or remove num_beams")
+        if matching.length_penalty != 1.0:
+            wrong = f"{matching.length_penalty:g} is of beams, and there are none"
+            remedy = f"set {_MODE}: beam, or remove length_penalty"
+            yield Problem("rollout_matching.length_penalty", wrong, remedy)
         return
     if not matching.backend.has_beams:
         remedy = f"{_SET_HF} or {_VLLM}.mode: colocate, which have it, or remove {_MODE}"

@@ -119,6 +119,27 @@ def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(le
 
 
 @pytest.mark.slow
+def test_the_length_penalty_decides_between_short_and_long_beams(learner, backend):
+    requests = [beams(learner.request(position, max_new_tokens=12), 4) for position in range(6)]
+    stop = backend.generate(requests[:1])[0].response_token_ids[4]
+    lengths = [
+        [
+            len(rollout.response_token_ids)
+            for rollout in backend.generate(
+                [
+                    with_decode(request, stop_token_ids=(stop,), length_penalty=penalty)
+                    for request in requests
+                ]
+            )
+        ]
+        for penalty in (-20.0, 20.0)
+    ]
+    # A log-probability is negative: over a high power of the length the longest is the best.
+    assert all(short <= long for short, long in zip(*lengths, strict=True))
+    assert lengths[0] != lengths[1]
+
+
+@pytest.mark.slow
 def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner, backend):
     model = learner.model
     model.train()

@@ -172,6 +172,21 @@ def test_the_best_beam_is_that_of_transformers(synced, learner, host):
         assert rollout.prompt_token_ids == expected.prompt_token_ids
         assert rollout.seed == expected.seed
         assert rollout.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    stop = expected.response_token_ids[4]
+    short, long = (
+        synced.generate(
+            [
+                with_decode(request, stop_token_ids=(stop,), length_penalty=penalty)
+                for request in requests
+            ]
+        )
+        for penalty in (-50.0, 50.0)
+    )
+    lengths = [
+        (len(a.response_token_ids), len(b.response_token_ids))
+        for a, b in zip(short, long, strict=True)
+    ]
+    assert all(a <= b for a, b in lengths) and any(a < b for a, b in lengths)
 
 
 @pytest.mark.engine

@@ -434,6 +434,13 @@ def test_values_that_agree_are_accepted(changes):
             ],
         ),
         ({**HF, **BEAM, BEAMS: 11, f"{MATCHING}.decode_batch_size": 11}, []),
+        ({**HF, **BEAM, f"{MATCHING}.length_penalty": 0.5, f"{MATCHING}.decode_batch_size": 4}, []),
+        (
+            {f"{MATCHING}.length_penalty": 0.5},
+            [
+                f"{MATCHING}.length_penalty: 0.5 is of beams, and there are none; set ... length_penalty"
+            ],
+        ),
         # vLLM gives log-probabilities for ten, whatever is decoded at a time: its beams are
         # requests of their own, of which its scheduler keeps to the bound.
         ({**COLOCATE, **BEAM, BEAMS: 10, f"{MATCHING}.decode_batch_size": 4}, []),
