@@ -158,6 +158,14 @@ class Contradiction:
         unit = "" if best.unit is self.reading.unit else f"box_unit={best.unit}"
         return " ".join(filter(None, (order, unit)))
 
+    @property
+    def remedy(self) -> str:
+        other = ", or give the pictures that the boxes were drawn on"
+        is_scale = self.likely[0].unit is BoxUnit.THOUSANDTHS
+        return (
+            f"set {self.keys}{other if is_scale else ''}; check_boxes=false takes them as they are"
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.num_wrong} of {self.num_boxes} boxes cannot be {self.reading}; they fit as"

@@ -19,8 +19,10 @@ from launch.import_data.objects import (
     is_learnable,
 )
 from launch.import_data.source import (
+    REPEATED_IMAGE,
     ImageSkip,
     ImportOptions,
+    ImportReport,
     Source,
     SourceImage,
     require_folder,
@@ -82,6 +84,14 @@ class SwiftImport(ImportOptions):
     @property
     def name(self) -> str:
         return self.source.stem
+
+    def no_coco_results(self, report: ImportReport, /) -> str | None:
+        if not report.num_repeated_images:
+            return None
+        return (
+            "several rows ask about one picture, and COCO results are of every object on it (first:"
+            f" {report.first[REPEATED_IMAGE]})"
+        )
 
     def read(self) -> Source:
         if self.images is not None:
