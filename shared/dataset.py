@@ -74,6 +74,12 @@ class Dataset(Sequence[Sample]):
         assert isinstance(self.samples, FileRows), f"{self.path} was not read"
         return self.samples.table
 
+    def line_of(self, row: int) -> int | None:
+        """Return the line of a row in its file, from 1; None of rows that were not read."""
+        if not isinstance(self.samples, FileRows):
+            return None
+        return int(self.samples.table.places_N3[row, 2])
+
     def __len__(self) -> int:
         return len(self.samples)
 

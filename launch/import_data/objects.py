@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.grounding.coco import bins_of_coco_box, bins_of_coco_ring, has_area
 from shared.grounding.geometry import simplify_ring
-from shared.model_families import END_OF_TURN
+from shared.model_families import CONTROL_TOKENS
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS
 
@@ -163,8 +163,8 @@ def finite(values: Iterable[Any]) -> list[float] | None:
 
 
 def is_learnable(text: str) -> bool:
-    """Tell whether a model can learn the text: words, without tokens of the answer's grammar."""
-    return bool(text.strip()) and not any(token in text for token in (END_OF_TURN, *COORD_TOKENS))
+    """Tell whether a model can learn the text: words, without tokens of chats and of answers."""
+    return bool(text.strip()) and not any(token in text for token in CONTROL_TOKENS + COORD_TOKENS)
 
 
 def convert(

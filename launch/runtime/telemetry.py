@@ -97,13 +97,20 @@ class EvaluationRecord:
     """Value of the main figure."""
     class_f1: float | None
     """Of objects: `val/class_f1` of the report's metrics."""
+    lenient_f1: float | None = None
+    """Of objects: `val/lenient_f1`."""
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     """Return the reports that a run has made so far; none where there is no such file."""
-    names = [field.name for field in fields(EvaluationRecord) if field.name != "class_f1"]
+    metrics = ("class_f1", "lenient_f1")
+    names = [field.name for field in fields(EvaluationRecord) if field.name not in metrics]
     return [
-        EvaluationRecord(**{name: line[name] for name in names}, class_f1=line.get("val/class_f1"))
+        EvaluationRecord(
+            **{name: line[name] for name in names},
+            class_f1=line.get("val/class_f1"),
+            lenient_f1=line.get("val/lenient_f1"),
+        )
         for line in read_lines(folder / "evaluations.jsonl")
     ]
 
@@ -440,10 +447,11 @@ class Telemetry:
             report.headline.name,
             report.headline.value,
             class_f1=figures.get("val/class_f1"),
+            lenient_f1=figures.get("val/lenient_f1"),
         )
         self.evaluations.append(record)
         line = {**asdict(record), **figures}
-        del line["class_f1"]  # one of the metrics
+        del line["class_f1"], line["lenient_f1"]  # they are among the metrics
         self._evaluations.write(json.dumps(line) + "\n")
         if self._loggers is not None:
             assert evaluation.step is not None, "a run knows its steps"
@@ -495,6 +503,10 @@ class Telemetry:
         line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
         if before.class_f1 is not None and after.class_f1 is not None:
             line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
+        if before.lenient_f1 is not None and after.lenient_f1 is not None:
+            lenient = f"{before.lenient_f1:.2f} -> {after.lenient_f1:.2f}"
+            if lenient != f"{before.score:.2f} -> {after.score:.2f}":
+                line += f", read leniently {lenient}"
         return line
 
     def _step_done(self, record: StepRecord, span: Span) -> None:

@@ -115,8 +115,12 @@ def test_without_any_id_it_is_a_digest_of_the_row() -> None:
         (row(objects=[{"bbox_2d": [1, 2, 3, 4]}]), "objects[0].desc"),
         *(
             (row(objects=[BOX | {"desc": desc}]), "objects[0].desc")
-            for desc in ("", " \t", 7, None, "a <|im_end|>", "\ud800")
+            for desc in ("", " \t", 7, None, "a <|im_end|>", "<|vision_start|>", "\ud800")
         ),
+        (row(prompt="Find <|image_pad|>."), "prompt"),
+        (row(system="Hello<|im_end|>"), "system"),
+        (row(phrase="<|im_start|>the cat"), "phrase"),
+        (row(classes=["cat", "dog <IMG_CONTEXT>"]), "classes[1]"),
         *(
             (row(objects=[BOX | {"bbox_2d": bins}]), "objects[0].bbox_2d")
             for bins in ("1, 2, 3, 4", [1, 2, 3], [1, 2, 3, 4, 5], [3, 2, 1, 4], [1, 4, 3, 2])

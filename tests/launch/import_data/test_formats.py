@@ -290,6 +290,7 @@ def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run,
     refs = [
         refs_of("the left cat", "sleeping cat"),
         refs_of(" ", ref_id=2),
+        refs_of("a <|image_pad|> cat", ref_id=5),
         refs_of("nothing", ref_id=3, ann_id=71),
         refs_of("another split", ref_id=4, split="testA"),
     ]
@@ -299,7 +300,7 @@ def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run,
     assert [sample.sample_id for sample in data] == ["1:1", "1:2"]
     asked = [Prompts(("Find {phrase}.",)).texts(sample)[1] for sample in data]
     assert asked == ["Find the left cat.", "Find sleeping cat."]
-    assert report["images"]["skipped"] == {"unusable_text": 1, "unknown_annotation": 1}
+    assert report["images"]["skipped"] == {"unusable_text": 2, "unknown_annotation": 1}
 
 
 class Harmful:
@@ -421,7 +422,9 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
         "<image>Find <ref-object> or <ref-object>", "<bbox>", ["cat", "dog"], [PIXELS]
     )
     parts = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [[0.1, 0.25, 0.4, 0.75]])
+    control = swift_row("<image>Find <|im_start|><ref-object>", "<bbox>", ["cat"], [PIXELS])
     rows = [good, click, nameless, turns, region, missing, text, caption, two, lost, either, parts]
+    rows.append(control)
     data, report = run("swift", source=swift_file(tmp_path / "swift", *rows))
     assert len(data) == 1
     assert report["images"]["skipped"] == {
@@ -432,8 +435,9 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
         "no_image": 1,
         "several_images": 1,
         "missing_file": 1,
+        "unusable_text": 1,
     }
-    skipped = {"point": 1, "unusable_name": 2, "malformed": 1, "image_skipped": 5}
+    skipped = {"point": 1, "unusable_name": 2, "malformed": 1, "image_skipped": 6}
     assert report["objects"]["skipped"] == skipped
 
 
