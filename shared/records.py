@@ -406,7 +406,7 @@ def _normalised_alike(path: Path) -> str | None:
     """Return the name of a file that differs from this one's in Unicode normalisation alone."""
     wanted = unicodedata.normalize("NFC", path.name)
     names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    same = (name for name in names if unicodedata.normalize("NFC", name) == wanted != name)
+    same = [name for name in names if unicodedata.normalize("NFC", name) == wanted]
     return next((name for name in same if name != path.name), None)
 
 
