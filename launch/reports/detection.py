@@ -31,8 +31,8 @@ class PrimaryMetric(NamedTuple):
 
     name: str
     """`F1@0.5`, `mean reward`"""
-    value: float
-    """The higher the better."""
+    value: float | None
+    """The higher the better; None: too much of the report failed for a score."""
 
 
 @dataclass(frozen=True, slots=True)

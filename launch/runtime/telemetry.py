@@ -93,8 +93,8 @@ class EvaluationRecord:
     num_samples: int
     headline: str
     """Name of the report's main figure."""
-    score: float
-    """Value of the main figure."""
+    score: float | None
+    """Value of the main figure; None: too much of the report failed."""
     class_f1: float | None
     """Of objects: `val/class_f1` of the report's metrics."""
     lenient_f1: float | None = None
@@ -419,7 +419,7 @@ class Telemetry:
             f" canary within {report.canary_max_abs:.1e}"
         )
 
-    def evaluation(self, evaluation: Evaluation[Any]) -> float:
+    def evaluation(self, evaluation: Evaluation[Any]) -> float | None:
         """Write the held-out report as a folder and two lines, and return its headline's value."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
@@ -500,6 +500,9 @@ class Telemetry:
             name = "first"
             before = self.evaluations[0]
         after = self.evaluations[-1]
+        if before.score is None or after.score is None:
+            lacking = "the last report" if after.score is None else f"that of the {name}"
+            return f"val {after.headline}: {lacking} has no score, too many of its rollouts failed"
         line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
         if before.class_f1 is not None and after.class_f1 is not None:
             line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
