@@ -128,8 +128,9 @@ def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> Source
     num_answered = answer.count(REF)
     if (num_asked + num_answered, answer.count(BOX)) != (len(objects.ref), len(objects.bbox)):
         return SourceImage(sample_id, path, unread, skip=ImageSkip.MALFORMED_LABELS)
-    for ref in objects.ref[:num_asked]:
-        question = question.replace(REF, ref, 1)
+    # Not one by one: a ref may hold a placeholder itself.
+    of_next = iter(objects.ref)
+    question = re.sub(REF, lambda _: next(of_next), question)
     prompt = question.replace("<image>", "").strip()
     keys = {"prompt": prompt}
     for message in row.messages:

@@ -407,6 +407,13 @@ def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
     assert data[0].sample_id == "rows:1"
 
 
+def test_a_ref_of_ms_swift_may_hold_a_placeholder(tmp_path, run):
+    refs = ["<ref-object> sign", "dog", "cat"]
+    row = swift_row("<image>Find <ref-object>, <ref-object>", "<ref-object><bbox>", refs, [PIXELS])
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert data[0].prompt == "Find <ref-object> sign, dog"
+
+
 def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, run):
     good = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [PIXELS])
     click = swift_row("<image>Open it", "click(<bbox>)", [], [[61, 22]])
