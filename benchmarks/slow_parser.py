@@ -8,7 +8,7 @@ character per byte.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.records import ALL_GEOMETRY, GeometryKind
@@ -76,16 +76,29 @@ def slow_parse(
     text = tokens.text.split("<|im_end|>")[0]
     symbols, closed = read_symbols(text)
     entries = read_entries(text, symbols)
+    num_behind = count_shapes(text, symbols[-1].end) if closed else 0
     for entry in reversed(entries):
         if entry.value is not None:
             kept = cut_tokens(tokens, text, entry.value.end, codec)
             if kept is not None:
-                return answer(
+                found = answer(
                     entries, kept, text[: entry.value.end], not closed, tokens, codec, geometry
                 )
+                return replace(found, num_behind=num_behind)
     return ParsedRollout(
-        tuple(codec.encode("{")), "{", (), (), None, truncated=not closed, fallback=True
+        tuple(codec.encode("{")), "{", (), (), None, not closed, True, num_behind=num_behind
     )
+
+
+def count_shapes(text: str, start: int) -> int:
+    """Count the keys of geometries from `start` on."""
+    number = 0
+    for kind in GeometryKind:
+        key = f'"{kind}"'
+        for position in range(start, len(text)):
+            if text.startswith(key, position):
+                number += text[position + len(key) :].lstrip(SPACE).startswith(":")
+    return number
 
 
 def read_symbols(text: str) -> tuple[list[Symbol], bool]:

@@ -21,6 +21,7 @@ from learner.objectives.base import (
     CoordSupervision,
     SampledSupervision,
     Supervision,
+    TeacherSupervision,
     TextSupervision,
 )
 from learner.segments import Segment
@@ -94,8 +95,10 @@ class PackedRow:
 
 
 def _to(columns: Any, device: torch.device) -> Any:
-    """Copy a named tuple of tensors to another device."""
-    return type(columns)(*(column.to(device) for column in columns))
+    """Copy a tensor, None, or a named tuple of these to another device."""
+    if columns is None or isinstance(columns, torch.Tensor):
+        return None if columns is None else columns.to(device)
+    return type(columns)(*(_to(column, device) for column in columns))
 
 
 def collate(
@@ -172,12 +175,26 @@ def collate(
                 _floats(credit.advantages for credit in credits_),
                 _floats(credit.weights for credit in credits_),
                 torch.from_numpy(_calls(credits_)),
+                _teacher_supervision(credits_),
             ),
         ),
         SampledTokens(
             index(2 * sampled_at), _floats(target.sampled_logprobs for target in targets)
         ),
         has_beside=beside is not None,
+    )
+
+
+def _teacher_supervision(credits_: Sequence[TokenAdvantages]) -> TeacherSupervision | None:
+    scored = [credit for credit in credits_ if credit.teacher_logprobs is not None]
+    if not scored:
+        return None
+    assert all(credit in scored or not credit.positions for credit in credits_), (
+        "a run has a teacher, or none"
+    )
+    return TeacherSupervision(
+        _floats(credit.teacher_logprobs or () for credit in scored),
+        _floats([credit.teacher_weight] * len(credit.positions) for credit in scored),
     )
 
 

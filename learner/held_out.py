@@ -110,6 +110,7 @@ class HeldOut:
                 for found in parsed.objects
             ),
             dropped=tuple(dropped.reason for dropped in parsed.dropped),
+            num_behind=parsed.num_behind,
             truncated=parsed.truncated,
             text=text.decode(errors="replace"),
             finish_reason=rollout.finish_reason,

@@ -26,6 +26,7 @@ from shared.prompts import Prompts, detection_messages, on_white
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
 from shared.seeds import request_seed
+from shared.tokens.hf_codec import control_tokens, find_control_token
 from shared.tokens.pictures import EncodedImages, pictures_of
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class PromptEncoder:
         self._processor = processor
         self._pictures = pictures_of(processor)
         self.prompts = prompts
+        self._control_tokens = tuple(control_tokens(processor.tokenizer).values())
         # Where no row has a text of its own, prompts differ in their number of images alone.
         self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
         self._ids_of = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
@@ -173,8 +175,20 @@ class PromptEncoder:
         return EncodedPrompt(request_ids, token_ids, modality_P, pixel_values_RD, image_grid_I3)
 
     def text(self, sample: Sample) -> str:
-        """Write the prompt by the chat template, one placeholder per image."""
-        return self._text_of(len(sample.images), *self.prompts.texts(sample))
+        """Write the prompt by the chat template, one placeholder per image.
+
+        Raises RecordError for a question with a control token: it would end the turn, or stand for
+        an image.
+        """
+        system, user = self.prompts.texts(sample)
+        texts = {"prompt": sample.prompt, "system": sample.system, "phrase": sample.phrase}
+        texts |= {f"classes[{i}]": name for i, name in enumerate(sample.classes)}
+        # The whole question last: its parts may join to a token.
+        for field, text in (*texts.items(), ("prompt", user), ("system", system)):
+            if text and (token := find_control_token(text, self._control_tokens)):
+                problem = f"sample {sample.sample_id} has {token}, a control token of the tokenizer"
+                raise RecordError(problem, field=field, remedy="remove it, or write it in words")
+        return self._text_of(len(sample.images), system, user)
 
     def _write(self, num_images: int, system_prompt: str | None, user_prompt: str) -> str:
         messages = detection_messages(num_images, system_prompt, user_prompt)

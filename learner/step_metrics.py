@@ -68,9 +68,8 @@ class StepMetrics:
         """Add to a digest of the ledger (`shared.metrics.DIGESTS`).
 
         The content is told by its `repr`, and holds nothing of times, places and engines' last
-        bits: two runs of one configuration have the same. With `environment.teacher` alone
-        `targets` has advantages that are made of the teacher's and the engines' log-probabilities,
-        and repeats where these do to the bit.
+        bits: two runs of one configuration have the same. With `environment.teacher` `targets` has
+        the teacher's log-probabilities, and repeats if these do to the bit.
         """
         if self._keeps_digests:
             digest = self._digests.setdefault(name, hashlib.sha256())
@@ -129,6 +128,7 @@ class StepMetrics:
         add("rollout/num_dropped_objects", len(parsed.dropped))
         for dropped in parsed.dropped:
             add(f"rollout/num_dropped.{dropped.reason}", 1)
+        add("rollout/num_objects_after_close", parsed.num_behind)
         add("rollout/num_excluded", len(reading.excluded))
         add("rollout/num_ground_truth", num_ground_truth)
         add("rollout/num_matched", len(reading.match.pairs))
@@ -225,6 +225,7 @@ class StepMetrics:
                 *(target.token_ids, target.roles.tobytes()),
                 *(target.coord_positions, target.coord_targets, target.box_slots),
                 *(credit.positions, credit.advantages, credit.weights),
+                *(() if credit.teacher_logprobs is None else (credit.teacher_logprobs,)),
                 *target.label_overrides,
             )
         self.totals.add("packing/num_rows", 1)

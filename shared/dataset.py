@@ -18,6 +18,7 @@ import numpy as np
 from shared.data.file_rows import (
     FileRows,
     IndexedSamples,
+    Oddities,
     RowRules,
     RowTable,
     TableBuilder,
@@ -58,6 +59,8 @@ class Dataset(Sequence[Sample]):
     """Pictures of its rows that their EXIF orientation turns, as the rows name them; of data whose
     images were checked.
     """
+    odd: tuple[str, ...] = ()
+    """What is odd about its rows, though they are usable: how many, and the first."""
     key: str = ""
     """Digest of all that decides the samples of the file, images included; empty: not known."""
 
@@ -70,6 +73,12 @@ class Dataset(Sequence[Sample]):
         """The numbers of its rows; of data sets that were read from a file."""
         assert isinstance(self.samples, FileRows), f"{self.path} was not read"
         return self.samples.table
+
+    def line_of(self, row: int) -> int | None:
+        """Return the line of a row in its file, from 1; None of rows that were not read."""
+        if not isinstance(self.samples, FileRows):
+            return None
+        return int(self.samples.table.places_N3[row, 2])
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -155,6 +164,7 @@ def load_dataset(
     bad = BadRows()
     skipped: list[str] = []
     line_of: dict[str, int] = {}
+    oddities = Oddities()
     for number, offset, line in _lines(path):
         try:
             mapping = decode_row(path, line)
@@ -179,12 +189,13 @@ def load_dataset(
             continue
         line_of[sample.sample_id] = number
         table.add(offset, line, number, sample, mapping["images"])
+        oddities.add(number, sample)
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
     turned = tuple(
         name for name in table.names if name in known_images and known_images[name].orientation != 1
     )
-    return Dataset(path, rows, tuple(skipped), turned).require_rows()
+    return Dataset(path, rows, tuple(skipped), turned, oddities.told()).require_rows()
 
 
 def image_names(path: Path) -> set[str]:

@@ -107,6 +107,8 @@ rollout/num_fallback | sum | Rollouts of which nothing could be kept: the prefix
 rollout/num_valid_objects | sum | Predicted objects that parsed as valid.
 rollout/num_dropped_objects | sum | Predicted entries that were dropped.
 rollout/num_dropped.<reason> | sum | Entries dropped as `<reason>`; absent at 0.
+rollout/num_objects_after_close | sum | Objects after the container's close, as in a second list:
+    not read, and not among the dropped ones.
 rollout/num_excluded | sum | Matched objects whose slots cannot be supervised (not aligned beyond
     doubt, or no finite transport): neutral, ground truth appended.
 rollout/num_ground_truth | sum | Ground-truth objects of the step's samples.

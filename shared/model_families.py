@@ -48,6 +48,12 @@ TILE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 """What the placeholders of `PLACEHOLDER_KEYS` are to `TILED_MODEL_TYPES`, by name."""
 END_OF_TURN = "<|im_end|>"
 """The token that ends a response."""
+CONTROL_TOKENS = (
+    *(END_OF_TURN, "<|im_start|>", "<|endoftext|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|video_pad|>", *IMAGE_PLACEHOLDERS),
+)
+"""Tokens of every family that a text of the user must not hold. A run refuses the others of its own
+tokenizer too (`shared.tokens.hf_codec.control_tokens`)."""
 
 
 class ModelPart(StrEnum):

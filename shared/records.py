@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import stat
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shared.data.annotations import Annotation, IgnoredRegion, load_annotated, load_ignored
 from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
-from shared.model_families import END_OF_TURN
+from shared.model_families import CONTROL_TOKENS
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
 
 T = TypeVar("T")
@@ -239,6 +240,7 @@ def load_record(
     for i, name in enumerate(names):
         if not isinstance(name, str) or not name.strip():
             _refuse(f"classes[{i}]", f"is {_kind(name)}", "write a name")
+        _require_words(f"classes[{i}]", name)
     # Last, because it is the only part that costs anything.
     check = _ImageCheck(Path(root), require_images, image_size, known_images, width, height)
     return Sample(
@@ -346,7 +348,16 @@ def _text(mapping: Mapping[str, Any], field: str) -> str | None:
     value = mapping.get(field)
     if value is not None and (not isinstance(value, str) or not value.strip()):
         _refuse(field, f"is {_kind(value)}", "write a text, or leave it out")
+    _require_words(field, value or "")
     return value
+
+
+def _require_words(field: str, text: str) -> None:
+    """Refuse a text that would end a turn or stand for an image."""
+    token = next((token for token in CONTROL_TOKENS if token in text), None)
+    if token is not None:
+        remedy = "remove it, or write it in words"
+        _refuse(field, f"contains {token}, a control token of chats", remedy)
 
 
 def _size(field: str, value: object) -> int:
@@ -391,11 +402,21 @@ def read_image(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def _normalised_alike(path: Path) -> str | None:
+    """Return the name of a file that differs from this one's in Unicode normalisation alone."""
+    wanted = unicodedata.normalize("NFC", path.name)
+    names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    same = [name for name in names if unicodedata.normalize("NFC", name) == wanted]
+    return next((name for name in same if name != path.name), None)
+
+
 def _read_image(field: str, path: Path) -> bytes:
     try:
         data = read_image(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        if (same := _normalised_alike(path)) is not None:
+            reason = f"the folder has this name in another Unicode normalisation, {same!a}"
         remedy = "correct the path (it is relative to the data file) or restore the file"
         raise RecordError(f"cannot read {path}: {reason}", field=field, remedy=remedy) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
@@ -478,8 +499,7 @@ def _check_bins(field: str, kind: GeometryKind, bins: tuple[int, ...]) -> None:
 def _load_desc(field: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         _refuse(field, f"is {_kind(value)}", "write what the object is")
-    if END_OF_TURN in value:
-        _refuse(field, f"contains {END_OF_TURN}, which ends an answer", "remove it")
+    _require_words(field, value)
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from launch.import_data.boxes import BoxReading
 from launch.import_data.coco_files import (
     CocoAnnotation,
     CocoFile,
     CocoImage,
+    Malformed,
     distinct_categories,
     read_annotations,
 )
@@ -64,59 +66,71 @@ class CocoImport(ImportOptions):
         )
 
     def _notes(self, file: CocoFile) -> tuple[str, ...]:
-        masks = [one for one in file.annotations if isinstance(one.segmentation, dict)]
+        num_malformed = len(file.annotations) - len(file.readable)
+        notes: tuple[str, ...] = ()
+        if num_malformed:
+            first = ": ".join(file.first_malformed)
+            notes = (f"{num_malformed} annotations are malformed, the first: {first}",)
+        masks = [one for one in file.readable if isinstance(one.segmentation, dict)]
         if self.crowds is CrowdReading.OBJECTS or not masks or not all(m.iscrowd for m in masks):
-            return ()
+            return notes
         note = (
             f"all {len(masks)} masks have iscrowd 1, as CVAT writes single objects too; if they are"
             " single objects, set crowds=objects"
         )
-        return (note,)
+        return (*notes, note)
 
     def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
         names = {category.id: category.name for category in file.categories}
-        by_image: defaultdict[int, list[CocoAnnotation]] = defaultdict(list)
+        by_image: defaultdict[int | None, list[CocoAnnotation | Malformed]] = defaultdict(list)
         for annotation in file.annotations:
-            by_image[annotation.image_id].append(annotation)
+            id = annotation.image_id
+            by_image[id if isinstance(id, int) else None].append(annotation)
         for image in file.images:
             yield self._image(image, by_image.pop(image.id, []), names)
+        yield Orphans(self.annotations, len(by_image.pop(None, [])), ObjectSkip.MALFORMED)
         yield Orphans(self.annotations, sum(map(len, by_image.values())))
 
     def _image(
-        self, image: CocoImage, annotations: list[CocoAnnotation], names: dict[int, str]
+        self, image: CocoImage, annotations: list[CocoAnnotation | Malformed], names: dict[int, str]
     ) -> SourceImage:
         return SourceImage(
             str(image.id),
             self.images / image.file_name,
             [self._object(annotation, names) for annotation in annotations],
             (image.width, image.height),
+            reading=self.reading,
             keys={"image_id": image.id},
         )
 
     def _object(
-        self, annotation: CocoAnnotation, names: dict[int, str]
+        self, annotation: CocoAnnotation | Malformed, names: dict[int, str]
     ) -> SourceObject | Ignored | ObjectSkip:
-        found = source_object(annotation, names)
+        if isinstance(annotation, Malformed):
+            return ObjectSkip.MALFORMED
+        found = source_object(annotation, names, self.reading)
         is_crowd = annotation.iscrowd and self.crowds is CrowdReading.IGNORE
         if not is_crowd or isinstance(found, ObjectSkip):
             return found
         return Ignored(ObjectSkip.CROWD, found, is_crowd=True)
 
 
-def source_object(annotation: CocoAnnotation, names: dict[int, str]) -> SourceObject | ObjectSkip:
+def source_object(
+    annotation: CocoAnnotation, names: dict[int, str], reading: BoxReading
+) -> SourceObject | ObjectSkip:
     """Read one annotation; `names` are those of the categories by id."""
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
-    x, y, w, h = annotation.bbox
+    box = reading.box(annotation.bbox)
     desc = names[annotation.category_id]
     rings = annotation.segmentation
     unknown = annotation.unknown_keys
     if annotation.rotation % 360:
-        if _is_box(rings, annotation.bbox):
+        if _is_box(rings, box):
             angle = math.radians(annotation.rotation)
-            return turned_box(desc, annotation.bbox, angle, unknown)
+            return turned_box(desc, box, angle, unknown)
         unknown = (*unknown, "attributes.rotation")  # of a shape that is no box
-    return SourceObject(desc, (x, y, w, h), rings, unknown_keys=unknown)
+    return SourceObject(desc, box, rings, unknown_keys=unknown)
 
 
 def _is_box(rings: Sequence[Sequence[float]] | dict[str, Any] | None, box: Sequence[float]) -> bool:
@@ -146,16 +160,19 @@ class LvisImport(CocoImport):
     """Folder of COCO's `train2017` and `val2017`, as the `coco_url` of LVIS's images ends in."""
 
     def _image(
-        self, image: CocoImage, annotations: list[CocoAnnotation], names: dict[int, str]
+        self, image: CocoImage, annotations: list[CocoAnnotation | Malformed], names: dict[int, str]
     ) -> SourceImage:
         found = super()._image(image, annotations, names)
         partial = set(image.not_exhaustive_category_ids)
-        complete = {one.category_id for one in annotations} | set(image.neg_category_ids)
+        readable = [one for one in annotations if isinstance(one, CocoAnnotation)]
+        complete = {one.category_id for one in readable} | set(image.neg_category_ids)
         # By name, so that the order does not tell which are there.
         classes = sorted(names[id] for id in complete - partial if id in names)
         objects = [
             Ignored(ObjectSkip.NOT_EXHAUSTIVE, one, is_crowd=False)
-            if annotation.category_id in partial and isinstance(one, SourceObject)
+            if isinstance(annotation, CocoAnnotation)
+            and annotation.category_id in partial
+            and isinstance(one, SourceObject)
             else one
             for annotation, one in zip(annotations, found.objects, strict=True)
         ]

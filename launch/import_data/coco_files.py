@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from launch.import_data.objects import HARMLESS_KEYS, finite, is_learnable
 from shared.config.base import dotted
+from shared.data.file_rows import require_utf8
 from shared.errors import RecordError
 
 T = TypeVar("T")
@@ -52,6 +63,7 @@ _ROTATION = "rotation"
 
 
 class CocoAnnotation(CocoEntry):
+    id: Any = None
     image_id: int
     category_id: int
     bbox: Annotated[list[float], Field(min_length=4, max_length=4)]
@@ -95,6 +107,23 @@ class CocoAnnotation(CocoEntry):
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """An annotation that cannot be read."""
+
+    id: Any
+    image_id: Any
+    error: ValidationError
+
+
+def _read_annotation(value: Any) -> CocoAnnotation | Malformed:
+    try:
+        return CocoAnnotation.model_validate(value)
+    except ValidationError as error:
+        ids = value if isinstance(value, dict) else {}
+        return Malformed(ids.get("id"), ids.get("image_id"), error)
+
+
 class CocoCategory(CocoEntry):
     id: int
     name: str
@@ -102,20 +131,38 @@ class CocoCategory(CocoEntry):
 
 class CocoFile(CocoEntry):
     images: list[CocoImage]
-    annotations: list[CocoAnnotation]
+    annotations: list[Annotated[CocoAnnotation | Malformed, PlainValidator(_read_annotation)]]
     categories: list[CocoCategory]
+
+    @property
+    def readable(self) -> list[CocoAnnotation]:
+        return [one for one in self.annotations if isinstance(one, CocoAnnotation)]
+
+    @property
+    def first_malformed(self) -> tuple[str, str]:
+        """The field and the problem of the first annotation that cannot be read."""
+        for index, one in enumerate(self.annotations):
+            if isinstance(one, Malformed):
+                field, problem = _first_problem(one.error)
+                return f"annotations[{index}]{'.' if field else ''}{field}", problem
+        raise AssertionError("all annotations are readable")
 
 
 def read_annotations(path: Path) -> CocoFile:
     """Read a file of COCO annotations ("instances").
 
     Raises:
-        RecordError: the file cannot be read, an entry is malformed, an id is repeated, or a name in
-            use cannot be learned or stands for two categories.
+        RecordError: the file cannot be read, an entry of images or categories is malformed, or
+            every annotation is, an id is repeated, or a name in use cannot be learned or stands for
+            two categories.
     """
     file = parse_json(
         path, CocoFile.model_validate_json, read_bytes(path), "correct the entry, or remove it"
     )
+    if file.annotations and not file.readable:
+        field, problem = file.first_malformed
+        remedy = "correct the entry, or remove it"
+        raise RecordError(problem, field=field, remedy=remedy, file=str(path))
     lists: dict[str, Sequence[CocoImage | CocoCategory]] = {
         "images": file.images,
         "categories": file.categories,
@@ -131,7 +178,7 @@ def read_annotations(path: Path) -> CocoFile:
                     remedy="give every entry its own id",
                     file=str(path),
                 )
-    used = {annotation.category_id for annotation in file.annotations}
+    used = {annotation.category_id for annotation in file.readable}
     first_of_name: dict[str, int] = {}
     for index, category in enumerate(file.categories):
         if category.id not in used:
@@ -154,7 +201,7 @@ def read_annotations(path: Path) -> CocoFile:
 
 def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
     """List the categories for the export. Of those with one name, the one in use stays."""
-    used = {annotation.category_id for annotation in file.annotations}
+    used = {annotation.category_id for annotation in file.readable}
     in_use_last = sorted(file.categories, key=lambda category: category.id in used)
     id_of = {category.name: category.id for category in in_use_last}
     return [
@@ -163,14 +210,16 @@ def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the file. Raises RecordError where that fails."""
+    """Read the file without its byte order mark. Raises RecordError where that fails."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise RecordError(
             problem, field="file", remedy="correct the path", file=str(path)
         ) from error
+    require_utf8(content, path)
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def parse_json(
@@ -184,21 +233,23 @@ def parse_json(
     try:
         return parse(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        # A union puts the type that it tried into `loc`: `list[list[float]]`, `dict[str,any]`.
-        keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
-        message = first["msg"].removeprefix("Value error, ")
-        shown = repr(first["input"])
-        is_shown = len(shown) <= 60 and first["type"] != "missing"
-        got = f", got {shown}" if is_shown else ""
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        field, problem = _first_problem(error)
         raise RecordError(
-            f"{message[0].lower()}{message[1:]}{got}{more}",
-            field=dotted(keys) or "file",
-            remedy=remedy,
-            file=str(path),
-            line=line,
+            problem, field=field or "file", remedy=remedy, file=str(path), line=line
         ) from None
+
+
+def _first_problem(error: ValidationError) -> tuple[str, str]:
+    """Return the field of the first problem, and what it is, with the number of others."""
+    first = error.errors(include_url=False)[0]
+    # A union puts the type that it tried into `loc`: `list[list[float]]`, `dict[str,any]`.
+    keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
+    message = first["msg"].removeprefix("Value error, ")
+    shown = repr(first["input"])
+    is_shown = len(shown) <= 60 and first["type"] != "missing"
+    got = f", got {shown}" if is_shown else ""
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return dotted(keys), f"{message[0].lower()}{message[1:]}{got}{more}"
 
 
 @contextmanager

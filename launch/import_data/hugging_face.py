@@ -6,7 +6,6 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,22 +17,12 @@ from launch.import_data.objects import (
     ObjectSkip,
     SourceObject,
     finite,
-    holds_pixels,
 )
 from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-class BoxOrder(StrEnum):
-    """The four numbers of a box, in pixels."""
-
-    XYWH = "xywh"
-    """Upper left corner, width and height, as COCO has it."""
-    XYXY = "xyxy"
-    """Upper left and lower right corner."""
 
 
 class HuggingFaceImport(ImportOptions):
@@ -54,9 +43,6 @@ class HuggingFaceImport(ImportOptions):
     bbox: str = "bbox"
     """Key of the boxes in it."""
 
-    box_order: Annotated[BoxOrder, Field(strict=False)] = BoxOrder.XYWH
-    """`xywh`, or `xyxy`."""
-
     category: str = "category"
     """Key of the categories in it: texts, class labels, or numbers of `names`."""
 
@@ -76,6 +62,8 @@ class HuggingFaceImport(ImportOptions):
             if saved:
                 data = datasets.load_from_disk(self.source)
                 if isinstance(data, datasets.DatasetDict):
+                    if self.split not in data:
+                        raise KeyError(f"its splits are {', '.join(data)}")
                     data = data[self.split]
             else:
                 data = datasets.load_dataset(self.source, split=self.split)
@@ -110,12 +98,14 @@ class HuggingFaceImport(ImportOptions):
         data = data.cast_column(self.image, datasets.Image(decode=False))
         known = {self.bbox, self.category} | HARMLESS_KEYS
         unknown = tuple(key for key in keys if key not in known)
-        return Source(folder, self._images(data, names, unknown))
+        categories = [{"id": id, "name": name} for id, name in enumerate(names)] or None
+        pictures = self.records.with_name(f"{self.records.stem}_images")
+        images = self._images(data, names, unknown, pictures)
+        return Source(folder, images, categories, written=pictures)
 
     def _images(
-        self, data: Dataset, names: list[str], unknown: tuple[str, ...]
+        self, data: Dataset, names: list[str], unknown: tuple[str, ...], pictures: Path
     ) -> Iterator[SourceImage]:
-        pictures = self.records.with_name(f"{self.records.stem}_images")
         for number, row in enumerate(data):
             sample_id = f"{self.split}:{number}"
             entries = row[self.objects] or []
@@ -139,23 +129,19 @@ class HuggingFaceImport(ImportOptions):
                 yield SourceImage(sample_id, pictures, objects, skip=ImageSkip.NO_IMAGE)
                 continue
             path = _write(picture["bytes"], pictures) if picture["bytes"] else Path(picture["path"])
-            yield SourceImage(sample_id, path, objects)
+            yield SourceImage(sample_id, path, objects, reading=self.reading)
 
     def _object(self, box: Any, category: Any, names: list[str]) -> SourceObject | ObjectSkip:
         numbers = finite(box) if isinstance(box, Sequence) else None
-        if numbers is None or len(numbers) != 4 or not holds_pixels(numbers):
+        if numbers is None or len(numbers) != 4:
             return ObjectSkip.MALFORMED
-        x, y, w, h = numbers
-        if self.box_order is BoxOrder.XYXY:
-            w -= x
-            h -= y
         if isinstance(category, int):
             if not 0 <= category < len(names):
                 return ObjectSkip.UNKNOWN_CATEGORY
             category = names[category]
         if not isinstance(category, str):
             return ObjectSkip.MALFORMED
-        return SourceObject(category, (x, y, w, h))
+        return SourceObject(category, self.reading.box(numbers))
 
 
 def _element(feature: Any) -> Any:

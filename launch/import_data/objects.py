@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.grounding.coco import bins_of_coco_box, bins_of_coco_ring, has_area
 from shared.grounding.geometry import simplify_ring
-from shared.model_families import END_OF_TURN
+from shared.model_families import CONTROL_TOKENS
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS
 
@@ -55,7 +55,7 @@ class ObjectSkip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceObject:
-    """One annotation as its file has it, in pixels or, of a `fractions` image, in parts of it.
+    """One annotation as its file has it, in pixels or in parts of its image.
 
     Example: `SourceObject("cat", (10, 20, 30, 40))` is 30 wide and 40 high.
     """
@@ -69,9 +69,11 @@ class SourceObject:
     """A box that is turned about its centre: `box` encloses it, its corners are the one ring."""
     unknown_keys: tuple[str, ...] = ()
     """Keys next to the box that its reader does not know."""
+    skip: ObjectSkip | None = None
+    """The reason of the reader to leave it out; its box tells all the same what the file's mean."""
 
-    def scaled(self, width: int, height: int) -> SourceObject:
-        """Turn parts of an image into pixels."""
+    def scaled(self, width: float, height: float) -> SourceObject:
+        """Multiply x by `width` and y by `height`."""
         x, y, w, h = self.box
         rings = self.rings
         if isinstance(rings, Sequence):
@@ -160,17 +162,9 @@ def finite(values: Iterable[Any]) -> list[float] | None:
     return numbers if all(map(math.isfinite, numbers)) else None
 
 
-def holds_pixels(box: Sequence[float]) -> bool:
-    """Tell whether numbers can be pixels: those up to 1 are parts of an image, a common other unit.
-
-    Read as pixels they would all be boxes in the upper left corner.
-    """
-    return max(box) > 1
-
-
 def is_learnable(text: str) -> bool:
-    """Tell whether a model can learn the text: words, without tokens of the answer's grammar."""
-    return bool(text.strip()) and not any(token in text for token in (END_OF_TURN, *COORD_TOKENS))
+    """Tell whether a model can learn the text: words, without tokens of chats and of answers."""
+    return bool(text.strip()) and not any(token in text for token in CONTROL_TOKENS + COORD_TOKENS)
 
 
 def convert(

@@ -11,17 +11,17 @@ from pydantic import Field, TypeAdapter
 
 from launch.import_data.coco import source_object
 from launch.import_data.coco_files import (
-    CocoAnnotation,
-    CocoCategory,
     CocoEntry,
-    CocoImage,
+    CocoFile,
+    Malformed,
     parse_json,
     read_bytes,
 )
-from launch.import_data.objects import is_learnable
+from launch.import_data.objects import ObjectSkip, is_learnable
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
+    ImportReport,
     Source,
     SourceImage,
     require_folder,
@@ -41,16 +41,6 @@ class _Ref(CocoEntry):
     image_id: int
     split: str
     sentences: list[_Sentence]
-
-
-class _Annotation(CocoAnnotation):
-    id: int
-
-
-class _Instances(CocoEntry):
-    images: list[CocoImage]
-    annotations: list[_Annotation]
-    categories: list[CocoCategory]
 
 
 class RefcocoImport(ImportOptions):
@@ -78,6 +68,12 @@ class RefcocoImport(ImportOptions):
     def name(self) -> str:
         return self.split
 
+    def no_coco_results(self, _report: ImportReport, /) -> str | None:
+        return (
+            "a row asks for one object by a free phrase, and COCO results are of every object of a"
+            " class"
+        )
+
     def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")
         remedy = "correct the entry, or remove it"
@@ -90,14 +86,14 @@ class RefcocoImport(ImportOptions):
                 file=str(self.refs),
             )  # fmt: skip
         file = parse_json(
-            self.annotations, _Instances.model_validate_json, read_bytes(self.annotations), remedy
+            self.annotations, CocoFile.model_validate_json, read_bytes(self.annotations), remedy
         )
         return Source(self.refs, self._images(chosen, file))
 
-    def _images(self, refs: list[_Ref], file: _Instances) -> Iterator[SourceImage]:
+    def _images(self, refs: list[_Ref], file: CocoFile) -> Iterator[SourceImage]:
         names = {category.id: category.name for category in file.categories}
         images = {image.id: image for image in file.images}
-        annotations = {annotation.id: annotation for annotation in file.annotations}
+        annotations = {one.id: one for one in file.annotations if isinstance(one.id, int)}
         for ref in refs:
             image = images.get(ref.image_id)
             annotation = annotations.get(ref.ann_id)
@@ -111,8 +107,13 @@ class RefcocoImport(ImportOptions):
                 yield SourceImage(
                     sample_id,
                     self.images / image.file_name,
-                    [source_object(annotation, names)],
+                    [
+                        ObjectSkip.MALFORMED
+                        if isinstance(annotation, Malformed)
+                        else source_object(annotation, names, self.reading)
+                    ],
                     (image.width, image.height),
+                    reading=self.reading,
                     keys={"phrase": phrase, "image_id": image.id, "ref_id": ref.ref_id},
                     skip=None if is_learnable(phrase) else ImageSkip.UNUSABLE_TEXT,
                 )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PositiveInt
 
+from launch.import_data.boxes import PIXELS_XYWH, BoxOrder, BoxReading, BoxUnit
 from launch.import_data.objects import (
     Converted,
     Ignored,
@@ -65,8 +67,8 @@ class SourceImage:
     """Annotations, or why one cannot be used."""
     size: tuple[int, int] | None = None
     """Width and height in pixels that the format states; None: the file's."""
-    fractions: bool = False
-    """Coordinates are parts of width and height, not pixels."""
+    reading: BoxReading = PIXELS_XYWH
+    """The meaning that the numbers of its boxes were read by."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the row: `phrase`, `prompt`, ..., and metadata."""
     unlabelled: Sequence[str] = ()
@@ -81,6 +83,7 @@ class Orphans:
 
     file: Path
     num_annotations: int
+    reason: ObjectSkip = ObjectSkip.UNKNOWN_IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,12 @@ class Source:
     """Content of the file of categories, for formats whose results are COCO's."""
     notes: tuple[str, ...] = ()
     """What a user has to know of it as a whole."""
+    written: Path | None = None
+    """Folder that the reader writes pictures to."""
 
 
+REPEATED_IMAGE = "picture of an earlier row"
+"""A reason of `ImportReport.first`."""
 EXIF_REMEDY = (
     f"the size does not tell whether the boxes of {ImageSkip.ROTATED} images are relative to the"
     " picture as it is displayed or as it is stored: set exif=displayed or exif=stored"
@@ -119,6 +126,14 @@ class ImportReport:
     num_simplified: int = 0
     num_turned_boxes: int = 0
     """Boxes turned about their centre, of which the enclosing box or the corners were kept."""
+    num_one_pixel: int = 0
+    """Boxes of at most one pixel."""
+    num_repeated_objects: int = 0
+    """Objects with the name and the box of another one of their image."""
+    num_repeated_images: int = 0
+    """Written rows about a picture that an earlier row is about."""
+    no_coco_results: str | None = None
+    """Why predictions cannot become COCO results."""
     num_turned_images: int = 0
     """Written images that their EXIF orientation turns."""
     num_ignored: int = 0
@@ -161,7 +176,9 @@ class ImportReport:
                 "written": self.num_written,
                 "skipped": dict(self.images_skipped),
                 "turned_by_exif": self.num_turned_images,
+                "repeated": self.num_repeated_images,
             },
+            "no_coco_results": self.no_coco_results,
             "objects": {
                 "read": self.num_annotations,
                 "boxes": self.kept[GeometryKind.BBOX],
@@ -171,6 +188,8 @@ class ImportReport:
                 "clamped": self.num_clamped,
                 "simplified": self.num_simplified,
                 "turned_boxes": self.num_turned_boxes,
+                "one_pixel": self.num_one_pixel,
+                "repeated": self.num_repeated_objects,
                 "unknown_keys": dict(self.unknown_keys),
                 "ignored": self.num_ignored,
             },
@@ -184,6 +203,15 @@ class ImportReport:
             first = f"\nturned    {self.num_turned_boxes} boxes about their centre{first}"
         if self.unknown_keys:
             first = f"\nunknown   keys without effect: {counted(self.unknown_keys)}{first}"
+        odd = {
+            "boxes of one pixel": self.num_one_pixel,
+            "repeated objects (same name and box)": self.num_repeated_objects,
+            "rows about a picture of an earlier row": self.num_repeated_images,
+        }
+        if any(odd.values()):
+            first = f"\nodd       {counted({k: n for k, n in odd.items() if n})}{first}"
+        if self.no_coco_results is not None:
+            first = f"\nresults   no COCO results of predictions: {self.no_coco_results}{first}"
         if self.num_turned_images:
             first = f"\nexif      {self.num_turned_images} images are turned{first}"
         if self.num_ignored:
@@ -214,6 +242,9 @@ class ImportOptions(Section):
     source_key: ClassVar[str] = "source"
     """The key to correct where no image is found."""
 
+    format_reading: ClassVar[BoxReading] = PIXELS_XYWH
+    """The meaning of a box's numbers in the format."""
+
     out: Annotated[ConfigPath, AfterValidator(_no_other_file), Field(examples=["data/train.jsonl"])]
     """JSONL file to write, or a folder for it; image paths in it are relative to it."""
 
@@ -238,6 +269,17 @@ class ImportOptions(Section):
     as it is `displayed`, or as it is `stored` (boxes are turned with it); null: left out.
     """
 
+    box_order: Annotated[BoxOrder, Field(strict=False)] | None = None
+    """Order of a box's numbers: `xywh`, `xyxy`, `yxyx` or `cxcywh`; null: that of the format."""
+
+    box_unit: Annotated[BoxUnit, Field(strict=False)] | None = None
+    """`pixels`, `parts` of the picture (0 to 1) or `thousandths` (0 to 1000); null: that of the
+    format.
+    """
+
+    check_boxes: bool = True
+    """Refuse a file whose boxes fit their pictures in another order or unit alone."""
+
     check_images: bool = True
     """Decode every image and compare its size; false: a bad image is found when its sample is used.
     """
@@ -248,9 +290,19 @@ class ImportOptions(Section):
         return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.name}.jsonl"
 
     @property
+    def reading(self) -> BoxReading:
+        """The meaning of a box's numbers, as the keys or the format say."""
+        own = self.format_reading
+        return replace(own, order=self.box_order or own.order, unit=self.box_unit or own.unit)
+
+    @property
     def name(self) -> str:
         """The name of the records where `out` is a folder."""
         raise NotImplementedError
+
+    def no_coco_results(self, _report: ImportReport, /) -> str | None:
+        """Tell why predictions on the records cannot become COCO results; None: they can."""
+        return None
 
     def read(self) -> Source:
         """Open the source; its images are read one by one.
@@ -261,17 +313,39 @@ class ImportOptions(Section):
 
 
 def find_file(path: Path) -> Path:
-    """Return the file of this path; if there is none, one whose suffix differs in case alone."""
+    """Return the file of this path.
+
+    If there is none: one whose suffix differs in case alone, or a name in Unicode normalisation (a
+    disk of macOS has `u` and two dots where JSON has `ü`).
+    """
     if path.is_file():
         return path
-    return files_by_suffix(path.parent).get((path.stem, path.suffix.lower()), path)
+    return files_by_suffix(_find_folder(path.parent)).get(file_key(path.name), path)
+
+
+def file_key(name: str) -> tuple[str, str]:
+    """Return the stem in one Unicode normalisation, and the suffix in lower case."""
+    path = PurePath(unicodedata.normalize("NFC", name))
+    return path.stem, path.suffix.lower()
+
+
+@lru_cache(maxsize=64)
+def _find_folder(path: Path) -> Path:
+    """Return the folder of this path, or one whose name differs in Unicode normalisation alone."""
+    if path.is_dir() or path == path.parent:
+        return path
+    folder = _find_folder(path.parent)
+    wanted = unicodedata.normalize("NFC", path.name)
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    same = sorted(name for name in names if unicodedata.normalize("NFC", name) == wanted)
+    return folder / (same[0] if same else path.name)
 
 
 @lru_cache(maxsize=8)
 def files_by_suffix(folder: Path) -> Mapping[tuple[str, str], Path]:
-    """List the files of a folder by stem and suffix in lower case; of two, the first by name."""
+    """List the files of a folder by `file_key`; of two, the first by name."""
     files = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
-    return {(file.stem, file.suffix.lower()): file for file in files if file.is_file()}
+    return {file_key(file.name): file for file in files if file.is_file()}
 
 
 def require_folder(key: str, path: Path, holds: str) -> None:

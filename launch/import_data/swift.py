@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
 from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
 from launch.import_data.objects import (
     HARMLESS_KEYS,
     ObjectSkip,
     SourceObject,
-    holds_pixels,
     is_learnable,
 )
 from launch.import_data.source import (
+    REPEATED_IMAGE,
     ImageSkip,
     ImportOptions,
+    ImportReport,
     Source,
     SourceImage,
     require_folder,
@@ -27,6 +31,11 @@ from shared.config.base import ConfigPath
 
 REF = "<ref-object>"
 BOX = "<bbox>"
+_MARK = re.compile(f"{REF}|{BOX}")
+_FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
+_OBJECT_OR_REF = re.compile(r"\{[^{}]*\}|" + REF)
+_LABEL = re.compile(r'"(?:label|name|category|desc|ref)"\s*:\s*"([^"\\]*)"')
+"""The text that names the object of a JSON answer."""
 
 
 class _Message(CocoEntry):
@@ -59,9 +68,12 @@ class SwiftImport(ImportOptions):
     """The keys of `format=swift`.
 
     A row keeps its own `system` and `prompt`, the user's message with its refs filled in. A box is
-    called after its ref: the n-th of the answer where the answer has as many refs as boxes, else
-    the last one before it in the answer, else the only one of the question.
+    called after its ref: the n-th of the answer where the answer has as many refs as boxes; the ref
+    or the `label` of its own JSON object; else the last one before it in the answer, or the next
+    one if boxes come first; else the only one of the question.
     """
+
+    format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY)
 
     source: Annotated[ConfigPath, Field(examples=["grounding.jsonl"])]
     """JSONL file with `messages`, `images` and `objects`."""
@@ -72,6 +84,14 @@ class SwiftImport(ImportOptions):
     @property
     def name(self) -> str:
         return self.source.stem
+
+    def no_coco_results(self, report: ImportReport, /) -> str | None:
+        if not report.num_repeated_images:
+            return None
+        return (
+            "several rows ask about one picture, and COCO results are of every object on it (first:"
+            f" {report.first[REPEATED_IMAGE]})"
+        )
 
     def read(self) -> Source:
         if self.images is not None:
@@ -85,10 +105,10 @@ class SwiftImport(ImportOptions):
                 row = parse_json(self.source, _Row.model_validate_json, line, remedy, number)
                 folder = self.source.parent if self.images is None else self.images
                 path = folder / row.images[0] if row.images else self.source
-                yield _image(row, f"{self.source.stem}:{number}", path)
+                yield _image(row, f"{self.source.stem}:{number}", path, self.reading)
 
 
-def _image(row: _Row, sample_id: str, path: Path) -> SourceImage:
+def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> SourceImage:
     turns = [message for message in row.messages if message.role != "system"]
     objects = row.objects or _Objects()
     unread = [ObjectSkip.MALFORMED] * len(objects.bbox)  # counted with its row
@@ -117,22 +137,71 @@ def _image(row: _Row, sample_id: str, path: Path) -> SourceImage:
             keys["system"] = message.content
     if not all(map(is_learnable, keys.values())):
         return SourceImage(sample_id, path, unread, skip=ImageSkip.UNUSABLE_TEXT)
-    num_refs = num_asked
-    asked = set(objects.ref[:num_asked])
-    fractions = objects.bbox_type == "norm1"
+    if objects.bbox_type == "norm1":
+        reading = replace(reading, unit=BoxUnit.PARTS)
     found: list[SourceObject | ObjectSkip] = []
-    for number, (before, box) in enumerate(zip(answer.split(BOX), objects.bbox, strict=False)):
-        num_refs += before.count(REF)
-        of = num_asked + number if num_answered == len(objects.bbox) else num_refs - 1
+    names = _names(answer, objects.ref[:num_asked], objects.ref[num_asked:])
+    for desc, box in zip(names, objects.bbox, strict=True):
         if len(box) == 2:
             found.append(ObjectSkip.POINT)
-        elif len(box) != 4 or not (fractions or holds_pixels(box)):
+        elif len(box) != 4:
             found.append(ObjectSkip.MALFORMED)
         else:
-            x1, y1, x2, y2 = box
-            # Of several that were asked for, nobody says which one it is.
-            is_named = of >= num_asked or len(asked) == 1
-            desc = objects.ref[of] if is_named else ""
-            size = (x2 - x1, y2 - y1)
-            found.append(SourceObject(desc, (x1, y1, *size), unknown_keys=objects.unknown_keys))
-    return SourceImage(sample_id, path, found, fractions=fractions, keys=keys)
+            unknown = objects.unknown_keys
+            found.append(SourceObject(desc, reading.box(box), unknown_keys=unknown))
+    return SourceImage(sample_id, path, found, reading=reading, keys=keys)
+
+
+def _names(answer: str, asked: Sequence[str], refs: Sequence[str]) -> list[str]:
+    """Name the boxes of an answer, in order; a box that nobody names is called "".
+
+    Args:
+        asked: refs of the question, as `refs` of the answer.
+    """
+    # Of several that were asked for, nobody says which one it is.
+    only = asked[0] if len(set(asked)) == 1 else ""
+    num_boxes = answer.count(BOX)
+    if len(refs) == num_boxes:
+        return list(refs)
+    objects = _FLAT_OBJECT.findall(answer)
+    if sum(one.count(BOX) for one in objects) == num_boxes and all(
+        one.count(BOX) == 1 and one.count(REF) <= 1 for one in objects if BOX in one
+    ):
+        return _names_in_json(answer, refs, only)
+    if not refs:
+        return [only] * num_boxes
+    # Before the boxes or behind them, as the first one is.
+    marks = _MARK.findall(answer)
+    is_behind = BOX in marks and REF in marks and marks.index(BOX) < marks.index(REF)
+    names: list[str] = []
+    of_next = iter(refs)
+    name = only
+    waiting = 0
+    for mark in marks:
+        if mark == REF:
+            name = next(of_next)
+            names += [name] * waiting
+            waiting = 0
+        elif is_behind:
+            waiting += 1
+        else:
+            names.append(name)
+    # Behind the last label there is none for these; with a label in the question it may be that.
+    names += [""] * waiting
+    return [""] * num_boxes if is_behind and asked else names
+
+
+def _names_in_json(answer: str, refs: Sequence[str], only: str) -> list[str]:
+    """Name the boxes of JSON objects by the ref, or the text, next to each."""
+    names = []
+    of_next = iter(refs)
+    for part in _OBJECT_OR_REF.findall(answer):
+        if BOX not in part:
+            for _ in range(part.count(REF)):
+                next(of_next)
+        elif REF in part:
+            names.append(next(of_next))
+        else:
+            texts = _LABEL.findall(part)
+            names.append(texts[0] if len(texts) == 1 else only)
+    return names

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
-from typing import Annotated
+from typing import Annotated, ClassVar
 from xml.etree import ElementTree
 
 from pydantic import Field
 
+from launch.import_data.boxes import BoxOrder, BoxReading
 from launch.import_data.coco_files import read_bytes
 from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, finite, turned_box
 from launch.import_data.source import (
@@ -40,6 +42,8 @@ _KNOWN_ATTRIBUTES = frozenset(
 class VocImport(ImportOptions):
     """The keys of `format=voc`."""
 
+    format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY, one_based=True)
+
     source: Annotated[ConfigPath, Field(examples=["VOCdevkit/VOC2012"])]
     """Folder with `Annotations/`, or with the XML files themselves."""
 
@@ -66,7 +70,14 @@ class VocImport(ImportOptions):
         if self.split is None:
             files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".xml")
         else:
-            listed = read_bytes(find_file(self.source / "ImageSets" / "Main" / f"{self.split}.txt"))
+            lists = self.source / "ImageSets" / "Main"
+            file = find_file(lists / f"{self.split}.txt")
+            if not file.is_file():
+                there = ", ".join(sorted(one.stem for one in lists.glob("*.txt"))[:20]) or "none"
+                remedy = f"choose of {there}, or leave split=... out for every XML file"
+                problem = f"is {self.split}, of which there is no list"
+                raise RecordError(problem, field="split", remedy=remedy, file=str(lists))
+            listed = read_bytes(file)
             # Lists of one class have a second column, 1, 0 or -1.
             lines = listed.decode(errors="replace").splitlines()
             names = [line.split()[0] for line in lines if line.strip()]
@@ -97,10 +108,11 @@ class VocImport(ImportOptions):
                 objects,
                 # Zeros stand for a size that the tool did not know.
                 (int(size[0]), int(size[1])) if size is not None and min(size) > 0 else None,
+                reading=self.reading,
             )
 
     def _object(self, entry: ElementTree.Element) -> SourceObject | Ignored | ObjectSkip:
-        read = _box_of(entry)
+        read = _box_of(entry, self.reading)
         if read is None:
             return ObjectSkip.MALFORMED
         box, angle = read
@@ -131,12 +143,13 @@ def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
     suffixes = dict.fromkeys((own, *IMAGE_SUFFIXES)) if has_suffix else IMAGE_SUFFIXES
     for stem in (file.stem, name, name[: -len(own)] if has_suffix else name):
         for suffix in suffixes:
-            if (stem, suffix) in there:
-                return there[stem, suffix]
+            found = there.get((unicodedata.normalize("NFC", stem), suffix))
+            if found is not None:
+                return found
     return pictures / filename if name else pictures / f"{file.stem}{IMAGE_SUFFIXES[0]}"
 
 
-def _box_of(entry: ElementTree.Element) -> tuple[list[float], float] | None:
+def _box_of(entry: ElementTree.Element, reading: BoxReading) -> tuple[list[float], float] | None:
     """Read x, y, w, h in pixels, and the angle in radians by which the box is turned, clockwise.
 
     The angle is roLabelImg's (`robndbox/angle`, also `angle` next to a `bndbox`; over 2 pi it can
@@ -161,9 +174,7 @@ def _box_of(entry: ElementTree.Element) -> tuple[list[float], float] | None:
     corners = finite(entry.findtext(f"bndbox/{key}") for key in _CORNERS)
     if corners is None:
         return None
-    # Pixels are numbered from 1, and the last one is inside.
-    x1, y1, x2, y2 = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
-    return [x1, y1, x2 - x1, y2 - y1], turn
+    return list(reading.box(corners)), turn
 
 
 def _unknown_keys(entry: ElementTree.Element) -> tuple[str, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Literal
+from pathlib import Path, PureWindowsPath
+from typing import Annotated, ClassVar, Literal
 
 import yaml
 from pydantic import Field
 
+from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
 from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
 from launch.import_data.objects import ObjectSkip, SourceObject, finite
 from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage, find_file
@@ -29,7 +30,7 @@ class _DataFile(CocoEntry):
     val: list[str] = Field(default_factory=list)
     test: list[str] = Field(default_factory=list)
     """Folders of images, or text files that list them."""
-    kpt_shape: list[int] | None = None
+    kpt_shape: list[Annotated[int, Field(strict=False)]] | None = None
     """Labels are of poses: points stand behind the box."""
 
 
@@ -38,6 +39,8 @@ class YoloImport(ImportOptions):
 
     source: Annotated[ConfigPath, Field(examples=["my_folder"])]
     """Folder with `data.yaml`, or a file like it."""
+
+    format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.CXCYWH, BoxUnit.PARTS)
 
     split: Literal["train", "val", "test"] = "train"
     """Key of `data.yaml` that says where the images are."""
@@ -48,8 +51,10 @@ class YoloImport(ImportOptions):
 
     def read(self) -> Source:
         file = self.source / "data.yaml" if self.source.is_dir() else self.source
-        data = parse_json(file, lambda raw: _parse(file, raw), read_bytes(file), "correct it")
-        entries = {"train": data.train, "val": data.val, "test": data.test}[self.split]
+        remedy = "correct it"
+        data = parse_json(file, lambda raw: _parse(file, raw), read_bytes(file), remedy)
+        splits = {"train": data.train, "val": data.val, "test": data.test}
+        entries = splits[self.split]
         # Absolute, because a label file is found by the folder `/images/` in its image's path.
         folder = file.parent.absolute()
         root = folder / data.path if (folder / data.path).is_dir() else folder
@@ -64,29 +69,35 @@ class YoloImport(ImportOptions):
                 raise RecordError(problem, field=self.split, remedy=remedy, file=str(file))
             places.append(found[0])
         if not places:
-            remedy = "name a folder of images there, or choose another split=..."
+            there = ", ".join(name for name, found in splits.items() if found) or "none"
+            remedy = f"name a folder of images there, or choose another split=... (there: {there})"
             raise RecordError("is missing", field=self.split, remedy=remedy, file=str(file))
-        return Source(file, self._images(data, places, root))
+        return Source(
+            file,
+            self._images(data, places, root),
+            [{"id": id, "name": name} for id, name in sorted(data.names.items())],
+        )
 
     def _images(
         self, data: _DataFile, places: list[Path], root: Path
     ) -> Iterator[SourceImage | Orphans]:
         used: set[Path] = set()
+        poses = None if data.kpt_shape else _PoseEvidence()
         for place in places:
             if place.is_dir():
                 files = sorted(place.rglob("*"))
                 images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
             else:
-                lines = [line.strip() for line in _lines(place)]
-                images = [
-                    (place.parent if line.startswith("./") else root) / line for line in lines
-                ]
-            for image in images:
+                images = [_listed(line.strip(), place.parent, root) for line in _lines(place)]
+            for image in dict.fromkeys(images):
                 labels = _labels_of(image)
                 used.add(labels)
-                objects = [_object(line, data) for line in _lines(labels)]
+                rows = [line.split() for line in _lines(labels)]
+                objects = [_object(row, data, self.reading) for row in rows]
+                if poses is not None:
+                    poses.add(rows, labels)
                 name = os.path.relpath(image, root)
-                yield SourceImage(name, image, objects, fractions=True)
+                yield SourceImage(name, image, objects, reading=self.reading)
         for place in places:
             folder = _labels_of(place / "any.jpg").parent
             if place.is_dir() and folder != place:
@@ -94,11 +105,20 @@ class YoloImport(ImportOptions):
                     # LabelImg writes its list of names there.
                     if labels.suffix.lower() == ".txt" and labels.stem != "classes":
                         yield Orphans(labels, len(_lines(labels)))
+        if poses is not None and poses.are_poses:
+            raise RecordError(
+                "is missing, and the rows of labels are poses: all points behind the first four"
+                f" numbers lie in the box that these are (first: {poses.first})",
+                field="kpt_shape",
+                remedy="write the number of points, and 2 or 3 numbers each: kpt_shape: [17, 3]",
+                file=str(self.source),
+            )
 
 
 def _parse(file: Path, content: bytes) -> _DataFile:
     try:
-        raw = yaml.safe_load(content)
+        # Every scalar is the text in the file: `no` is a name, not a boolean.
+        raw = yaml.load(content, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
         raise RecordError(problem, field="file", remedy="correct it", file=str(file)) from error
@@ -106,10 +126,15 @@ def _parse(file: Path, content: bytes) -> _DataFile:
         for key in ("train", "val", "test"):
             if isinstance(raw.get(key), str):
                 raw[key] = [raw[key]]
-            elif key in raw and raw[key] is None:
+            if raw.get(key) in ([""], ["~"], ["null"]):
                 del raw[key]
-        if isinstance(raw.get("names"), list):
-            raw["names"] = dict(enumerate(raw["names"]))
+        if raw.get("kpt_shape") in ("", "~", "null"):
+            del raw["kpt_shape"]
+        names = raw.get("names")
+        if isinstance(names, list):
+            raw["names"] = dict(enumerate(names))
+        elif isinstance(names, dict):
+            raw["names"] = {int(id) if id.isdecimal() else id: name for id, name in names.items()}
     return _DataFile.model_validate(raw)
 
 
@@ -124,28 +149,111 @@ def _lines(file: Path) -> list[str]:
     """Return the lines that are not blank; an image without objects may have no file of labels."""
     if not file.is_file():
         return []
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = read_bytes(file).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _object(line: str, data: _DataFile) -> SourceObject | ObjectSkip:
+def _listed(line: str, folder: Path, root: Path) -> Path:
+    """Find an image of a list, whose paths may start from another folder, or another disk.
+
+    CVAT writes `data/images/train/a.jpg` for a file in `images/train`.
+    """
+    first = (folder if line.startswith("./") else root) / line
+    parts = PureWindowsPath(line).parts  # reads both separators
+    for start in range(max(1, len(parts) - 1)):
+        for place in (root, folder):
+            found = find_file(place.joinpath(*parts[start:]))
+            if found.is_file():
+                return found
+    return first
+
+
+def _object(row: list[str], data: _DataFile, reading: BoxReading) -> SourceObject | ObjectSkip:
     """Read `class cx cy w h` or `class x y x y x y ...`, in parts of the image."""
-    numbers = finite(line.split())
+    numbers = finite(row)
     if numbers is None or len(numbers) < 5 or not numbers[0].is_integer():
         return ObjectSkip.MALFORMED
     category, *values = numbers
     if data.kpt_shape is not None:
         values = values[:4]
-    # Beyond are pixels, or a box that is followed by a confidence: 5 values.
-    if len(values) % 2 or not -SLACK <= min(values) <= max(values) <= 1 + SLACK:
+    if len(values) % 2:  # a box that is followed by a confidence
         return ObjectSkip.MALFORMED
+    is_in_parts = -SLACK <= min(values) <= max(values) <= 1 + SLACK
+    skip = ObjectSkip.MALFORMED if reading.unit is BoxUnit.PARTS and not is_in_parts else None
     if int(category) not in data.names:
         return ObjectSkip.UNKNOWN_CATEGORY
     desc = data.names[int(category)]
     if len(values) == 4:
-        cx, cy, w, h = values
-        return SourceObject(desc, (cx - w / 2, cy - h / 2, w, h))
+        return SourceObject(desc, reading.box(values), skip=skip)
+    if skip is not None:
+        return skip
     xs = values[::2]
     ys = values[1::2]
     box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
     return SourceObject(desc, box, [values])
+
+
+class _PoseEvidence:
+    """Rows of labels; they tell poses whose `kpt_shape` is missing from polygons.
+
+    A pose is a box and points in it. Its numbers as the ring of a polygon cross themselves, which
+    rings of polygons hardly do.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._num_crossing = 0
+        self._is_polygon = False
+        self.first = ""
+
+    @property
+    def are_poses(self) -> bool:
+        return not self._is_polygon and self._num_crossing * 3 > self._num_rows
+
+    def add(self, rows: list[list[str]], labels: Path) -> None:
+        for number, row in enumerate(rows, 1):
+            values = finite(row[1:]) if not self._is_polygon and len(row) > 6 else None
+            if values is None:
+                continue
+            self._num_rows += 1
+            self.first = self.first or f"{labels}:{number}"
+            in_threes = len(values) % 3 == 1 and set(values[6::3]) <= {0.0, 1.0, 2.0}
+            if in_threes and _in_box(values, 3):
+                self._num_crossing += 1
+            elif len(values) % 2 or len(values) > 300 or not _in_box(values, 2):
+                self._is_polygon = True
+            else:
+                self._num_crossing += _crosses_itself(values)
+
+
+def _in_box(values: list[float], stride: int) -> bool:
+    """Tell whether values are a box in the picture, and points in it or unlabelled (0, 0)."""
+    cx, cy, w, h = values[:4]
+    points = zip(values[4::stride], values[5::stride], strict=True)
+    return (
+        min(cx - w / 2, cy - h / 2) >= -SLACK
+        and max(cx + w / 2, cy + h / 2) <= 1 + SLACK
+        and all(
+            (x, y) == (0, 0) or (abs(x - cx) <= w / 2 + SLACK and abs(y - cy) <= h / 2 + SLACK)
+            for x, y in points
+        )
+    )
+
+
+def _crosses_itself(values: list[float]) -> bool:
+    """Tell whether two edges of a ring x, y, ... cross, or all its vertices are on one line."""
+    points = list(zip(values[::2], values[1::2], strict=True))
+    edges = list(zip(points, [*points[1:], *points[:1]], strict=True))
+
+    def side(edge: tuple[tuple[float, float], tuple[float, float]], x: float, y: float) -> float:
+        (ax, ay), (bx, by) = edge
+        return (bx - ax) * (y - ay) - (by - ay) * (x - ax)
+
+    if all(abs(side(edge, *point)) < 1e-12 for edge in edges for point in points):
+        return True
+    return any(
+        side(one, *other[0]) * side(one, *other[1]) < 0
+        and side(other, *one[0]) * side(other, *one[1]) < 0
+        for i, one in enumerate(edges)
+        for other in edges[i + 2 :]
+    )

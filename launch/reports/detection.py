@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from launch.reports.coco_ap import MAX_PREDICTIONS, CocoAP, CocoScores, IouType, coco_scores
+from launch.reports.lenient import LenientReading, lenient_reading
 from shared.config import RunConfig
 from shared.grounding.evaluation import (
     DetectionCounts,
@@ -30,8 +31,8 @@ class PrimaryMetric(NamedTuple):
 
     name: str
     """`F1@0.5`, `mean reward`"""
-    value: float
-    """The higher the better."""
+    value: float | None
+    """The higher the better; None: too much of the report failed for a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class DetectionReport:
     config: RunConfig
     detection: DetectionSummary
     coco: CocoScores
+    lenient: LenientReading
+    """The same answers read leniently; every other figure is of the strict reading."""
     worst: tuple[WorstScene, ...]
     """Lowest F1 first."""
     sources: tuple[SourceFigures, ...] = ()
@@ -113,6 +116,10 @@ class DetectionReport:
             "val/num_never_opened": self.detection.num_never_opened,
             "val/num_not_closed": self.num_not_closed,
             "val/num_length_limited": self.detection.num_length_limited,
+            "val/num_objects_after_close": self.detection.num_behind,
+            "val/lenient_f1": self.lenient.detection.thresholds[0].any_class.f1,
+            "val/lenient_class_f1": self.lenient.detection.thresholds[0].same_class.f1,
+            "val/num_read_leniently": self.lenient.num_answers,
         }
         for later in self.detection.thresholds[1:]:
             at = f"@{later.iou_threshold:g}"
@@ -146,6 +153,14 @@ class DetectionReport:
         faults = [f"{number} {what}" for what, number in self.faults().items() if number]
         if faults:
             figures += f"; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}"
+        if self.lenient.num_answers:
+            f1 = self.lenient.detection.thresholds[0].any_class.f1
+            needed = ", ".join(f"{kind} {count}" for kind, count in self.lenient.needed.items())
+            figures += (
+                f"; read leniently F1@{self.iou_threshold:g} {f1:.3f}, with"
+                f" {self.lenient.num_objects} more objects of {self.lenient.num_answers} answers"
+                f" ({needed})"
+            )
         return figures
 
     def faults(self) -> dict[str, int]:
@@ -157,6 +172,9 @@ class DetectionReport:
             "not closed": self.num_not_closed,
             f"cut by length (rollout_matching.max_new_tokens: {limit})": (
                 self.detection.num_length_limited
+            ),
+            "with objects after the close, which are not read": sum(
+                scene.num_behind > 0 for scene in self.evaluation.outcomes
             ),
         }
 
@@ -179,18 +197,17 @@ class DetectionReport:
             "num_never_opened": self.detection.num_never_opened,
             "num_not_closed": self.num_not_closed,
             "num_length_limited": self.detection.num_length_limited,
+            "num_objects_after_close": self.detection.num_behind,
             "max_new_tokens": self.config.rollout_matching.max_new_tokens,
             "valid_object_rate": counts.valid_rate,
             "dropped": dict(self.detection.dropped),
-            "detection": [
-                {
-                    "iou_threshold": at.iou_threshold,
-                    **_ratios(at.any_class),
-                    "class_accuracy": at.any_class.class_accuracy,
-                    "class_aware": _ratios(at.same_class),
-                }
-                for at in self.detection.thresholds
-            ],
+            "detection": _at_thresholds(self.detection),
+            "lenient": {
+                "num_answers": self.lenient.num_answers,
+                "num_objects": self.lenient.num_objects,
+                "needed": dict(self.lenient.needed),
+                "detection": _at_thresholds(self.lenient.detection),
+            },
             "coco": {
                 "by_class": {kind: asdict(scores) for kind, scores in self.coco.by_class.items()},
                 "any_class": {kind: asdict(scores) for kind, scores in self.coco.any_class.items()},
@@ -244,6 +261,7 @@ def make_report(
         )
         worst.append(WorstScene(scene, detection.scene_f1[index], tuple(pairs)))
     coco = coco_scores(evaluation.outcomes)
+    lenient = lenient_reading(evaluation.outcomes, detection, config.geometry, tolerance)
     sources = []
     for source in config.data.sources("val"):
         scenes = [one for one in evaluation.outcomes if one.sample.source == source.name]
@@ -253,8 +271,20 @@ def make_report(
             boxes = coco_scores(scenes).by_class[IouType.BBOX]
             sources.append(SourceFigures(source.name, len(scenes), counts, boxes))
     return DetectionReport(
-        subject, evaluation, config, detection, coco, tuple(worst), tuple(sources)
+        subject, evaluation, config, detection, coco, lenient, tuple(worst), tuple(sources)
     )
+
+
+def _at_thresholds(detection: DetectionSummary) -> list[dict[str, Any]]:
+    return [
+        {
+            "iou_threshold": at.iou_threshold,
+            **_ratios(at.any_class),
+            "class_accuracy": at.any_class.class_accuracy,
+            "class_aware": _ratios(at.same_class),
+        }
+        for at in detection.thresholds
+    ]
 
 
 def _ratios(counts: DetectionCounts) -> Mapping[str, float | int]:
@@ -293,14 +323,17 @@ def report_tables(report: DetectionReport) -> list[Table]:
         ("reason", "entries"),
         [(str(reason), str(count)) for reason, count in report.detection.dropped.items()],
     )
-    tables = [_detection(report), _coco(report), _sources(report)]
+    tables = [_detection(report), _lenient(report), _coco(report), _sources(report)]
     tables += [_classes(report), dropped, incomplete]
     return [table for table in tables if table.rows]
 
 
-def _detection(report: DetectionReport) -> Table:
+_DETECTION_HEAD = ("", "precision", "recall", "F1", "equal names among pairs")
+
+
+def _detection_rows(detection: DetectionSummary) -> list[tuple[str, ...]]:
     rows = []
-    for at in report.detection.thresholds:
+    for at in detection.thresholds:
         # Where only equal names can be a pair, how many are equal says nothing.
         for name, counts, equal_names in (
             ("any class", at.any_class, at.any_class.class_accuracy),
@@ -308,6 +341,22 @@ def _detection(report: DetectionReport) -> Table:
         ):
             figures = _figures(counts.precision, counts.recall, counts.f1, equal_names)
             rows.append((f"IoU {at.iou_threshold:g}, {name}", *figures))
+    return rows
+
+
+def _lenient(report: DetectionReport) -> Table:
+    lenient = report.lenient
+    needed = ", ".join(f"{kind} {count}" for kind, count in lenient.needed.items())
+    note = (
+        f"{lenient.num_objects} more objects of {lenient.num_answers} answers, by what they needed:"
+        f" {needed}. Every other figure is of the strict reading, with which a run trains."
+    )
+    rows = _detection_rows(lenient.detection) if lenient.num_answers else []
+    return Table("Detection, read leniently", note, _DETECTION_HEAD, rows)
+
+
+def _detection(report: DetectionReport) -> Table:
+    rows = _detection_rows(report.detection)
     note = (
         "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
         " objects of equal names."
@@ -315,8 +364,7 @@ def _detection(report: DetectionReport) -> Table:
     if report.coco.num_points:
         tolerance = report.config.rollout_matching.point_tolerance
         note += f" Of two points {tolerance:g} bins apart the IoU counts as 0.5 (point_tolerance)."
-    head = ("", "precision", "recall", "F1", "equal names among pairs")
-    return Table("Detection", note, head, rows)
+    return Table("Detection", note, _DETECTION_HEAD, rows)
 
 
 def _coco(report: DetectionReport) -> Table:

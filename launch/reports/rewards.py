@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,27 @@ from rollout_actors.environments.datasets import mean
 from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
+MOST_FAILED_SHARE = 0.05
+"""A mean is no score if more of its rollouts failed: those that are left are a selection, and the
+mean of a few lucky ones would win over an honest report. One in twenty is the odd call that timed
+out."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """The rollouts of one environment of a group."""
+    """Some rollouts, at least one: all of a report, or those of one environment of a group."""
 
     num_samples: int
-    reward: float
-    """Mean of those that did not fail; 0 where all have."""
+    reward: float | None
+    """Mean of those that did not fail; None if more than `MOST_FAILED_SHARE` have."""
     num_failed: int
+
+    @classmethod
+    def of(cls, outcomes: Sequence[EnvironmentRollout]) -> TaskFigures:
+        rewards = [one.reward for one in outcomes if one.error is None]
+        num_failed = len(outcomes) - len(rewards)
+        is_sound = num_failed <= MOST_FAILED_SHARE * len(outcomes)
+        return cls(len(outcomes), mean(rewards) if is_sound else None, num_failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +45,17 @@ class RewardReport:
     evaluation: Evaluation[EnvironmentRollout]
 
     @property
-    def reward(self) -> float:
-        """The mean over the rollouts that did not fail; 0 where all have: checkpoints need one."""
-        rewards = [rollout.reward for rollout in self.evaluation.outcomes if rollout.error is None]
-        return mean(rewards) if rewards else 0.0
+    def figures(self) -> TaskFigures:
+        return TaskFigures.of(self.evaluation.outcomes)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean over the rollouts that did not fail, as `TaskFigures` has it."""
+        return self.figures.reward
 
     @property
     def num_failed(self) -> int:
-        return sum(rollout.error is not None for rollout in self.evaluation.outcomes)
+        return self.figures.num_failed
 
     @property
     def headline(self) -> PrimaryMetric:
@@ -50,17 +66,23 @@ class RewardReport:
 
         Of a group, the line has the environments' rewards first.
         """
-        tasks = (f"{name} {one.reward:.3f} of {one.num_samples}" for name, one in self._tasks())
+        total = self.figures
+        tasks = (f"{name} {shown(one.reward)} of {one.num_samples}" for name, one in self._tasks())
         functions = (f"{name} {value:.3f}" for name, value in self._function_means().items())
         values = ", ".join((*tasks, *functions))
-        failed = f", {self.num_failed} failed" if self.num_failed else ""
-        return f"mean reward {self.reward:.3f}" + (f" ({values})" if values else "") + failed
+        failed = f", {total.num_failed} failed" if total.num_failed else ""
+        if total.reward is None:
+            failed = (
+                f": {total.num_failed} of {total.num_samples} rollouts failed, and at most"
+                f" {MOST_FAILED_SHARE:.0%} may for a score; see their errors in rollouts.jsonl"
+            )
+        return f"mean reward {shown(total.reward)}" + (f" ({values})" if values else "") + failed
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of a line of evaluations.jsonl."""
         outcomes = self.evaluation.outcomes
         tasks = dict(self._tasks())
-        return {
+        values: dict[str, float | None] = {
             "val/reward": self.reward,
             "val/num_failed": self.num_failed,
             "val/num_reward_errors": sum(len(rollout.reward_errors) for rollout in outcomes),
@@ -74,21 +96,19 @@ class RewardReport:
             },
             **{f"val/reward/{name}": one.reward for name, one in tasks.items()},
         }
+        return {name: value for name, value in values.items() if value is not None}
 
-    def by_task(self) -> dict[str, dict[str, float]]:
+    def by_task(self) -> dict[str, dict[str, float | None]]:
         """Return the figures of each environment of a group; empty without a group."""
         return {name: asdict(one) for name, one in self._tasks()}
 
     def _tasks(self) -> list[tuple[str, TaskFigures]]:
         names = {one.task for one in self.evaluation.outcomes if one.task is not None}
-        return [(name, self._figures_of(name)) for name in sorted(names)]
-
-    def _figures_of(self, task: str) -> TaskFigures:
-        outcomes = [one for one in self.evaluation.outcomes if one.task == task]
-        rewards = [one.reward for one in outcomes if one.error is None]
-        return TaskFigures(
-            len(outcomes), mean(rewards) if rewards else 0.0, len(outcomes) - len(rewards)
-        )
+        outcomes = self.evaluation.outcomes
+        return [
+            (name, TaskFigures.of([one for one in outcomes if one.task == name]))
+            for name in sorted(names)
+        ]
 
     def _function_means(self) -> dict[str, float]:
         """Average each reward function over the rollouts that have it: not all of a group do."""
@@ -98,6 +118,11 @@ class RewardReport:
             name: mean([rollout.metrics[name] for rollout in outcomes if name in rollout.metrics])
             for name in names
         }
+
+
+def shown(score: float | None) -> str:
+    """Format a score; one that does not exist is a dash."""
+    return "-" if score is None else f"{score:.3f}"
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:

@@ -152,8 +152,11 @@ class Checkpoints:
         )
         self._carry_out(self._retention.after_step(num_steps, is_due=is_due))
 
-    def after_report(self, num_steps: int, score: float) -> None:
-        """Save the weights, which are those of the report, if their score is among the best."""
+    def after_report(self, num_steps: int, score: float | None) -> None:
+        """Save the weights, which are those of the report, if their score is among the best.
+
+        Without a score they are never among the best.
+        """
         self._carry_out(self._retention.after_report(num_steps, score))
 
     def at_end(self, num_steps: int) -> None:
@@ -523,7 +526,7 @@ class Retention:
         self._periodic.add(step)
         return self._add(step)
 
-    def after_report(self, step: int, score: float) -> RetentionChange:
+    def after_report(self, step: int, score: float | None) -> RetentionChange:
         """Decide by the score of the present weights. Of equal ones the older stays."""
         return self._add(step, score)
 

@@ -104,6 +104,8 @@ def print_summary(folder: Path) -> int:
             end = "interrupted"
         elif trial["exit_code"]:
             end = f"failed with exit status {trial['exit_code']}"
+        elif "headline" in trial and trial["score"] is None:
+            end = f"no {trial['headline']}: too much of the last report failed"
         elif "headline" in trial:
             end = f"{trial['headline']} {trial['score']:.3f}"
         else:
@@ -116,6 +118,11 @@ def print_summary(folder: Path) -> int:
     finished = f"{len(trials) - failed} of {len(trials)} trials finished"
     _print(console, f"sweep     {finished}; {folder / TRIALS}")
     return failed
+
+
+def _has_score(trial: Mapping[str, Any], name: str) -> bool:
+    """Tell whether the trial's last report has this headline, and a score of it."""
+    return trial.get("headline") == name and trial["score"] is not None
 
 
 def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -133,7 +140,10 @@ def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         if len({setting.get(key) for setting in settings}) > 1
     ]
     best = {
-        name: max(trial["score"] for trial in trials if trial.get("headline") == name)
+        name: max(
+            (trial["score"] for trial in trials if _has_score(trial, name)),
+            default=None,
+        )
         for name in names
     }
     rows = [["trial", *keys, "steps", *names]]
@@ -141,7 +151,7 @@ def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         row = [str(trial["trial"]), *(setting.get(key, "-") for key in keys)]
         row.append(str(trial.get("step", "-")))
         for name in names:
-            if trial.get("headline") != name:
+            if not _has_score(trial, name):
                 row.append("-")
                 continue
             is_best = len(trials) > 1 and trial["score"] == best[name]

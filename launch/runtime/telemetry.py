@@ -93,17 +93,24 @@ class EvaluationRecord:
     num_samples: int
     headline: str
     """Name of the report's main figure."""
-    score: float
-    """Value of the main figure."""
+    score: float | None
+    """Value of the main figure; None: too much of the report failed."""
     class_f1: float | None
     """Of objects: `val/class_f1` of the report's metrics."""
+    lenient_f1: float | None = None
+    """Of objects: `val/lenient_f1`."""
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     """Return the reports that a run has made so far; none where there is no such file."""
-    names = [field.name for field in fields(EvaluationRecord) if field.name != "class_f1"]
+    metrics = ("class_f1", "lenient_f1")
+    names = [field.name for field in fields(EvaluationRecord) if field.name not in metrics]
     return [
-        EvaluationRecord(**{name: line[name] for name in names}, class_f1=line.get("val/class_f1"))
+        EvaluationRecord(
+            **{name: line[name] for name in names},
+            class_f1=line.get("val/class_f1"),
+            lenient_f1=line.get("val/lenient_f1"),
+        )
         for line in read_lines(folder / "evaluations.jsonl")
     ]
 
@@ -412,7 +419,7 @@ class Telemetry:
             f" canary within {report.canary_max_abs:.1e}"
         )
 
-    def evaluation(self, evaluation: Evaluation[Any]) -> float:
+    def evaluation(self, evaluation: Evaluation[Any]) -> float | None:
         """Write the held-out report as a folder and two lines, and return its headline's value."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
@@ -440,10 +447,11 @@ class Telemetry:
             report.headline.name,
             report.headline.value,
             class_f1=figures.get("val/class_f1"),
+            lenient_f1=figures.get("val/lenient_f1"),
         )
         self.evaluations.append(record)
         line = {**asdict(record), **figures}
-        del line["class_f1"]  # one of the metrics
+        del line["class_f1"], line["lenient_f1"]  # they are among the metrics
         self._evaluations.write(json.dumps(line) + "\n")
         if self._loggers is not None:
             assert evaluation.step is not None, "a run knows its steps"
@@ -492,9 +500,16 @@ class Telemetry:
             name = "first"
             before = self.evaluations[0]
         after = self.evaluations[-1]
+        if before.score is None or after.score is None:
+            lacking = "the last report" if after.score is None else f"that of the {name}"
+            return f"val {after.headline}: {lacking} has no score, too many of its rollouts failed"
         line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
         if before.class_f1 is not None and after.class_f1 is not None:
             line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
+        if before.lenient_f1 is not None and after.lenient_f1 is not None:
+            lenient = f"{before.lenient_f1:.2f} -> {after.lenient_f1:.2f}"
+            if lenient != f"{before.score:.2f} -> {after.score:.2f}":
+                line += f", read leniently {lenient}"
         return line
 
     def _step_done(self, record: StepRecord, span: Span) -> None:

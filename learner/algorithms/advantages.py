@@ -8,10 +8,12 @@ rollouts, which makes the numerator n / (n - 1) times as large (Ahmadian et al. 
 
 With a teacher (`environment.teacher`) a sampled token's advantage is
 
-    reward_weight * advantage + weight * (log p_teacher - log p_engine)
+    reward_weight * advantage + weight * (log p_teacher - log p_learner)
 
-whose second part is minus the estimate, from that one token, of the divergence KL(engine's policy
-|| teacher) of its place: on-policy distillation (Agarwal et al. 2023, GKD).
+whose second part is minus the estimate, from that one token, of the divergence KL(learner ||
+teacher) of its place: on-policy distillation (Agarwal et al. 2023, GKD). The objective adds it
+(`policy_gradient.advantages`), with the learner's own log-probability at that moment, detached:
+with the engine's, several updates of one batch would go past the teacher.
 
 The loss of a step is the weighted sum over its sampled tokens, divided at the step's end by the
 number of its rollouts: known before the first of them arrives (decision 6), failed and empty ones
@@ -60,14 +62,19 @@ class TokenAdvantages:
     engine_logprobs: tuple[float, ...]
     """[M], under the probabilities that the engine sampled from."""
     advantages: tuple[float, ...]
-    """[M]"""
+    """[M], of the rewards."""
     weights: tuple[float, ...]
     """[M], of each token in the step's sum."""
     calls: tuple[int, ...]
     """[M], ascending from 0: the call of the model, among those with a learned token."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """[M]; None without a teacher."""
+    teacher_weight: float = 0.0
+    """Factor of the teacher's part of the advantage."""
 
     def __post_init__(self) -> None:
         columns = (self.engine_logprobs, self.advantages, self.weights, self.calls)
+        assert self.teacher_logprobs is None or len(self.teacher_logprobs) == len(self.positions)
         assert all(len(column) == len(self.positions) for column in columns)
         assert all(a < b for a, b in pairwise(self.positions))
 
@@ -115,13 +122,10 @@ class AdvantageEstimator:
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
         advantages = token_advantages(example, std_epsilon=self.std_epsilon, baseline=self.baseline)
+        teacher_logprobs = None
         if self.teacher is not None:
-            advantages = [
-                self.teacher.reward_weight * advantage + self.teacher.weight * log_ratio
-                for advantage, log_ratio in zip(
-                    advantages, teacher_log_ratios(example), strict=True
-                )
-            ]
+            advantages = [self.teacher.reward_weight * advantage for advantage in advantages]
+            teacher_logprobs = require_teacher(example)
         # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
             advantage = advantages[index]
@@ -131,6 +135,11 @@ class AdvantageEstimator:
                 problem = f"advantage {advantage}; its reward functions must return finite numbers"
             elif not math.isfinite(logprob):
                 problem = f"log-probability {logprob}; the endpoint must return finite ones"
+            elif teacher_logprobs is not None and not math.isfinite(teacher_logprobs[index]):
+                problem = (
+                    f"teacher's log-probability {teacher_logprobs[index]}; the teacher must return"
+                    " finite ones"
+                )
             if problem is not None:
                 raise ValueError(
                     f"example {example.example_id!r}, rollout {example.rollout}: token {index} has"
@@ -152,6 +161,8 @@ class AdvantageEstimator:
             tuple(advantages[index] for index in positions),
             tuple(weights),
             tuple(number for number, of_call in enumerate(calls) for _ in of_call),
+            None if teacher_logprobs is None else tuple(teacher_logprobs[i] for i in positions),
+            0.0 if self.teacher is None else self.teacher.weight,
         )
 
 
@@ -199,13 +210,18 @@ def teacher_log_ratios(example: TrainingExample) -> list[float]:
     Raises:
         ValueError: no teacher has scored it.
     """
+    columns = zip(require_teacher(example), example.logprobs, example.mask, strict=True)
+    return [teacher - engine if is_learned else 0.0 for teacher, engine, is_learned in columns]
+
+
+def require_teacher(example: TrainingExample) -> list[float]:
+    """Return the teacher's log-probabilities, [L]. ValueError if no teacher has scored it."""
     if example.teacher_logprobs is None:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"
             " and environment.teacher is set"
         )
-    columns = zip(example.teacher_logprobs, example.logprobs, example.mask, strict=True)
-    return [teacher - engine if is_learned else 0.0 for teacher, engine, is_learned in columns]
+    return example.teacher_logprobs
 
 
 def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:
@@ -223,12 +239,12 @@ def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:
 
 
 def _deviation(rewards: Sequence[float]) -> float:
-    """Return the population's standard deviation: the group is no sample of more rollouts.
+    """Return the standard deviation of a sample of at least two, as verl, TRL, OpenRLHF and SkyRL.
 
-    `statistics.pstdev` computes in fractions and takes a hundred times as long.
+    `statistics.stdev` computes in fractions and takes a hundred times as long.
     """
     mean = fmean(rewards)
-    return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
+    return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
 
 
 def learned_by_call(example: TrainingExample) -> list[list[int]]:

@@ -50,6 +50,8 @@ class BadRow(NamedTuple):
     problem: str
     field: str
     remedy: str
+    line: int | None
+    """Of the file, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def require_lengths(
     skipped = list(dataset.skipped)
     for row in measures.bad:
         located = RecordError(
-            row.problem, field=row.field, remedy=row.remedy, file=str(dataset.path)
+            row.problem, field=row.field, remedy=row.remedy, file=str(dataset.path), line=row.line
         )
         if on_bad_row == "error":
             bad.add(located)
@@ -241,7 +243,7 @@ def _measure(
             else:
                 text = len(codec.encode(of_sample.layout_objects(sample.objects).text)) + 1
         except RecordError as error:
-            bad.append(BadRow(error.problem, error.field, error.remedy))
+            bad.append(BadRow(error.problem, error.field, error.remedy, dataset.line_of(index)))
             continue
         values.extend((index, prompt, text, *_num_small(sample, resize)))
         digest.update(_content(sample).encode())
@@ -376,7 +378,7 @@ def _require_text_in_descs(
         first = bisect_left(starts, layout.desc[0])
         stop = bisect_left(starts, layout.desc[1])
         for token_id in token_ids[first:stop]:
-            if token_id in codec.special_ids or codec.coord_bin(token_id) is not None:
+            if token_id in codec.control_ids or codec.coord_bin(token_id) is not None:
                 token = codec.piece_bytes(token_id).decode()
                 problem = f"in which the tokenizer reads {token} as a control or coord token"
                 raise _bad_desc(sample, index, problem, "write it in words")

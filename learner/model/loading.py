@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,12 @@ from shared.model_families import (
     VISION_MODEL_TYPES,
 )
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
-from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
+from shared.tokens.hf_codec import (
+    HFTokenCodec,
+    MissingTokensError,
+    control_tokens,
+    find_control_token,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -162,6 +168,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     _require_ids_as_written(path, tokenizer)
+    if of_prompts := list(_prompt_problems(config, tokenizer)):
+        raise ConfigError(of_prompts)
     banned: list[int] = []
     if model_config.model_type in TILED_MODEL_TYPES:
         vocabulary = tokenizer.get_vocab()
@@ -175,6 +183,20 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     stops = (codec.eos_token_id, *sorted(ends - {codec.eos_token_id, None}))
     base = BaseFiles.read(path)
     return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
+
+
+def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """Yield why the run's own texts cannot be asked; rows are checked as they are encoded."""
+    data = config.data
+    texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
+    texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
+    tokens = control_tokens(tokenizer).values()
+    for key, text in texts.items():
+        if text and (token := find_control_token(text, tokens)):
+            yield (
+                f"{key}: has {token}, a control token of the tokenizer, which would end the turn"
+                " or stand for an image; remove it, or write it in words"
+            )
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:

@@ -49,6 +49,15 @@ class BoxSupervision(NamedTuple):
     """float32 [B]: 1 / boxes of the segment."""
 
 
+class TeacherSupervision(NamedTuple):
+    """What a teacher says of the sampled tokens, a column per field."""
+
+    logprobs: torch.Tensor
+    """float32 [M]"""
+    weight: torch.Tensor
+    """float32 [M], of the teacher's part of the advantage."""
+
+
 class SampledSupervision(NamedTuple):
     """Sampled tokens that are learned by their advantage, a column per field."""
 
@@ -57,11 +66,13 @@ class SampledSupervision(NamedTuple):
     engine_logprobs: torch.Tensor
     """float32 [M], under the probabilities that the engine sampled from."""
     advantage: torch.Tensor
-    """float32 [M]"""
+    """float32 [M], of the rewards: `learner.objectives.policy_gradient.advantages` is all of it."""
     weight: torch.Tensor
     """float32 [M], in the step's sum: see `learner.algorithms.advantages`."""
     call: torch.Tensor
     """int64 [M], ascending from 0 over the row: the call of the model that sampled it."""
+    teacher: TeacherSupervision | None = None
+    """None: no teacher has scored the tokens."""
 
 
 NOTHING_SAMPLED = SampledSupervision(

@@ -69,6 +69,18 @@ def log_ratios(
     return log_ratio_C[sampled.call]
 
 
+def advantages(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision) -> torch.Tensor:
+    """Compute the advantages, the teacher's part included: [M], without gradient.
+
+    The teacher's part compares with the learner of this very update, so that it ends where learner
+    and teacher agree, however many updates a batch has.
+    """
+    if sampled.teacher is None:
+        return sampled.advantage
+    log_ratio_M = sampled.teacher.logprobs - learner_logprobs_M.detach()
+    return sampled.advantage + sampled.teacher.weight * log_ratio_M
+
+
 def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
     """Compute `min(ratio, cap)`: [M]."""
     # Truncated before the exponential, which would overflow.
@@ -82,8 +94,9 @@ def is_clipped(
     log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
     if config.clip in ("cispo", "none"):
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
-    is_worse_M = sampled.advantage < 0
-    too_high_M = (sampled.advantage > 0) & (log_ratio_M > math.log1p(config.clip_high))
+    advantage_M = advantages(learner_logprobs_M, sampled)
+    is_worse_M = advantage_M < 0
+    too_high_M = (advantage_M > 0) & (log_ratio_M > math.log1p(config.clip_high))
     too_low_M = is_worse_M & (log_ratio_M.exp() < 1.0 - config.clip_low)
     clipped_M = too_high_M | too_low_M
     if config.clip == "dual":
@@ -104,7 +117,7 @@ def policy_gradient_loss(
     Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped; the loss is -1.2
     and has no gradient. With advantage -1 it is 1.5 and pulls the token back.
     """
-    advantage_M = sampled.advantage
+    advantage_M = advantages(learner_logprobs_M, sampled)
     clipped_M = is_clipped(learner_logprobs_M, sampled, config)
     log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
     ratio_M = truncated_ratio(log_ratio_M, cap=config.ratio_cap)

@@ -171,7 +171,7 @@ class TeacherSection(Section):
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
     """Name under which it is served. Its vocabulary must be that of `model.path`."""
     weight: PositiveFloat = 1.0
-    """Factor of a sampled token's log-probability under the teacher less that of the engine, both
+    """Factor of a sampled token's log-probability under the teacher less that of the learner, both
     in nats, in its advantage."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor of what the reward gives, `advantage_std` included, in the same advantage; 0: the

@@ -12,10 +12,10 @@ import codecs
 import hashlib
 import json
 import os
-import shlex
 import weakref
 from abc import abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +33,9 @@ from shared.records import (
     Sample,
     load_record,
 )
+
+_LEAST_SIDE = 64
+"""Pixels of a picture's side from which a box of one pixel can be told from larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,41 @@ class TableBuilder:
         )
 
 
+class Oddities:
+    """Counts what a row may have, and rarely should: what it holds of a row is one number."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        self._rows: dict[int, int] = {}
+
+    def add(self, number: int, sample: Sample) -> None:
+        """Add the sample of line `number`."""
+        boxes = [one.bins for one in sample.objects if one.kind is GeometryKind.BBOX]
+        # A box of one pixel is a step of bins, and rounded outwards.
+        steps = (1000 / sample.width + 2, 1000 / sample.height + 2)
+        num_tiny = sum(c - a < steps[0] and d - b < steps[1] for a, b, c, d in boxes)
+        if min(sample.width, sample.height) >= _LEAST_SIDE:
+            self._count("boxes of one pixel", num_tiny, f"line {number}")
+        num_repeated = len(sample.objects) - len(set(sample.objects))
+        self._count("objects that their row repeats", num_repeated, f"line {number}")
+        asked = (sample.prompt, sample.system, sample.phrase, sample.classes)
+        key = hash((tuple(str(image.path) for image in sample.images), asked))
+        first = self._rows.setdefault(key, number)
+        where = f"line {number}, as line {first}"
+        self._count("rows that ask the same of one picture", int(first != number), where)
+
+    def told(self) -> tuple[str, ...]:
+        return tuple(
+            f"{number} {what} (first: {self._first[what]})" for what, number in self._counts.items()
+        )
+
+    def _count(self, what: str, number: int, where: str) -> None:
+        if number:
+            self._counts[what] += number
+            self._first.setdefault(what, where)
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     try:
@@ -241,14 +279,18 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def require_utf8(content: bytes, path: Path) -> None:
+    """Raise RecordError for a text that begins as UTF-16 does, with a byte order mark or not."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
+        remedy = "save the file as UTF-8"
+        raise RecordError("is UTF-16, not UTF-8", field="file", remedy=remedy, file=str(path))
+
+
 def decode_row(path: Path, line: bytes) -> Any:
-    """Parse one line strictly: no byte order mark, no key twice, no absurd number."""
-    if line.startswith(codecs.BOM_UTF8):
-        command = f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
-        problem = "begins with a byte order mark, which JSON does not have"
-        raise _bad_row(problem, f"save the file as UTF-8 without it: {command}")
+    """Parse one line strictly: no key twice, no absurd number."""
+    require_utf8(line, path)
     try:
-        return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 at byte {error.start + 1}"
         remedy = "save the file as UTF-8"

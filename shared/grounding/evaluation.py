@@ -46,6 +46,8 @@ class Scene:
     finish_reason: FinishReason = FinishReason.STOP
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT
     """The format that the model was asked for."""
+    num_behind: int = 0
+    """Objects after the container's close, as in a second list: not read."""
 
     @property
     def never_opened(self) -> bool:
@@ -169,6 +171,8 @@ class DetectionSummary:
     num_never_opened: int
     num_length_limited: int
     """Responses that ended at `max_new_tokens`."""
+    num_behind: int
+    """Objects after the close of their answers' containers, which are not read."""
     scene_f1: tuple[float, ...]
     """F1 of each scene at the first threshold, of any class; 1 for nothing found of nothing."""
 
@@ -202,6 +206,7 @@ def summarise(
         num_truncated=sum(scene.truncated for scene in scenes),
         num_never_opened=sum(scene.never_opened for scene in scenes),
         num_length_limited=sum(scene.finish_reason is FinishReason.LENGTH for scene in scenes),
+        num_behind=sum(scene.num_behind for scene in scenes),
         scene_f1=tuple(f1),
     )
 

@@ -94,7 +94,7 @@ def _scan(text: bytes) -> _Scanned | None:
         earlier, last = last, symbol
     can_append = not closed and not depth and _BLANK.fullmatch(text, position) is not None
     fenced = opening[_FENCE] is not None
-    return _Scanned(Container(tuple(entries), closed), fenced, can_append)
+    return _Scanned(Container(tuple(entries), closed, position), fenced, can_append)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +210,11 @@ class BoxList:
         return ValidValue(kind, desc, desc_span, tuple(positions), bins, coord_spans, numbers)
 
     def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        return self.pixels_of_numbers(found.numbers, sample)
+
+    def pixels_of_numbers(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
         sides = (sample.width, sample.height)
-        return tuple(
-            number * sides[i % 2] / self._most(i) for i, number in enumerate(found.numbers)
-        )
+        return tuple(number * sides[i % 2] / self._most(i) for i, number in enumerate(numbers))
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         if not self.in_pixels:
@@ -229,6 +230,20 @@ class BoxList:
             return min(number, _MAX_BIN)
         last = self._most(axis) - 1
         return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
+
+    def clamped(self, number: float, axis: int) -> tuple[float, int] | None:
+        """Clamp any number to the picture, and return it with its bin.
+
+        None where the number is outside by more than a tenth of the side. `axis` is even for x.
+        """
+        most = float(self._most(axis))
+        if not -0.1 * most <= number <= 1.1 * most:  # no NaN either
+            return None
+        inside = min(max(number, 0.0), most)
+        if inside.is_integer():
+            return inside, self._bin(int(inside), axis)
+        scale = _MAX_BIN / (most - 1) if self.in_pixels else 1.0
+        return inside, min(floor(inside * scale + 0.5), _MAX_BIN)
 
     def _most(self, axis: int) -> int:
         """Return the number of the far border."""

@@ -95,3 +95,6 @@ class ParsedRollout:
     num_unchanged: int = 0
     """Leading prefix tokens that are the response's own; the replaced end of a fused token, and the
     fallback's bracket, are not."""
+    num_behind: int = 0
+    """Objects after the container's close, as in a second list: keys of a geometry, counted without
+    being read."""

@@ -8,6 +8,7 @@ and encoded again except the end of one fused token. A malformed response is dat
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,14 @@ from itertools import accumulate
 
 from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
-from shared.grounding.scanner import Container, Entry
+from shared.grounding.scanner import SPACE, Container, Entry
 from shared.grounding.validation import Response
 from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
+
+_SHAPE_KEY = re.compile(
+    rb'"(?:%b)"' % b"|".join(kind.encode() for kind in GeometryKind) + SPACE + b":"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ def parse_rollout(
         truncated=not container.closed,
         fallback=not prefix.cut,
         num_unchanged=prefix.num_unchanged,
+        num_behind=len(_SHAPE_KEY.findall(response.text, container.end)) if container.closed else 0,
     )
 
 
@@ -121,7 +127,12 @@ def trim_prefix(
     trimmed = parse_rollout(token_ids, codec, geometry=geometry, answer_format=answer_format)
     assert len(trimmed.objects) == num_objects, "a prefix of a response reads as the response does"
     num_unchanged = min(trimmed.num_unchanged, parsed.num_unchanged)
-    return replace(trimmed, truncated=parsed.truncated, num_unchanged=num_unchanged)
+    return replace(
+        trimmed,
+        truncated=parsed.truncated,
+        num_unchanged=num_unchanged,
+        num_behind=parsed.num_behind,
+    )
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, empty: str) -> _Prefix:

@@ -110,7 +110,7 @@ def _scan(text: bytes) -> _ScannedPhrases | None:
             end = marker.end()
         follows = _BETWEEN if is_closed else None
     closed = follows is _BETWEEN and _BLANK.fullmatch(text, end) is not None
-    return _ScannedPhrases(Container(tuple(entries), closed), open_phrase)
+    return _ScannedPhrases(Container(tuple(entries), closed, len(text)), open_phrase)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,8 @@ class Container:
     entries: tuple[Entry, ...]
     """Complete ones, in order of appearance."""
     closed: bool
+    end: int = 0
+    """Offset after the close of a container that closed."""
 
 
 def scan_container(text: bytes) -> Container | None:
@@ -153,7 +155,7 @@ def scan_container(text: bytes) -> Container | None:
     if opening is None:
         return None
     scan = _Scan(text, opening.start(1))
-    return Container(tuple(scan.entries), scan.closed)
+    return Container(tuple(scan.entries), scan.closed, scan.position)
 
 
 def object_indices(text: bytes) -> list[int]:
@@ -183,7 +185,7 @@ class _Scan:
         self.entries: list[Entry] = []
         self.closed = False
         self._text = text
-        self._position = opening + 1
+        self.position = opening + 1
         # The last two symbols.
         self._earlier = b""
         self._last = b"{"
@@ -197,12 +199,12 @@ class _Scan:
         """Take the plain entries and the one symbol that follow; False at the end of the text."""
         if self._awaited is None and self._last in (b"{", OBJECT_VALUE):
             self._take_plain_entries()
-        lexeme = read_lexeme(self._text, self._position)
+        lexeme = read_lexeme(self._text, self.position)
         if lexeme is None:
             return False
-        symbol, start, self._position = lexeme
+        symbol, start, self.position = lexeme
         index = (
-            _object_index(self._text[start + 1 : self._position - 1])
+            _object_index(self._text[start + 1 : self.position - 1])
             if symbol == _TEXT_STRING and self._last != b":"
             else None
         )
@@ -222,13 +224,13 @@ class _Scan:
         return True
 
     def _take_plain_entries(self) -> None:
-        plain, end = plain_entries(self._text, self._position, first=self._last == b"{")
+        plain, end = plain_entries(self._text, self.position, first=self._last == b"{")
         if plain:
             self.entries += plain
             self._brackets = 0
             self._earlier = b":"
             self._last = OBJECT_VALUE
-            self._position = end
+            self.position = end
 
     def _is_key(self) -> bool:
         """Tell whether the string `object_{n}` just read is a key.
@@ -237,7 +239,7 @@ class _Scan:
         """
         if self._last in (b"{", b",", OBJECT_VALUE) and not self._brackets:
             return True
-        return _COLON_FOLLOWS.match(self._text, self._position) is not None
+        return _COLON_FOLLOWS.match(self._text, self.position) is not None
 
     def _is_separated(self) -> bool:
         """Tell whether one separator stands directly in front of the key just read.
@@ -254,7 +256,7 @@ class _Scan:
             colon = (self._earlier, self._last) == (_ENTRY_KEY, b":")
             self.entries.append(
                 self._awaited._replace(
-                    value=(start, self._position), separated=self._awaited.separated and colon
+                    value=(start, self.position), separated=self._awaited.separated and colon
                 )
             )
             self._awaited = None

@@ -295,7 +295,7 @@ def fits(kind: GeometryKind, num_coords: int) -> bool:
     return num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
 
 
-def is_box(bins: Sequence[int]) -> bool:
+def is_box(bins: Sequence[float]) -> bool:
     return bins[0] <= bins[2] and bins[1] <= bins[3]
 
 

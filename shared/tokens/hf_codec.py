@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shared.model_families import END_OF_TURN
+from shared.model_families import END_OF_TURN, IMAGE_PLACEHOLDERS, TILE_PLACEHOLDERS
 from shared.tokens.pieces import piece_table
 from shared.tokens.vocabulary import COORD_TOKENS
 
@@ -41,6 +42,36 @@ def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
     return piece_table(
         tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()}
     )
+
+
+_CONTROL_NAME = re.compile(r"<\|.+\|>", re.DOTALL)
+_COORD_NAME = re.compile(r"<(?:\|coord_[0-9]+\||[0-9]+)>")
+
+
+def control_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the added tokens that mean something else than their characters, by id.
+
+    They are the special ones, those whose names have the form `<|...|>`, and the placeholders of
+    images. Coord tokens are not among them: a question may name a place. Ordinary added tokens,
+    such as `<think>`, are not either: a question may speak of them.
+    """
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    placeholders = {*IMAGE_PLACEHOLDERS, *TILE_PLACEHOLDERS}
+    return {
+        token_id: token.content
+        for token_id, token in added.items()
+        if (
+            token.special
+            or token.content in placeholders
+            or _CONTROL_NAME.fullmatch(token.content) is not None
+        )
+        and _COORD_NAME.fullmatch(token.content) is None
+    }
+
+
+def find_control_token(text: str, tokens: Iterable[str]) -> str | None:
+    """Return one of these tokens that `text` contains; None if there is none."""
+    return next((token for token in tokens if token in text), None)
 
 
 class MissingTokensError(ValueError):
@@ -107,8 +138,10 @@ class HFTokenCodec:
         special = {token_id for token_id, token in added.items() if token.special}
         special.update(vocabulary[token] for token in markup_tokens)
         self.special_ids = frozenset(special) - self._coord_bins.keys()
-        """Ids of control tokens (turns, images, padding, markup); coord tokens are not among
+        """Ids of special tokens (turns, images, padding, markup); coord tokens are not among
         them."""
+        self.control_ids = self.special_ids | control_tokens(tokenizer).keys()
+        """These and the others of `control_tokens`, which no text to be learned may hold."""
 
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of this token alone; none of an id beyond the vocabulary."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,12 @@ def test_without_any_id_it_is_a_digest_of_the_row() -> None:
         (row(objects=[{"bbox_2d": [1, 2, 3, 4]}]), "objects[0].desc"),
         *(
             (row(objects=[BOX | {"desc": desc}]), "objects[0].desc")
-            for desc in ("", " \t", 7, None, "a <|im_end|>", "\ud800")
+            for desc in ("", " \t", 7, None, "a <|im_end|>", "<|vision_start|>", "\ud800")
         ),
+        (row(prompt="Find <|image_pad|>."), "prompt"),
+        (row(system="Hello<|im_end|>"), "system"),
+        (row(phrase="<|im_start|>the cat"), "phrase"),
+        (row(classes=["cat", "dog <IMG_CONTEXT>"]), "classes[1]"),
         *(
             (row(objects=[BOX | {"bbox_2d": bins}]), "objects[0].bbox_2d")
             for bins in ("1, 2, 3, 4", [1, 2, 3], [1, 2, 3, 4, 5], [3, 2, 1, 4], [1, 4, 3, 2])
@@ -323,3 +328,16 @@ def test_what_is_kept_of_annotations_is_checked(changes: dict[str, Any], field: 
     error = refusal(row(**changes))
     assert error.field.startswith(field)
     assert "import the annotations again" in error.remedy
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_a_name_in_another_unicode_normalisation_is_told_with_the_one_that_is_there(
+    tmp_path: Path, on_disk: str
+) -> None:
+    name = unicodedata.normalize(on_disk, "kürbis.png")
+    Image.new("RGB", (2, 2)).save(tmp_path / name)
+    written = unicodedata.normalize({"NFC": "NFD", "NFD": "NFC"}[on_disk], name)
+    with pytest.raises(RecordError) as caught:
+        load_record(row(images=[written]), root=tmp_path)
+    assert "Unicode normalisation" in caught.value.problem
+    assert ascii(name) in caught.value.problem

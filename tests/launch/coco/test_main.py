@@ -181,12 +181,15 @@ def test_annotations_become_records_that_the_ordinary_loader_reads(source):
     assert row["images"] == ["../pictures/deep/a.png"]
     objects = {"read": 3, "boxes": 3, "polygons": 0, "skipped": {}, "boxes_for_polygons": {}}
     assert report == {
-        "images": {"read": 2, "written": 2, "skipped": {}, "turned_by_exif": 0},
+        "images": {"read": 2, "written": 2, "skipped": {}, "turned_by_exif": 0, "repeated": 0},
+        "no_coco_results": None,
         "objects": {
             **objects,
             "clamped": 0,
             "simplified": 0,
             "turned_boxes": 0,
+            "one_pixel": 0,
+            "repeated": 0,
             "unknown_keys": {},
             "ignored": 0,
         },
@@ -373,7 +376,7 @@ NO_DESC = "which cannot be an object's desc"
         (BBOX, [1, 2, float("nan"), 4], "[0].bbox[2]: input should be a finite number"),
         (BBOX, [1, 2, 10**400, 4], "annotations[0].bbox[2]: input should be a"),
         (RINGS, [[1, 2, 3, 4, 5, 6, 7]], "annotations[0].segmentation: a ring must"),
-        (RINGS, SQUARE, "segmentation[0]: input should be a valid array, got 10"),
+        (RINGS, SQUARE, "segmentation[0]: input should be a valid list, got 10"),
         ("images.0.width", 0, "images[0].width: input should be greater than 0"),
         ("images.0.width", 10**400, "images[0].width: input should be less than 2147483648"),
         ("images.+", TWICE, "images[1].id: is 1, as images[0].id is"),

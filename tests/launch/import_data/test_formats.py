@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
@@ -139,13 +142,62 @@ def test_data_yaml_is_read_as_its_tools_write_it(tmp_path, run, changes, labels)
     [
         ({"train": "nowhere"}, "data.yaml: train: names 'nowhere', which is not there; correct it"),
         ({"train": ""}, "data.yaml: train: is missing; name a folder of images there"),
-        ({"names": "[cat, no]"}, "data.yaml: names[1]: input should be a valid string, got False"),
+        ({"names": "[[cat]]"}, "data.yaml: names[0]: input should be a valid string, got ['cat']"),
+        ({"names": "{a: cat}"}, "data.yaml: names.a: input should be a valid integer"),
         ({"names": "{"}, "data.yaml: file: is not YAML"),
     ],
 )
 def test_a_wrong_data_yaml_is_refused_by_its_key(tmp_path, refused, changes, message):
     folder = yolo_folder(tmp_path / "yolo", **changes)
     assert message in refused("format=yolo", f"source={folder}")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [("[no, yes]", "no"), ("[1, 2]", "1"), ("{'0': ~, 1: on}", "~"), ("[0.10, x]", "0.10")],
+)
+def test_names_of_yolo_are_the_texts_in_the_file(tmp_path, run, names, first):
+    folder = yolo_folder(tmp_path / "yolo", names=names)
+    data, _ = run("yolo", source=folder)
+    assert data[0].objects[0].desc == first
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["0.5 0.5 0.2 0.2 0.45 0.45 1 0.55 0.55 1"],
+        ["0.5 0.5 0.2 0.2 0.45 0.45 0.55 0.55", "0.3 0.6 0.4 0.2 0.2 0.65 0.4 0.55 0.3 0.6"],
+    ],
+    ids=["with what is visible", "points alone"],
+)
+def test_rows_of_poses_without_their_key_are_refused(tmp_path, refused, rows):
+    """They would be read as polygons around the wrong points."""
+    folder = yolo_folder(tmp_path / "yolo")
+    labels = folder / "labels" / "train" / "a.txt"
+    write(labels, "".join(f"0 {row}\n" for row in rows))
+    told = refused("format=yolo", f"source={folder}")
+    assert "kpt_shape: is missing" in told
+    assert f"{labels}:1" in told and "kpt_shape: [17, 3]" in told
+
+
+def test_small_polygons_in_the_middle_are_no_poses(tmp_path, run):
+    folder = yolo_folder(tmp_path / "yolo")
+    rows = ["0.4 0.4 0.6 0.4 0.6 0.6 0.4 0.6", "0.45 0.5 0.55 0.42 0.6 0.5 0.55 0.6"]
+    write(folder / "labels" / "train" / "a.txt", "".join(f"0 {row}\n" for row in rows))
+    _, report = run("yolo", source=folder, geometry="poly")
+    assert report["objects"]["polygons"] == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["data/images/train/a.png", "/home/anna/set/images/train/a.png", "images\\train\\a.png"],
+    ids=["CVAT's", "another disk's", "with Windows' separators"],
+)
+def test_paths_of_a_list_may_start_from_another_folder(tmp_path, run, line):
+    folder = yolo_folder(tmp_path / "yolo", train="train.txt")
+    write(folder / "train.txt", f"\ufeff{line}\n")
+    data, _ = run("yolo", source=folder)
+    assert data[0].objects[0].desc == "cat"
 
 
 def voc_object(name: str = "cat", box: str = "11 21 40 60", **more: str) -> str:
@@ -238,6 +290,7 @@ def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run,
     refs = [
         refs_of("the left cat", "sleeping cat"),
         refs_of(" ", ref_id=2),
+        refs_of("a <|image_pad|> cat", ref_id=5),
         refs_of("nothing", ref_id=3, ann_id=71),
         refs_of("another split", ref_id=4, split="testA"),
     ]
@@ -247,7 +300,7 @@ def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run,
     assert [sample.sample_id for sample in data] == ["1:1", "1:2"]
     asked = [Prompts(("Find {phrase}.",)).texts(sample)[1] for sample in data]
     assert asked == ["Find the left cat.", "Find sleeping cat."]
-    assert report["images"]["skipped"] == {"unusable_text": 1, "unknown_annotation": 1}
+    assert report["images"]["skipped"] == {"unusable_text": 2, "unknown_annotation": 1}
 
 
 class Harmful:
@@ -319,6 +372,33 @@ def test_boxes_of_ms_swift_are_called_after_their_refs(tmp_path, run, row, names
     assert found(data) == [[("bbox_2d", BOX, first), ("bbox_2d", LOW_BINS, second)]]
 
 
+IN_JSON = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "refs", "names"),
+    [
+        ("Look", f"[{IN_JSON}, {IN_JSON}, {IN_JSON.replace('<ref-object>', 'bird')}]",
+         ["cat", "dog"], ["cat", "dog", "bird"]),
+        ("Look", f"[{IN_JSON.replace('<ref-object>', 'bird')}, {IN_JSON}, {IN_JSON}]",
+         ["cat", "dog"], ["bird", "cat", "dog"]),
+        ("Look", "<bbox><bbox> <ref-object>, <bbox> <ref-object>", ["cat", "dog"],
+         ["cat", "cat", "dog"]),
+        ("Look", "<ref-object> <bbox><bbox>, <ref-object> <bbox>", ["cat", "dog"],
+         ["cat", "cat", "dog"]),
+        ("Find <ref-object>", "<bbox>, <bbox>, <bbox>", ["cat"], ["cat", "cat", "cat"]),
+    ],
+    ids=["JSON with a text", "JSON, the text first", "labels behind", "labels before", "one asked"],
+)  # fmt: skip
+def test_each_box_of_ms_swift_has_the_label_next_to_it(
+    tmp_path, run, question, answer, refs, names
+):
+    boxes = [[10, 20, 40, 30], [10, 40, 40, 50], [10, 60, 40, 70]]
+    row = swift_row(f"<image>{question}", answer, refs, boxes)
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert [one.desc for one in data[0].objects] == names
+
+
 def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
     row = swift_row("<image>Find the <ref-object>.", "Here: <bbox>", ["red cat"], [PIXELS])
     row["messages"].insert(0, {"role": "system", "content": "Be brief."})
@@ -342,7 +422,9 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
         "<image>Find <ref-object> or <ref-object>", "<bbox>", ["cat", "dog"], [PIXELS]
     )
     parts = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [[0.1, 0.25, 0.4, 0.75]])
+    control = swift_row("<image>Find <|im_start|><ref-object>", "<bbox>", ["cat"], [PIXELS])
     rows = [good, click, nameless, turns, region, missing, text, caption, two, lost, either, parts]
+    rows.append(control)
     data, report = run("swift", source=swift_file(tmp_path / "swift", *rows))
     assert len(data) == 1
     assert report["images"]["skipped"] == {
@@ -353,8 +435,9 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
         "no_image": 1,
         "several_images": 1,
         "missing_file": 1,
+        "unusable_text": 1,
     }
-    skipped = {"point": 1, "unusable_name": 2, "malformed": 1, "image_skipped": 5}
+    skipped = {"point": 1, "unusable_name": 2, "malformed": 1, "image_skipped": 6}
     assert report["objects"]["skipped"] == skipped
 
 
@@ -632,6 +715,265 @@ def test_suffixes_may_be_in_upper_case(tmp_path, run):
     picture(tmp_path / "a.png").rename(tmp_path / "a.PNG")
     data, _ = run("coco", **options)
     assert data[0].images[0].path.name == "a.PNG"
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_a_file_is_found_by_a_name_that_differs_in_its_unicode_normalisation(
+    tmp_path, run, on_disk
+):
+    in_json = {"NFC": "NFD", "NFD": "NFC"}[on_disk]
+    folder, name = (unicodedata.normalize(on_disk, text) for text in ("größe_é", "kürbis.png"))
+    picture(tmp_path / folder / name)
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    content = json.loads(options["annotations"].read_text())
+    content["images"][0]["file_name"] = unicodedata.normalize(in_json, f"{folder}/{name}")
+    write(options["annotations"], json.dumps(content))
+    data, _ = run("coco", **options)
+    assert data[0].images[0].path.name == name
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_byte_order_mark_is_read_over_and_utf_16_is_refused_by_name(
+    tmp_path, run, refused, encoding
+):
+    picture(tmp_path / "a.png")
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    file = options["annotations"]
+    file.write_bytes(file.read_text().encode(encoding))
+    if encoding == "utf-8-sig":
+        assert len(run("coco", **options)[0]) == 1
+    else:
+        told = refused("format=coco", *(f"{key}={value}" for key, value in options.items()))
+        assert f"{file}: file: is UTF-16" in told
+
+
+def test_a_malformed_annotation_is_skipped_counted_and_the_first_is_named(tmp_path, run, capsys):
+    picture(tmp_path / "a.png")
+    options = coco_of(tmp_path, SHOWN, [10, 20, 30, 40])
+    content = json.loads(options["annotations"].read_text())
+    good = content["annotations"][0]
+    bad = [{**good, "bbox": None}, {"id": 3}, {**good, "bbox": [1, 2, "3", 4]}, 7]
+    content["annotations"] = [good, *bad]
+    write(options["annotations"], json.dumps(content))
+    data, report = run("coco", **options)
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+    assert report["objects"]["skipped"] == {"malformed": 4}
+    assert "annotations[1].bbox: input should be a valid list" in capsys.readouterr().out
+
+
+WIDE = (200, 100)
+"""Width and height of the picture that the boxes below are of."""
+TRUE_BOXES = [(120, 30, 60, 50), (20, 40, 90, 55), (150, 70, 40, 25), (100, 10, 95, 80)]
+"""x, y, w, h in pixels."""
+ORDERS = {
+    "xywh": lambda x, y, w, h: [x, y, w, h],
+    "xyxy": lambda x, y, w, h: [x, y, x + w, y + h],
+    "yxyx": lambda x, y, w, h: [y, x, y + h, x + w],
+    "cxcywh": lambda x, y, w, h: [x + w / 2, y + h / 2, w, h],
+}
+UNITS = {"pixels": WIDE, "parts": (1, 1), "thousandths": (1000, 1000)}
+
+
+def numbers_of(box: tuple[float, ...], order: str, unit: str) -> list[float]:
+    scale = [whole / side for whole, side in zip(UNITS[unit], WIDE, strict=True)] * 2
+    return ORDERS[order](*(value * factor for value, factor in zip(box, scale, strict=True)))
+
+
+def boxes_in(format: str, folder: Path, boxes: list[list[float]]) -> dict[str, Any]:
+    """Write a data set of a picture and these boxes, one row each where rows are of one box."""
+    picture(folder / "pictures" / "a.png", *WIDE)
+    image = {"id": 5, "file_name": "a.png", "width": WIDE[0], "height": WIDE[1]}
+    entries = [coco_annotation(i) | {"bbox": b, "segmentation": []} for i, b in enumerate(boxes)]
+    content = {"images": [image], "annotations": entries, "categories": [{"id": 3, "name": "cat"}]}
+    file = write(folder / "instances.json", json.dumps(content))
+    if format in ("coco", "lvis"):
+        return {"annotations": file, "images": folder / "pictures"}
+    if format == "refcoco":
+        refs = [refs_of("it", ref_id=i, ann_id=i) for i in range(len(boxes))]
+        refs_file = write(folder / "refs.json", json.dumps(refs))
+        return {"refs": refs_file, "annotations": file, "images": folder / "pictures"}
+    if format == "voc":
+        objects = "".join(voc_object(box=" ".join(map(str, box))) for box in boxes)
+        write(folder / "voc" / "a.xml", f"<annotation>{objects}</annotation>")
+        return {"source": folder / "voc", "images": folder / "pictures"}
+    if format == "yolo":
+        rows = "".join(f"0 {' '.join(map(str, box))}\n" for box in boxes)
+        write(folder / "yolo" / "labels" / "a.txt", rows)
+        write(folder / "yolo" / "data.yaml", "train: images\nnames: [cat]\n")
+        picture(folder / "yolo" / "images" / "a.png", *WIDE)
+        return {"source": folder / "yolo"}
+    row = swift_row("<image>Find <ref-object>", "<bbox>" * len(boxes), ["cat"], boxes)
+    return {"source": write(folder / "rows.jsonl", json.dumps(row))}
+
+
+OWN = {
+    "coco": ("xywh", "pixels"),
+    "lvis": ("xywh", "pixels"),
+    "refcoco": ("xywh", "pixels"),
+    "voc": ("xyxy", "pixels"),
+    "swift": ("xyxy", "pixels"),
+    "yolo": ("cxcywh", "parts"),
+}
+
+
+@pytest.mark.parametrize("format", OWN)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_boxes_in_another_order_or_unit_are_refused_with_the_key_and_read_with_it(
+    tmp_path, run, refused, format, order, unit
+):
+    """Four boxes of one picture are enough, and none is read wrongly."""
+    boxes = [numbers_of(box, order, unit) for box in TRUE_BOXES]
+    options = boxes_in(format, tmp_path / "data", boxes)
+    keys = {"box_order": order, "box_unit": unit}
+    if (order, unit) == OWN[format]:
+        keys = {}
+    else:
+        told = refused(f"format={format}", *(f"{key}={value}" for key, value in options.items()))
+        assert "set box_order=" in told or "set box_unit=" in told
+        assert f"{order} in {unit}" in told
+    data, _ = run(format, **options, **keys)
+    read = sorted(one.bins for sample in data for one in sample.objects)
+    reference, _ = run_again(run, tmp_path, boxes_in("coco", tmp_path / "reference", TRUE_BOXES))
+    truth = sorted(one.bins for one in reference[0].objects)
+    off = 6 if format == "voc" and unit == "pixels" else 1  # counts from 1
+    assert len(read) == len(truth)
+    for one, other in zip(read, truth, strict=True):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= off * 2
+
+
+def run_again(run: Any, folder: Path, options: dict[str, Any]) -> Any:
+    shutil.rmtree(folder / "out")
+    return run("coco", **options)
+
+
+@pytest.mark.parametrize("format", OWN)
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [(20, 30, 60, 50)],
+        [(0, 0, 200, 100)],
+        [(0, 0, 200, 100), (1, 1, 198, 98)],
+        [(-8, -4, 60, 50), (150, 60, 62, 48), (0, 0, 204, 102)],
+        [(5, 5, 1, 1), (190, 95, 2, 2), (3, 90, 1, 3)],
+        [(2, 3, 1, 1)],
+        [(0, 0, 1, 1), (100, 50, 1, 1)],
+    ],
+    ids=["one", "fills", "both fill", "slightly out", "tiny", "one pixel", "a corner's pixel"],
+)  # fmt: skip
+def test_true_boxes_of_small_files_are_never_refused(tmp_path, run, format, boxes):
+    order, unit = OWN[format]
+    numbers = [numbers_of(box, order, unit) for box in boxes]
+    if format == "voc":
+        numbers = [[x1 + 1, y1 + 1, x2, y2] for x1, y1, x2, y2 in numbers]
+    if format == "yolo" and boxes[0][0] < 0:
+        numbers = [[min(max(value, 0), 1) for value in box] for box in numbers]
+    _, report = run(format, **boxes_in(format, tmp_path / "data", numbers))
+    assert report["objects"]["boxes"] == len(boxes)
+
+
+IDS = {"coco": {"cat": 3}, "lvis": {"cat": 3}, "voc": {"cat": 1}, "yolo": {"cat": 0}}
+IDS |= {"swift": {"cat": 1}, "hf": {"dog": 0, "cat": 1}}
+
+
+@pytest.mark.parametrize(
+    "format", [*(IDS.keys() - {"hf"}), pytest.param("hf", marks=pytest.mark.slow)]
+)
+def test_perfect_predictions_on_data_of_every_format_are_perfect_coco_results(
+    tmp_path, run, format
+):
+    """By pycocotools, against annotations with the ids that the import wrote."""
+    true_boxes = TRUE_BOXES
+    if format == "hf":
+        true_boxes = [tuple(value / 2 for value in box) for box in TRUE_BOXES]
+        objects = [{"bbox": list(box), "category": 1} for box in true_boxes]
+        options = {"source": hugging_face(tmp_path / "data", ["dog", "cat"], [objects])}
+    else:
+        boxes = [numbers_of(box, *OWN[format]) for box in TRUE_BOXES]
+        if format == "voc":
+            boxes = [[x1 + 1, y1 + 1, x2, y2] for x1, y1, x2, y2 in boxes]
+        options = boxes_in(format, tmp_path / "data", boxes)
+    (sample,), report = run(format, **options)
+    assert report["no_coco_results"] is None
+    categories = json.loads((tmp_path / "out" / "train.categories.json").read_text())
+    assert {one["name"]: one["id"] for one in categories} == IDS[format]
+    image_id = sample.metadata["image_id"]
+    assert image_id == (5 if format in ("coco", "lvis") else 1)
+    ids = {"image_id": image_id, "category_id": IDS[format]["cat"], "iscrowd": 0}
+    entries = [
+        {"id": i, "bbox": list(box), "area": box[2] * box[3], **ids}
+        for i, box in enumerate(true_boxes, 1)
+    ]
+    size = {"width": sample.width, "height": sample.height}
+    truth = COCO()
+    truth.dataset = {"images": [{"id": image_id, **size}], "annotations": entries}
+    truth.dataset["categories"] = categories
+    truth.createIndex()
+    answers = [
+        {"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}
+        | {"pixels": annotation.corners}
+        for one, annotation in zip(sample.objects, sample.annotated, strict=True)
+    ]
+    row = {"metadata": dict(sample.metadata), "objects": answers, **size}
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    results = tmp_path / "results.json"
+    names = tmp_path / "out" / "train.categories.json"
+    coco_main(["export", f"predictions={predictions}", f"categories={names}", f"out={results}"])
+    scored = COCOeval(truth, truth.loadRes(str(results)), "bbox")
+    scored.evaluate()
+    scored.accumulate()
+    precision = scored.eval["precision"][:, :, :, 0, -1]
+    assert precision[precision > -1].min() == 1
+
+
+@pytest.mark.parametrize("format", ["refcoco", "swift"])
+def test_an_import_whose_predictions_cannot_be_coco_results_says_why(tmp_path, run, capsys, format):
+    boxes = [numbers_of(box, *OWN[format]) for box in TRUE_BOXES]
+    options = boxes_in(format, tmp_path / "data", boxes)
+    if format == "swift":
+        rows = options["source"].read_text()
+        write(options["source"], f"{rows}\n{rows}")
+    _, report = run(format, **options)
+    assert "COCO results are of every object" in report["no_coco_results"]
+    assert report["no_coco_results"] in capsys.readouterr().out
+    assert not (tmp_path / "out" / "train.categories.json").exists()
+
+
+def test_odd_rows_are_counted_and_the_first_is_named(tmp_path, run, capsys):
+    """An object twice, boxes of one pixel, one file under two ids."""
+    boxes = [[20, 30, 60, 50], [20, 30, 60, 50], [7, 8, 1, 1], [100, 20, 60, 50]]
+    options = boxes_in("coco", tmp_path / "data", boxes)
+    content = json.loads(options["annotations"].read_text())
+    content["images"].append({**content["images"][0], "id": 6})
+    content["annotations"].append({**coco_annotation(9, image_id=6), "bbox": [30, 30, 50, 50]})
+    write(options["annotations"], json.dumps(content))
+    _, report = run("coco", **options)
+    assert (report["objects"]["repeated"], report["objects"]["one_pixel"]) == (1, 1)
+    assert report["images"]["repeated"] == 1
+    told = capsys.readouterr().out
+    file = options["images"] / "a.png"
+    assert f"picture of an earlier row: {file} (sample 6), as sample 5" in told
+    assert f"repeated object: {file} (sample 5)" in told
+
+
+@pytest.mark.slow
+def test_a_refused_hugging_face_import_leaves_no_pictures(tmp_path, refused):
+    objects = [{"bbox": [60, 50, 90, 70], "category": 0}, {"bbox": [50, 40, 95, 75], "category": 0}]
+    source = hugging_face(tmp_path / "data", ["cat"], [objects])
+    (tmp_path / "a.png").rename(tmp_path / "moved.png")
+    assert "set box_order=xyxy" in refused("format=hf", f"source={source}")
+    assert not (tmp_path / "out" / "train_images").exists()
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path, refused):
+    folder = tmp_path / "VOC"
+    voc_file(folder / "Annotations" / "a.xml", voc_object())
+    for name in ("train", "val"):
+        write(folder / "ImageSets" / "Main" / f"{name}.txt", "a\n")
+    told = refused("format=voc", f"source={folder}", "split=trian")
+    assert "split: is trian" in told and "train, val" in told
+    yolo = yolo_folder(tmp_path / "yolo")
+    assert "there: train" in refused("format=yolo", f"source={yolo}", "split=val")
 
 
 LONG = [20, 38, 60, 4]

@@ -60,6 +60,14 @@ def test_the_best_by_f1_are_kept_whenever_they_were_and_of_equal_ones_the_older(
     assert kept(best) == [(20, 0.5, (BEST,)), (80, 0.6, (BEST,))]
 
 
+def test_a_report_without_a_score_is_never_the_best():
+    best = retention(keep_best=1)
+    assert best.after_report(0, None) == NOTHING
+    assert best.after_report(20, -1.5) == RetentionChange(at(20))
+    assert best.after_report(40, None) == NOTHING
+    assert kept(best) == [(20, -1.5, (BEST,))]
+
+
 def test_a_periodic_one_that_is_the_best_is_saved_once_and_outlives_the_newer_ones():
     both = retention(save_steps=10, keep_last=1, keep_best=1)
     assert both.after_step(10) == RetentionChange(at(10))

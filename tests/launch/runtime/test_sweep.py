@@ -85,6 +85,8 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
         trial(0, "seed=1", "learning_rate=1e-3", reward=0.25),
         trial(1, "seed=2", "learning_rate=1e-3", reward=0.75),
         trial(2, "seed=2", "learning_rate=-1", exit_code=2),
+        # A report of which too much failed has no score.
+        trial(3, "seed=3", "learning_rate=1e-3", reward=0.5) | {"score": None},
     ]
     (tmp_path / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in trials))
     assert print_summary(tmp_path) == 1
@@ -92,10 +94,12 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
         "trial     0: mean reward 0.250, 61 s, out/trial_0",
         "trial     1: mean reward 0.750, 61 s, out/trial_1",
         "trial     2: failed with exit status 2, 61 s, out/trial_2",
+        "trial     3: no mean reward: too much of the last report failed, 61 s, out/trial_3",
         "trial  training.seed  training.learning_rate  steps  mean reward",
         "0      1              1e-3                    80     0.250",
         "1      2              1e-3                    80     0.750 (best)",
         "2      2              -1                      -      -",
+        "3      3              1e-3                    80     -",
     ]
 
 

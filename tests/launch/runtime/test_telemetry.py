@@ -9,6 +9,7 @@ import resource
 import tempfile
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from config_support import configuration, trajectory_config
@@ -17,7 +18,7 @@ from scene_support import guess, png, scene, truth
 
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.replacements import Replacement
-from launch.runtime.telemetry import Telemetry
+from launch.runtime.telemetry import Telemetry, read_evaluations
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation
@@ -312,6 +313,21 @@ def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end
         ):
             telemetry.evaluation(evaluation(step, num_right))
             assert telemetry.improvement() == line
+
+
+def test_the_closing_line_has_the_lenient_figure_if_it_differs(config):
+    coords = ", ".join(f"<|coord_{bin}|>" for bin in (0, 0, 99, 99))
+    text = f'Sure: {{"bbox": [{coords}], "label": "cat"}}'
+    with open_telemetry(config) as telemetry:
+        for step in (20, 100):
+            of_step = evaluation(step, 0)
+            scenes = tuple(
+                replace(one, objects=(), text=text, truncated=True) for one in of_step.outcomes
+            )
+            telemetry.evaluation(replace(of_step, outcomes=scenes))
+        assert telemetry.improvement().endswith(", read leniently 1.00 -> 1.00")
+    first, _ = read_evaluations(config.telemetry.run_dir)
+    assert (first.score, first.lenient_f1) == (0.0, 1.0)
 
 
 # Of an environment

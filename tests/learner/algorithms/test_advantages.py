@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -91,9 +92,11 @@ def test_the_epsilon_of_the_configuration_counts_where_advantages_are_divided_an
 
 
 def test_with_advantage_std_advantages_are_divided_by_the_groups_standard_deviation():
-    """Plus the epsilon: the deviation of 1 and 0 is a half."""
-    assert of(TWO_TURNS, replace(PLAIN, std_epsilon=0.0)).target.credit.advantages == (1.0,) * 3
-    assert of(TWO_TURNS, replace(PLAIN, std_epsilon=0.5)).target.credit.advantages == (0.5,) * 3
+    """Of a sample, n - 1, plus the epsilon: that of 1 and 0 is the root of a half."""
+    root = math.sqrt(0.5)
+    for epsilon, expected in ((0.0, 0.5 / root), (0.5, 0.5 / (root + 0.5))):
+        credit = of(TWO_TURNS, replace(PLAIN, std_epsilon=epsilon)).target.credit
+        assert credit.advantages == pytest.approx((expected,) * 3)
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 0.0), (0.25, 1.0, 0.0, 0.5), (2.0, 2.0, 2.0), (1.0,)])
@@ -156,9 +159,8 @@ def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewa
     # Scaled, for the squares of the tiniest rewards are 0 in numpy's deviation.
     scaled = np.array(rewards) / max(np.abs(rewards).max(), np.finfo(float).tiny)
     if np.std(scaled) > 1e-6:
-        np.testing.assert_allclose(
-            advantages, (scaled - np.mean(scaled)) / np.std(scaled), rtol=1e-4, atol=1e-4
-        )
+        expected = (scaled - np.mean(scaled)) / np.std(scaled, ddof=1)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-4, atol=1e-4)
     assert np.abs(advantages).max() <= len(rewards) ** 0.5 + 1e-6
 
 
@@ -168,10 +170,10 @@ def test_with_an_epsilon_rewards_that_hardly_differ_are_hardly_told_apart():
     rewards = (1.0,) * 7 + (1.000001,)
     best = 7 / 8 * 1e-6
     divided = credited(rewards, best, 1e-4)
-    assert credited(rewards, best) == pytest.approx(2.645751, rel=1e-6)
-    assert divided == pytest.approx(best / (np.std(rewards) + 1e-4))
+    assert credited(rewards, best) == pytest.approx(2.474874, rel=1e-6)
+    assert divided == pytest.approx(best / (np.std(rewards, ddof=1) + 1e-4))
     assert divided < 0.01
-    assert credited((0.0,) * 7 + (1.0,), 7 / 8, 1e-4) == pytest.approx(2.645, abs=1e-3)
+    assert credited((0.0,) * 7 + (1.0,), 7 / 8, 1e-4) == pytest.approx(2.474, abs=1e-3)
 
 
 def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
@@ -180,6 +182,8 @@ def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
     assert learned_by_call(replace(example, steps=(0, 2), step_ends=(3, 6))) == [[1, 2], [5]]
 
 
+ROOT = math.sqrt(0.5)
+"""The advantage of one of two rollouts over their deviation."""
 OWN = {"advantage": -2.0, "token_advantages": [7.0, 0.25, -2.0], "group_rewards": (0.0, 4.0)}
 
 
@@ -195,7 +199,7 @@ OWN = {"advantage": -2.0, "token_advantages": [7.0, 0.25, -2.0], "group_rewards"
             id="no deviation",
         ),
         pytest.param(
-            {"advantage": 0.5, "group_rewards": (1.0, 0.0)}, 0.0, [0, 1.0, 1.0], id="the group's"
+            {"advantage": 0.5, "group_rewards": (1.0, 0.0)}, 0.0, [0, ROOT, ROOT], id="the group's"
         ),
         pytest.param(
             {"advantage": 1.0, "group_rewards": (0.5, 0.52)},
@@ -208,10 +212,12 @@ OWN = {"advantage": -2.0, "token_advantages": [7.0, 0.25, -2.0], "group_rewards"
         ),
         pytest.param(OWN, None, [0, 0.25, -2.0], id="of single calls"),
         pytest.param(OWN, 0.0, [0, 0.25, -2.0], id="of single calls, in no units of the rewards"),
-        pytest.param(OWN | {"token_is_relative": [0, 0, 1]}, 0.0, [0, 0.25, -1.0], id="beside own"),
+        pytest.param(
+            OWN | {"token_is_relative": [0, 0, 1]}, 0.0, [0, 0.25, -ROOT], id="beside own"
+        ),
         pytest.param(OWN | {"token_is_relative": [0, 0, 1]}, None, [0, 0.25, -2.0], id="undivided"),
     ],
 )
 def test_only_an_advantage_that_is_the_groups_is_divided(fields, std_epsilon, expected):
     example = TrainingExample([1, 2, 3], [0.0, -0.5, -1.0], [0, 1, 1], 1.0, **fields)
-    assert token_advantages(example, std_epsilon=std_epsilon) == expected
+    assert token_advantages(example, std_epsilon=std_epsilon) == pytest.approx(expected)

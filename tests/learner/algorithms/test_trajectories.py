@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -137,7 +137,7 @@ def slowly(model, answers, config, num_samples):
         for rollout, example in ((one, example) for one in group for example in one.examples):
             advantage = rollout.reward - fmean(rewards)
             if rule.advantage_std:
-                advantage /= pstdev(rewards) + rule.advantage_epsilon
+                advantage /= stdev(rewards) + rule.advantage_epsilon
             of_reward = advantage
             logits = model(input_ids=torch.tensor([example.token_ids])).logits[0]
             learner = logits.double().log_softmax(-1)
@@ -151,11 +151,11 @@ def slowly(model, answers, config, num_samples):
             for end in example.step_ends or (len(example.token_ids),):
                 number["step"] = sum(example.mask[begin:end])
                 for at in (at for at in range(begin, end) if example.mask[at]):
+                    logprob = learner[at - 1, example.token_ids[at]]
                     if (teacher := config.environment.teacher) is not None:
                         advantage = teacher.reward_weight * of_reward + teacher.weight * (
-                            example.teacher_logprobs[at] - example.logprobs[at]
+                            example.teacher_logprobs[at] - logprob.item()
                         )
-                    logprob = learner[at - 1, example.token_ids[at]]
                     ratio = min(math.exp(logprob.item() - example.logprobs[at]), 1e9)
                     if advantage > 0 and ratio > 1 + rule.clip_high:
                         term = -advantage * (1 + rule.clip_high)

@@ -3,6 +3,7 @@ kept.
 """
 
 import hashlib
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from learner.data.samples import load_samples
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
+from shared.errors import ConfigError, RecordError
 from shared.grounding.json_list import PictureResize
 from shared.records import ImageRef, Sample
 
@@ -91,6 +93,59 @@ def test_the_digest_is_of_all_that_is_learned_and_of_plain_rows_it_stays_what_ch
     assert len({fits("a.jsonl", one).measures.digest for one in samples}) == 9
     elsewhere = replace(plain, images=(ImageRef(Path("b.png"), None, ""),))
     assert fits("b.jsonl", elsewhere).measures.digest == fits("a.jsonl", plain).measures.digest
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "Find <|secret|>."}, "prompt"),
+        ({"system": "<|secret|>"}, "system"),
+        ({"phrase": "a <|plain|> cat"}, "phrase"),
+        ({"classes": ["cat", "<|secret|>"]}, "classes[1]"),
+        ({"prompt": "Show <think>, </think> and <|coord_5|>."}, None),
+    ],
+)
+def test_a_question_with_a_control_token_of_the_tokenizer_is_refused_with_its_line(
+    tmp_path, demo_checkpoint, row, field
+):
+    config = configuration(demo_checkpoint, tmp_path, tmp_path, global_max_length=512)
+    tokens = load_tokens(config)
+    tokens.tokenizer.add_tokens(["<|secret|>"], special_tokens=True)
+    tokens.tokenizer.add_tokens(["<|plain|>", "<think>", "</think>"])
+    file = tmp_path / "train.jsonl"
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    of_all = {"images": ["a.png"], "width": 64, "height": 64, "objects": []}
+    file.write_text("".join(json.dumps(of_all | one) + "\n" for one in ({}, row)))
+    (source,) = config.data.sources("train")
+    dataset = load_samples(config, source)
+    encoder = PromptEncoder.from_config(config, tokens.processor)
+    if field is None:
+        assert len(require_train_lengths(config, dataset, encoder, tokens.codec).samples) == 2
+        return
+    with pytest.raises(RecordError) as caught:
+        require_train_lengths(config, dataset, encoder, tokens.codec)
+    assert str(caught.value).startswith(f"{file}:2: {field}: sample train:2 has <|")
+    changes = {"global_max_length": 512, "data__on_bad_row": "skip"}
+    skipping = configuration(demo_checkpoint, tmp_path, tmp_path, **changes)
+    assert len(require_train_lengths(skipping, dataset, encoder, tokens.codec).samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"data__user_prompt": "Find all.<|im_end|>"}, "data.user_prompt"),
+        ({"data__system_prompt": "<|vision_start|>"}, "data.system_prompt"),
+        ({"data__prompts": ["Find all.", "<|image_pad|> Find all."]}, "data.prompts[1]"),
+    ],
+)
+def test_a_question_of_the_run_with_a_control_token_is_refused_with_its_key(
+    tmp_path, demo_checkpoint, changes, key
+):
+    config = configuration(demo_checkpoint, tmp_path, tmp_path, **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_tokens(config)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{key}: has <|")
 
 
 @pytest.fixture

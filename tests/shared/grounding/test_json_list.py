@@ -129,6 +129,14 @@ def test_a_point_that_is_not_wanted_is_an_unknown_geometry(codec: HFTokenCodec) 
     assert [one.reason for one in parsed.dropped] == [DropReason.UNKNOWN_GEOM]
 
 
+def test_objects_of_a_second_list_are_counted_and_not_read(parse) -> None:
+    cases = {f"[{CAT}]": 0, f"[{CAT}]\n[{DOG}, {CAT}]": 2, f"[] or {DOG}": 1, f"[{CAT}, {DOG}": 0}
+    for text, num_behind in cases.items():
+        parsed = parse(text)
+        assert parsed.num_behind == num_behind
+        assert not parsed.dropped
+
+
 def test_one_comma_stands_between_objects(parse) -> None:
     parsed = parse(f"[{CAT} {DOG},, {CAT}, {DOG}]")
     assert [one.key for one in parsed.objects] == ["[0]", "[3]"]

@@ -1,0 +1,296 @@
+"""The lenient reading of answers, for reports alone: what a stock model plainly meant.
+
+Training, matching and rewards read answers strictly (`shared.grounding.parsing`). This reading is
+tried where the strict one left something. Its rules, each counted by name (`Leniency`), for JSON:
+
+- Objects count wherever they are: after text or a fence, without a list, in a second list, in
+  another object, without a comma between them. What precedes the last `</think>` does not count.
+- Strings and keys may have single quotes, and keys none. A comma may follow the last member.
+- The box may be called `bbox`, the name `desc`, and so on (`_BOX_KEYS`, `_NAME_KEYS`), or missing.
+  Other keys do not matter.
+- A number may be a float or a string; it is clamped where it is outside the picture by a tenth of
+  the side at most. Corners may be swapped. Numbers may be nested: pairs, or several boxes.
+
+Of phrases (`rex_omni`) every one counts wherever it is, whatever separates it from others.
+
+The pass is linear, and nothing recurses: an object that cannot be read is left at its last lexeme.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from launch.reports.lenient_json import Leniency, Members, WrittenLeaf, read_members
+from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import DetectionSummary, Scene, summarise
+from shared.grounding.formats import AnswerFormat
+from shared.grounding.json_list import BoxList
+from shared.grounding.phrase_list import PhraseList
+from shared.grounding.validation import fits, is_box
+from shared.records import GeometryKind, Sample
+from shared.tokens.vocabulary import parse_coord_token
+
+_Number = TypeVar("_Number", int, float)
+
+
+class ReadObject(NamedTuple):
+    """One object of a lenient reading."""
+
+    object: ScoredObject
+    needed: frozenset[Leniency]
+    """Empty: the strict reading has it too."""
+
+
+_BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box")
+_POINT_KEYS = ("point_2d", "point")
+_NAME_KEYS = (
+    *("label", "desc", "name", "class", "category", "class_name", "object", "object_name"),
+    *("text", "text_content", "description", "ref", "phrase"),
+)
+_NUMBER_TEXT = re.compile(r"\s*+[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?\s*+")
+_FENCE = re.compile(r"\s*(?:(?:```|~~~)\w*)?\s*")
+_CONTAINER_OPENS = re.compile(r'(?:\[|\{\s*"object_[0-9]+"\s*:)\s*\Z')
+_SEPARATORS = {
+    "{": re.compile(r'\s*,\s*"object_[0-9]+"\s*:\s*'),
+    "[": re.compile(r"\s*,\s*"),
+}
+_THOUGHT_END = "</think>"
+_PHRASE = re.compile(
+    r"<\|object_ref_start\|>([^<]{1,512})<\|object_ref_end\|>\s*<\|box_start\|>([0-9<>,\s]*+)"
+)
+_BIN = re.compile(r"<([0-9]{1,3})>")
+
+
+def read_leniently(
+    scene: Scene, geometry: frozenset[GeometryKind]
+) -> tuple[ReadObject, ...] | None:
+    """Read the answer of a scene leniently; None where the strict reading has read all of it."""
+    answer_format = scene.answer_format.of(scene.sample)
+    is_list = not isinstance(answer_format, PhraseList)
+    num_braces = scene.text.count("{") - (answer_format.opening == "{")
+    is_rest = is_list and (num_braces != len(scene.objects) or not scene.objects)
+    if not (scene.truncated or scene.dropped or is_rest):
+        return None
+    if isinstance(answer_format, PhraseList):
+        found = tuple(_phrases(scene.text, answer_format))
+    else:
+        found = tuple(_objects(scene, answer_format, geometry & answer_format.geometry))
+    return found if len(found) >= len(scene.objects) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LenientReading:
+    """The figures of an evaluation whose answers are read leniently."""
+
+    detection: DetectionSummary
+    num_answers: int
+    """Answers of which the strict reading left an object."""
+    num_objects: int
+    """Objects that the strict reading does not have."""
+    needed: Mapping[Leniency, int]
+    """Objects by what they needed, the most frequent first; one may have needed several."""
+
+
+def lenient_reading(
+    scenes: Sequence[Scene],
+    strict: DetectionSummary,
+    geometry: frozenset[GeometryKind],
+    point_tolerance: float,
+) -> LenientReading:
+    """Read all answers leniently; `strict` is the summary of the strict reading."""
+    needed: Counter[Leniency] = Counter()
+    read = list(scenes)
+    num_answers = num_objects = 0
+    for index, scene in enumerate(scenes):
+        found = read_leniently(scene, geometry) or ()
+        strict_objects = Counter((one.kind, one.bins, one.desc) for one in scene.objects)
+        new = []
+        for one in found:
+            key = (one.object.kind, one.object.bins, one.object.desc)
+            if strict_objects[key] <= 0:
+                new.append(one)
+            strict_objects[key] -= 1
+        if new:
+            needed.update(kind for one in new for kind in one.needed)
+            num_objects += len(new)
+            num_answers += 1
+            objects = tuple(one.object for one in found)
+            read[index] = replace(scene, objects=objects, dropped=())
+    thresholds = [at.iou_threshold for at in strict.thresholds]
+    detection = strict
+    if num_answers:
+        detection = summarise(read, thresholds, point_tolerance=point_tolerance)
+    ordered = sorted(needed.items(), key=lambda item: (-item[1], item[0]))
+    return LenientReading(detection, num_answers, num_objects, dict(ordered))
+
+
+def _phrases(text: str, answer_format: PhraseList) -> Iterator[ReadObject]:
+    opens = answer_format.opens(text)
+    end = 0
+    for phrase in _PHRASE.finditer(text):
+        between = re.sub(r"<\|box_end\|>|None|\s", "", text[end : phrase.start()])
+        needed = set() if between == ("," if end else "") else {Leniency.SEPARATOR}
+        if not opens:
+            needed = {Leniency.TEXT_BEFORE}
+        end = phrase.end()
+        for element in phrase[2].split(","):
+            bins = tuple(int(bin) for bin in _BIN.findall(element))
+            if len(bins) == 4:
+                yield _read(GeometryKind.BBOX, bins, None, phrase[1].strip(), needed)
+
+
+def _read(
+    kind: GeometryKind,
+    bins: tuple[int, ...],
+    pixels: tuple[float, ...] | None,
+    name: str,
+    needed: set[Leniency],
+) -> ReadObject:
+    if kind is GeometryKind.BBOX and not (is_box(bins) and is_box(pixels or bins)):
+        needed = needed | {Leniency.CORNERS}
+        bins = _in_order(bins)
+        pixels = None if pixels is None else _in_order(pixels)
+    return ReadObject(ScoredObject(kind, bins, name, 1.0, pixels), frozenset(needed))
+
+
+def _in_order(box: tuple[_Number, ...]) -> tuple[_Number, ...]:
+    x1, y1, x2, y2 = box
+    return (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
+
+
+def _objects(
+    scene: Scene, answer_format: AnswerFormat, kinds: frozenset[GeometryKind]
+) -> Iterator[ReadObject]:
+    """Read the objects of JSON, in order of appearance."""
+    text = scene.text
+    places = _Places(text, answer_format)
+    position = text.find("{", places.start)
+    while position >= 0:
+        members = read_members(text, position)
+        shapes = [*_shapes(members, answer_format, kinds, scene.sample)] if members.closed else []
+        if shapes:
+            around = places.needed(position, members.end)
+            for one in shapes:
+                yield one._replace(needed=one.needed | around)
+        position = text.find("{", members.end)
+
+
+class _Places:
+    """What the places of objects in an answer need."""
+
+    def __init__(self, text: str, answer_format: AnswerFormat) -> None:
+        self._text = text
+        self._opening = answer_format.opening
+        written = text.encode(errors="replace")
+        container = answer_format.scan(written)
+        self._opens = container is not None
+        self._close: int | None = None
+        if container is not None and container.closed:
+            self._close = len(written[: container.end].decode(errors="replace"))
+        self.start = 0 if self._opens else text.rfind(_THOUGHT_END) + 1
+        """Where objects may begin."""
+        self._before = self.start + len(_THOUGHT_END) - 1 if self.start else 0
+        self._is_first = True
+        self._in_list = False
+
+    def needed(self, start: int, end: int) -> set[Leniency]:
+        """Return what the object of this span needs; objects come in order."""
+        between = self._text[self._before : start]
+        is_first = self._is_first
+        self._before = end
+        self._is_first = False
+        if self._close is not None and start >= self._close:
+            return {Leniency.SECOND_LIST}
+        if self._opens and not (is_first and not between.strip()):
+            return set() if self._is_separated(between, is_first) else {Leniency.SEPARATOR}
+        needed = set()
+        opening = _CONTAINER_OPENS.search(between)
+        if opening is not None:
+            self._in_list = True
+        if not self._in_list:
+            needed.add(Leniency.NO_LIST)
+        if not is_first and opening is not None:
+            needed.add(Leniency.SECOND_LIST)
+        text_before = between[: None if opening is None else opening.start()]
+        if is_first and (self._in_list or _FENCE.fullmatch(text_before) is None):
+            needed.add(Leniency.TEXT_BEFORE)
+        return needed or {Leniency.TEXT_BEFORE}
+
+    def _is_separated(self, between: str, is_first: bool) -> bool:
+        if is_first:
+            return _CONTAINER_OPENS.search(between) is not None
+        return _SEPARATORS[self._opening].fullmatch(between) is not None
+
+
+def _shapes(
+    members: Members,
+    answer_format: AnswerFormat,
+    kinds: frozenset[GeometryKind],
+    sample: Sample,
+) -> Iterator[ReadObject]:
+    """Yield the shapes of an object that has a usable name, or none."""
+    keys = {
+        GeometryKind.BBOX: _BOX_KEYS, GeometryKind.POINT: _POINT_KEYS, GeometryKind.POLY: ("poly",)
+    }  # fmt: skip
+    found = [
+        (kind, key)
+        for kind in GeometryKind
+        for key in keys[kind]
+        if kind in kinds and key in members.arrays
+    ]
+    if not found:
+        return
+    kind, key = found[0]
+    needed = set(members.needed)
+    own_name = "label" if isinstance(answer_format, BoxList) else "desc"
+    name_key = next((one for one in (own_name, *_NAME_KEYS) if one in members.keys), None)
+    name = "" if name_key is None else members.strings.get(name_key, "")
+    if name_key is None:
+        needed.add(Leniency.NO_NAME)
+    elif not name.strip():
+        return
+    if key != kind or name_key not in (own_name, None):
+        needed.add(Leniency.OTHER_KEY)
+    if len(members.keys) > 1 + (name_key is not None):
+        needed.add(Leniency.EXTRA_KEY)
+    rows = members.arrays[key]
+    if kind is not GeometryKind.POLY and key in members.nested:
+        needed.add(Leniency.NESTED)
+    if kind is GeometryKind.POLY or (kind is GeometryKind.BBOX and [*map(len, rows)] == [2, 2]):
+        rows = [[leaf for row in rows for leaf in row]]
+    for row in rows:
+        of_row = set(needed)
+        if isinstance(answer_format, BoxList):
+            read = _read_numbers(row, answer_format, of_row)
+            bins = tuple(bin for _, bin in read)
+            pixels = answer_format.pixels_of_numbers([number for number, _ in read], sample)
+        else:
+            coords = [parse_coord_token(leaf.written) for leaf in row]
+            bins = tuple(coord for coord in coords if coord is not None)
+            pixels = None
+        if len(bins) == len(row) and fits(kind, len(bins)):
+            yield _read(kind, bins, pixels, name, of_row)
+
+
+def _read_numbers(
+    row: Sequence[WrittenLeaf], answer_format: BoxList, needed: set[Leniency]
+) -> list[tuple[float, int]]:
+    """Return numbers, clamped, with their bins, up to the first that is none or far outside."""
+    found: list[tuple[float, int]] = []
+    for axis, leaf in enumerate(row):
+        if _NUMBER_TEXT.fullmatch(leaf.written) is None:
+            break
+        number = float(leaf.written)
+        clamped = answer_format.clamped(number, axis)
+        if clamped is None:
+            break
+        if clamped[0] != number:
+            needed.add(Leniency.CLAMPED)
+        if not leaf.is_plain:
+            needed.add(Leniency.NUMBER)
+        found.append(clamped)
+    return found
