@@ -44,6 +44,8 @@ class DecodeSettings:
     banned_token_ids: tuple[int, ...]
     """Never sampled (vision placeholders); the learner masks them when it compares log-probs."""
     return_logprobs: bool
+    stop: tuple[str, ...] = ()
+    """Texts that end a response in addition to stop tokens. The text is part of the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Rollout:
     response_token_ids: tuple[int, ...]
     """Without the stop token."""
     stop_token_id: int | None
+    """None: the response was cut by length, or a stop text ended it."""
     logprobs: tuple[float, ...] | None
     """One per response token, under temperature, top-k and top-p as sampled."""
     stop_token_logprob: float | None

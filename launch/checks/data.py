@@ -175,6 +175,9 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         environment = loaded_environment(section.id, section.args, _KEYS)
         checkpoint = Path(config.model.path)
         try:
+            if section.system_prompt is not None:
+                with environment_errors(section.id, _KEYS, "environment.system_prompt"):
+                    environment.add_system_prompt(section.system_prompt)
             if section.tool_call_parser is None and not has_own_parser(checkpoint):
                 try:
                     require_no_tools(environment)

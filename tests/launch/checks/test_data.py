@@ -307,6 +307,12 @@ def test_what_is_wrong_with_an_environment_is_told_with_its_key(
     assert refused(of_environment, env_id, args=args).startswith(problem)
 
 
+def test_a_second_system_prompt_is_told_before_the_start(of_environment):
+    problem = refused(of_environment, "arithmetic", system_prompt="Think.")
+    assert problem.startswith("environment.system_prompt: arithmetic has '")
+    assert of_environment("guess_number", system_prompt="Think.").examples
+
+
 @pytest.mark.parametrize("folder", ["", "site-packages/"])
 @pytest.mark.parametrize(
     ("body", "args", "problem"),
