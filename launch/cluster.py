@@ -388,6 +388,7 @@ def runner_settings(
         max_images=section.max_images_per_prompt,
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,
+        system_prompt=section.system_prompt,
         keeps_messages=config.telemetry.rollouts,
         teacher=TeacherSettings.from_section(section.teacher) if section.teacher else None,
     )

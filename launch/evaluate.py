@@ -340,7 +340,13 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
     settings = replace(settings, enable_lora=False)
     serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
     evaluate = _vf_eval_command(config, section)
-    return f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
+    instead = f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
+    if section.system_prompt is not None:
+        instead += (
+            "; vf_eval does not add environment.system_prompt: give it by `-a`, if load_environment"
+            " takes one"
+        )
+    return instead
 
 
 def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
@@ -349,9 +355,15 @@ def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
         command += ["-a", json.dumps(section.args)]
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
     command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
+    extra_body: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     if section.chat_template_args:
-        extra_body = {"chat_template_kwargs": section.chat_template_args}
-        command += ["-S", json.dumps({"extra_body": extra_body})]
+        extra_body["chat_template_kwargs"] = section.chat_template_args
+    if stop := config.rollout_matching.decoding.stop:
+        sampling["stop"] = list(stop)
+        extra_body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    if extra_body:
+        command += ["-S", json.dumps({**sampling, "extra_body": extra_body})]
     return shlex.join(command)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from shared.data.file_rows import (
     FileRows,
     IndexedSamples,
+    Oddities,
     RowRules,
     RowTable,
     TableBuilder,
@@ -58,6 +59,8 @@ class Dataset(Sequence[Sample]):
     """Pictures of its rows that their EXIF orientation turns, as the rows name them; of data whose
     images were checked.
     """
+    odd: tuple[str, ...] = ()
+    """What is odd about its rows, though they are usable: how many, and the first."""
     key: str = ""
     """Digest of all that decides the samples of the file, images included; empty: not known."""
 
@@ -161,6 +164,7 @@ def load_dataset(
     bad = BadRows()
     skipped: list[str] = []
     line_of: dict[str, int] = {}
+    oddities = Oddities()
     for number, offset, line in _lines(path):
         try:
             mapping = decode_row(path, line)
@@ -185,12 +189,13 @@ def load_dataset(
             continue
         line_of[sample.sample_id] = number
         table.add(offset, line, number, sample, mapping["images"])
+        oddities.add(number, sample)
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
     turned = tuple(
         name for name in table.names if name in known_images and known_images[name].orientation != 1
     )
-    return Dataset(path, rows, tuple(skipped), turned).require_rows()
+    return Dataset(path, rows, tuple(skipped), turned, oddities.told()).require_rows()
 
 
 def image_names(path: Path) -> set[str]:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import stat
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -401,11 +402,21 @@ def read_image(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def _normalised_alike(path: Path) -> str | None:
+    """Return the name of a file that differs from this one's in Unicode normalisation alone."""
+    wanted = unicodedata.normalize("NFC", path.name)
+    names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    same = [name for name in names if unicodedata.normalize("NFC", name) == wanted]
+    return next((name for name in same if name != path.name), None)
+
+
 def _read_image(field: str, path: Path) -> bytes:
     try:
         data = read_image(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        if (same := _normalised_alike(path)) is not None:
+            reason = f"the folder has this name in another Unicode normalisation, {same!a}"
         remedy = "correct the path (it is relative to the data file) or restore the file"
         raise RecordError(f"cannot read {path}: {reason}", field=field, remedy=remedy) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):

@@ -46,6 +46,8 @@ class DecodeSettings:
     return_logprobs: bool
     length_penalty: float = 1.0
     """Of beams: the exponent of the length that a log-probability is divided by."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response in addition to stop tokens. The text is part of the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Rollout:
     response_token_ids: tuple[int, ...]
     """Without the stop token."""
     stop_token_id: int | None
+    """None: the response was cut by length, or a stop text ended it."""
     logprobs: tuple[float, ...] | None
     """One per response token, under temperature, top-k and top-p as sampled."""
     stop_token_logprob: float | None

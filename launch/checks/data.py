@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import EngineLocation, engines_in, has_held_out
 from shared.config.model import DataSource
-from shared.dataset import Dataset
+from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
 from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
 from shared.trajectory import ExampleCounts
@@ -66,8 +67,9 @@ class DataFacts:
     examples: ExampleCounts | None = None
     warning: str | None = None
     """About the environment; the run starts all the same."""
-    turned: tuple[str, ...] = ()
-    """A line for each data file with pictures that their EXIF orientation turns."""
+    noted: tuple[str, ...] = ()
+    """Lines about pictures that EXIF turns, odd rows, and pictures of both training and validation.
+    """
 
     @classmethod
     def from_datasets(
@@ -79,7 +81,11 @@ class DataFacts:
             ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
             sum(one.num_skipped for one in train),
             sum(one.num_skipped for one in val),
-            turned=tuple(_about_turned(one) for one in (*train, *val) if one.turned),
+            noted=(
+                *(_about_turned(one) for one in (*train, *val) if one.turned),
+                *(f"data      {one.path}: {odd}" for one in (*train, *val) for odd in one.odd),
+                *_about_shared(train, val),
+            ),
         )
 
     def describe(self) -> list[str]:
@@ -94,10 +100,10 @@ class DataFacts:
                 )
             return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
-            return list(self.turned)
+            return list(self.noted)
         counts = f"{self.num_train_skipped} bad rows of data.train and {self.num_val_skipped}"
         skipped = f"data      skipped {counts} of data.val (data.on_bad_row: skip)"
-        return [skipped, *self.turned]
+        return [skipped, *self.noted]
 
 
 def _about_turned(data: Dataset) -> str:
@@ -108,6 +114,40 @@ def _about_turned(data: Dataset) -> str:
         f"data      {data.path}: {number} turned by EXIF orientation (first: {first}); boxes are"
         " relative to the picture as it is displayed"
     )
+
+
+def _about_shared(train: Sequence[Dataset], val: Sequence[Dataset]) -> Iterator[str]:
+    """Name the pictures of validation that are trained on: by their bytes, else by their paths."""
+    paths = {one.path.resolve() for one in train}
+    learned: set[bytes | str] = set().union(*map(_pictures, train))
+    for one in val:
+        if one.path.resolve() in paths:
+            yield f"data      {one.path} is a file of data.train and of data.val"
+            continue
+        shared = [picture for picture in _pictures(one) if picture in learned]
+        if shared:
+            number = "1 picture is one" if len(shared) == 1 else f"{len(shared)} pictures are ones"
+            first = _name_of(one, shared[0])
+            yield f"data      {one.path}: {number} of data.train too (first: {first})"
+
+
+def _pictures(data: Dataset) -> list[bytes | str]:
+    """Return the digests of its pictures, or their paths where they were not checked."""
+    if len(data.table.image_of):
+        return [digest.tobytes() for digest in data.table.sha256_M]
+    folder = data.path.absolute().parent
+    return [os.path.normpath(folder / name) for name in sorted(image_names(data.path))]
+
+
+def _name_of(data: Dataset, picture: bytes | str) -> str:
+    """Name a picture of `_pictures`; one that is known by its digest by its first sample."""
+    if isinstance(picture, str):
+        return picture
+    table = data.table
+    index = next(i for i, one in enumerate(table.sha256_M) if one.tobytes() == picture)
+    place = int((table.image_of == index).argmax())
+    row = int(np.searchsorted(table.images_N1, place, side="right")) - 1
+    return f"sample {data[row].sample_id}"
 
 
 def check_data(config: RunConfig) -> DataFacts:
@@ -135,6 +175,9 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         environment = loaded_environment(section.id, section.args, _KEYS)
         checkpoint = Path(config.model.path)
         try:
+            if section.system_prompt is not None:
+                with environment_errors(section.id, _KEYS, "environment.system_prompt"):
+                    environment.add_system_prompt(section.system_prompt)
             if section.tool_call_parser is None and not has_own_parser(checkpoint):
                 try:
                     require_no_tools(environment)

@@ -71,8 +71,8 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
         RecordError: names file, line and field, or an image that is predicted twice.
     """
     remedy = (
-        "only an evaluation of data that `launch.coco import` wrote can be exported: evaluate those"
-        " (data.val=...)"
+        "only an evaluation of data that an import wrote can be exported: import the annotations"
+        " again (launch.import_data), and evaluate those records (data.val=...)"
     )
     found: dict[int, ImagePredictions] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):

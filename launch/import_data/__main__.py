@@ -4,7 +4,8 @@
 
 Formats: coco, lvis, refcoco, yolo, voc, swift, hf; `format=NAME --help` lists the keys of one.
 Beside `train.jsonl` there is `train.import.json` afterwards, which counts what was left out or
-altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`. The
+altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`; and
+`train.categories.json`, with which `launch.coco export` makes COCO results of predictions. The
 records appear when the ordinary loader has read them. Nothing is overwritten.
 """
 

@@ -62,6 +62,8 @@ class HuggingFaceImport(ImportOptions):
             if saved:
                 data = datasets.load_from_disk(self.source)
                 if isinstance(data, datasets.DatasetDict):
+                    if self.split not in data:
+                        raise KeyError(f"its splits are {', '.join(data)}")
                     data = data[self.split]
             else:
                 data = datasets.load_dataset(self.source, split=self.split)
@@ -96,12 +98,14 @@ class HuggingFaceImport(ImportOptions):
         data = data.cast_column(self.image, datasets.Image(decode=False))
         known = {self.bbox, self.category} | HARMLESS_KEYS
         unknown = tuple(key for key in keys if key not in known)
-        return Source(folder, self._images(data, names, unknown))
+        categories = [{"id": id, "name": name} for id, name in enumerate(names)] or None
+        pictures = self.records.with_name(f"{self.records.stem}_images")
+        images = self._images(data, names, unknown, pictures)
+        return Source(folder, images, categories, written=pictures)
 
     def _images(
-        self, data: Dataset, names: list[str], unknown: tuple[str, ...]
+        self, data: Dataset, names: list[str], unknown: tuple[str, ...], pictures: Path
     ) -> Iterator[SourceImage]:
-        pictures = self.records.with_name(f"{self.records.stem}_images")
         for number, row in enumerate(data):
             sample_id = f"{self.split}:{number}"
             entries = row[self.objects] or []

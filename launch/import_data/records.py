@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from launch.import_data.coco_files import write_json, written_once
 from launch.import_data.objects import Converted, Ignored, ObjectSkip, SourceObject, convert
 from launch.import_data.source import (
     EXIF_REMEDY,
+    REPEATED_IMAGE,
     ExifFrame,
     ImageSkip,
     ImportOptions,
@@ -28,6 +31,7 @@ from learner.data.image_files import header_size, image_size
 from shared.data.annotations import Annotation, IgnoredRegion
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
+from shared.grounding.coco import number_categories
 from shared.records import GeometryKind, PictureSize, read_image
 
 
@@ -47,54 +51,74 @@ def import_data(options: ImportOptions) -> ImportReport:
     source = options.read()
     report.notes = source.notes
     records.parent.mkdir(parents=True, exist_ok=True)
-    with written_once(records) as lines:
-        evidence = BoxEvidence()
-        for record in _records(source.images, options, report, evidence):
+    with _removed_on_failure(source.written), written_once(records) as lines:
+        seen = _Seen()
+        for record in _records(source.images, options, report, seen):
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         lines.flush()
         if options.check_boxes:
-            _require_fitting(evidence, source.file)
-        if not report.num_written:
-            first = [
-                f"{reason}: first {where}"
-                for reason, where in report.first.items()
-                if reason is not ImageSkip.NO_OBJECTS
-            ]
-            raise RecordError(
-                f"gives no record; images skipped: {counted(report.images_skipped)}; objects"
-                f" skipped: {counted(report.objects_skipped)}"
-                f" ({', '.join(first) or 'there is no image with an object'})",
-                field="images",
-                remedy=EXIF_REMEDY
-                if report.images_skipped[ImageSkip.ROTATED]
-                else f"correct {options.source_key}=... or the file names, or set keep_empty=true",
-                file=str(source.file),
-            )
+            _require_fitting(seen.boxes, source.file)
+        _require_records(report, options, source.file)
         load_dataset(
             lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
         )
-        if source.categories is not None:
-            write_json(categories, source.categories)
+        report.no_coco_results = options.no_coco_results(report)
+        if report.no_coco_results is None:
+            numbered = number_categories(seen.names).items()
+            by_name = [{"id": id, "name": name} for name, id in numbered]
+            write_json(categories, by_name if source.categories is None else source.categories)
         write_json(counts, report.as_json())
     return report
+
+
+@contextmanager
+def _removed_on_failure(folder: Path | None) -> Iterator[None]:
+    """Remove the folder of pictures that a refused import has made."""
+    is_new = folder is not None and not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder is not None and is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _require_records(report: ImportReport, options: ImportOptions, file: Path) -> None:
+    """Raise RecordError where no image became a record."""
+    if report.num_written:
+        return
+    first = [
+        f"{reason}: first {where}"
+        for reason, where in report.first.items()
+        if reason is not ImageSkip.NO_OBJECTS
+    ]
+    raise RecordError(
+        f"gives no record; images skipped: {counted(report.images_skipped)}; objects skipped:"
+        f" {counted(report.objects_skipped)}"
+        f" ({', '.join(first) or 'there is no image with an object'})",
+        field="images",
+        remedy=EXIF_REMEDY
+        if report.images_skipped[ImageSkip.ROTATED]
+        else f"correct {options.source_key}=... or the file names, or set keep_empty=true",
+        file=str(file),
+    )
 
 
 def _require_fitting(evidence: BoxEvidence, file: Path) -> None:
     """Raise RecordError where boxes tell that their order or unit is another one."""
     for found in evidence.contradictions():
-        remedy = f"set {found.keys} (check_boxes=false takes the boxes as they are)"
-        raise RecordError(str(found), field="boxes", remedy=remedy, file=str(file))
+        raise RecordError(str(found), field="boxes", remedy=found.remedy, file=str(file))
 
 
 def _records(
     images: Iterable[SourceImage | Orphans],
     options: ImportOptions,
     report: ImportReport,
-    evidence: BoxEvidence,
+    seen: _Seen,
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per usable image, in the source's order.
 
-    Count everything in `report`, and put the boxes into `evidence`.
+    Count everything in `report`, and collect in `seen` what the whole file tells.
     """
     for image in images:
         if isinstance(image, Orphans):
@@ -117,7 +141,7 @@ def _records(
         if isinstance(frame, _Frame):
             for found in image.objects:
                 if isinstance(found, SourceObject) and not found.is_turned:
-                    evidence.add(image.reading, found.box, frame.annotated_size, where)
+                    seen.boxes.add(image.reading, found.box, frame.annotated_size, where)
             results = [_converted(found, frame, options) for found in image.objects]
             num_objects = sum(isinstance(result, Converted) for result in results)
             if not num_objects and not options.keep_empty:
@@ -141,6 +165,7 @@ def _records(
         # Answers list objects from top to bottom, then from left to right.
         converted.sort(key=lambda one: (min(one.object.bins[1::2]), min(one.object.bins[::2])))
         objects = [one.object for one in converted]
+        seen.add(image, path, converted, where, report)
         ignored = [*_regions(results), *_unlabelled_regions(image.unlabelled, frame.size)]
         yield {
             "sample_id": image.sample_id,
@@ -152,8 +177,42 @@ def _records(
             **({"ignore": [region.as_json() for region in ignored]} if ignored else {}),
             # For the way back (`launch.coco export`): annotations were turned with their picture.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
+            "image_id": report.num_images,
             **image.keys,
         }
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What no image alone tells."""
+
+    boxes: BoxEvidence = field(default_factory=BoxEvidence)
+    names: set[str] = field(default_factory=set)
+    sample_of: dict[Path, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        image: SourceImage,
+        path: Path,
+        converted: Sequence[Converted],
+        where: str,
+        report: ImportReport,
+    ) -> None:
+        """Add an image that is written, and count what is odd about it."""
+        ignored = [one.region.desc for one in image.objects if isinstance(one, Ignored)]
+        self.names.update([one.object.desc for one in converted], filter(str.strip, ignored))
+        first = self.sample_of.setdefault(path, image.sample_id)
+        num_tiny = sum(max(one.source.box[2:]) <= 1 for one in converted)
+        num_distinct = len({(one.object.desc, one.source.box) for one in converted})
+        if first != image.sample_id:
+            report.num_repeated_images += 1
+            report.first.setdefault(REPEATED_IMAGE, f"{where}, as sample {first}")
+        if num_tiny:
+            report.num_one_pixel += num_tiny
+            report.first.setdefault("box of one pixel", where)
+        if num_distinct < len(converted):
+            report.num_repeated_objects += len(converted) - num_distinct
+            report.first.setdefault("repeated object", where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from launch.import_data.objects import ObjectSkip, is_learnable
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
+    ImportReport,
     Source,
     SourceImage,
     require_folder,
@@ -66,6 +67,12 @@ class RefcocoImport(ImportOptions):
     @property
     def name(self) -> str:
         return self.split
+
+    def no_coco_results(self, _report: ImportReport, /) -> str | None:
+        return (
+            "a row asks for one object by a free phrase, and COCO results are of every object of a"
+            " class"
+        )
 
     def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")

@@ -97,8 +97,12 @@ class Source:
     """Content of the file of categories, for formats whose results are COCO's."""
     notes: tuple[str, ...] = ()
     """What a user has to know of it as a whole."""
+    written: Path | None = None
+    """Folder that the reader writes pictures to."""
 
 
+REPEATED_IMAGE = "picture of an earlier row"
+"""A reason of `ImportReport.first`."""
 EXIF_REMEDY = (
     f"the size does not tell whether the boxes of {ImageSkip.ROTATED} images are relative to the"
     " picture as it is displayed or as it is stored: set exif=displayed or exif=stored"
@@ -122,6 +126,14 @@ class ImportReport:
     num_simplified: int = 0
     num_turned_boxes: int = 0
     """Boxes turned about their centre, of which the enclosing box or the corners were kept."""
+    num_one_pixel: int = 0
+    """Boxes of at most one pixel."""
+    num_repeated_objects: int = 0
+    """Objects with the name and the box of another one of their image."""
+    num_repeated_images: int = 0
+    """Written rows about a picture that an earlier row is about."""
+    no_coco_results: str | None = None
+    """Why predictions cannot become COCO results."""
     num_turned_images: int = 0
     """Written images that their EXIF orientation turns."""
     num_ignored: int = 0
@@ -164,7 +176,9 @@ class ImportReport:
                 "written": self.num_written,
                 "skipped": dict(self.images_skipped),
                 "turned_by_exif": self.num_turned_images,
+                "repeated": self.num_repeated_images,
             },
+            "no_coco_results": self.no_coco_results,
             "objects": {
                 "read": self.num_annotations,
                 "boxes": self.kept[GeometryKind.BBOX],
@@ -174,6 +188,8 @@ class ImportReport:
                 "clamped": self.num_clamped,
                 "simplified": self.num_simplified,
                 "turned_boxes": self.num_turned_boxes,
+                "one_pixel": self.num_one_pixel,
+                "repeated": self.num_repeated_objects,
                 "unknown_keys": dict(self.unknown_keys),
                 "ignored": self.num_ignored,
             },
@@ -187,6 +203,15 @@ class ImportReport:
             first = f"\nturned    {self.num_turned_boxes} boxes about their centre{first}"
         if self.unknown_keys:
             first = f"\nunknown   keys without effect: {counted(self.unknown_keys)}{first}"
+        odd = {
+            "boxes of one pixel": self.num_one_pixel,
+            "repeated objects (same name and box)": self.num_repeated_objects,
+            "rows about a picture of an earlier row": self.num_repeated_images,
+        }
+        if any(odd.values()):
+            first = f"\nodd       {counted({k: n for k, n in odd.items() if n})}{first}"
+        if self.no_coco_results is not None:
+            first = f"\nresults   no COCO results of predictions: {self.no_coco_results}{first}"
         if self.num_turned_images:
             first = f"\nexif      {self.num_turned_images} images are turned{first}"
         if self.num_ignored:
@@ -274,6 +299,10 @@ class ImportOptions(Section):
     def name(self) -> str:
         """The name of the records where `out` is a folder."""
         raise NotImplementedError
+
+    def no_coco_results(self, _report: ImportReport, /) -> str | None:
+        """Tell why predictions on the records cannot become COCO results; None: they can."""
+        return None
 
     def read(self) -> Source:
         """Open the source; its images are read one by one.

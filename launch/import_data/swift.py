@@ -19,8 +19,10 @@ from launch.import_data.objects import (
     is_learnable,
 )
 from launch.import_data.source import (
+    REPEATED_IMAGE,
     ImageSkip,
     ImportOptions,
+    ImportReport,
     Source,
     SourceImage,
     require_folder,
@@ -83,6 +85,14 @@ class SwiftImport(ImportOptions):
     def name(self) -> str:
         return self.source.stem
 
+    def no_coco_results(self, report: ImportReport, /) -> str | None:
+        if not report.num_repeated_images:
+            return None
+        return (
+            "several rows ask about one picture, and COCO results are of every object on it (first:"
+            f" {report.first[REPEATED_IMAGE]})"
+        )
+
     def read(self) -> Source:
         if self.images is not None:
             require_folder("images", self.images, "the rows' paths start from")
@@ -118,8 +128,9 @@ def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> Source
     num_answered = answer.count(REF)
     if (num_asked + num_answered, answer.count(BOX)) != (len(objects.ref), len(objects.bbox)):
         return SourceImage(sample_id, path, unread, skip=ImageSkip.MALFORMED_LABELS)
-    for ref in objects.ref[:num_asked]:
-        question = question.replace(REF, ref, 1)
+    # Not one by one: a ref may hold a placeholder itself.
+    of_next = iter(objects.ref)
+    question = re.sub(REF, lambda _: next(of_next), question)
     prompt = question.replace("<image>", "").strip()
     keys = {"prompt": prompt}
     for message in row.messages:

@@ -70,7 +70,14 @@ class VocImport(ImportOptions):
         if self.split is None:
             files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".xml")
         else:
-            listed = read_bytes(find_file(self.source / "ImageSets" / "Main" / f"{self.split}.txt"))
+            lists = self.source / "ImageSets" / "Main"
+            file = find_file(lists / f"{self.split}.txt")
+            if not file.is_file():
+                there = ", ".join(sorted(one.stem for one in lists.glob("*.txt"))[:20]) or "none"
+                remedy = f"choose of {there}, or leave split=... out for every XML file"
+                problem = f"is {self.split}, of which there is no list"
+                raise RecordError(problem, field="split", remedy=remedy, file=str(lists))
+            listed = read_bytes(file)
             # Lists of one class have a second column, 1, 0 or -1.
             lines = listed.decode(errors="replace").splitlines()
             names = [line.split()[0] for line in lines if line.strip()]

@@ -87,7 +87,8 @@ def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
     for reason in skipped:
         note_skipped(reason)
     turned = tuple(kept.from_array(arrays["turned"]))
-    return Dataset(path, FileRows(path, table, rules), skipped, turned)
+    odd = tuple(kept.from_array(arrays["odd"]))
+    return Dataset(path, FileRows(path, table, rules), skipped, turned, odd)
 
 
 def _with_key(dataset: Dataset, key: str) -> Dataset:
@@ -109,5 +110,6 @@ def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint
     arrays["prints"] = np.array(of_images, dtype=np.int64).reshape(-1, 3)
     arrays["skipped"] = kept.as_array(dataset.skipped)
     arrays["turned"] = kept.as_array(dataset.turned)
+    arrays["odd"] = kept.as_array(dataset.odd)
     file = kept.kept_file(dataset.path, "rows", "npz")
     kept.keep_arrays(file, key, arrays, lost="reads all rows")

@@ -190,6 +190,8 @@ def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
     data = config.data
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
     texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
+    if config.environment is not None:
+        texts["environment.system_prompt"] = config.environment.system_prompt
     tokens = control_tokens(tokenizer).values()
     for key, text in texts.items():
         if text and (token := find_control_token(text, tokens)):

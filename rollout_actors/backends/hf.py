@@ -12,11 +12,18 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.process_isolation import random_state_kept
@@ -29,6 +36,7 @@ from shared.protocols import BackendHost
 from shared.rollouts import (
     DecodeMode,
     DecodeSettings,
+    FinishReason,
     Rollout,
     RolloutRequest,
     SyncReport,
@@ -50,6 +58,50 @@ class StopCheck(LogitsProcessor):
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._raise_if_stopping()
         return scores
+
+
+class StopTexts(StoppingCriteria):
+    """Ends the rows whose last tokens complete a stop text, for one call of `generate`."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], *, prompt_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._prompt_length = prompt_length
+        # A token has a byte at least. Three more: the first character of the window may be cut.
+        self._window = max((len(text.encode()) for text in stop), default=0) + 3
+        self.lengths: dict[int, int] = {}
+        """Tokens up to the end of the first stop text, by row."""
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        """[B, L] -> bool [B]"""
+        if self._stop:
+            tokens_BT = input_ids[:, self._prompt_length :]
+            for row, token_ids in enumerate(tokens_BT[:, -self._window :].tolist()):
+                if row not in self.lengths and self._ends(token_ids):
+                    self.lengths[row] = tokens_BT.shape[1]
+        ended = [row in self.lengths for row in range(len(input_ids))]
+        return torch.tensor(ended, device=input_ids.device)
+
+    def _ends(self, token_ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(stop in text for stop in self._stop)
+
+    def cut(self, row: int, answer: Completion) -> Completion:
+        """Return a row's answer up to the end of its stop text, if that came before all else."""
+        length = self.lengths.get(row)
+        if length is None or length > len(answer.token_ids):
+            return answer
+        if length == len(answer.token_ids) and answer.finish_reason is FinishReason.STOP:
+            return answer
+        logprobs = None if answer.logprobs is None else answer.logprobs[:length]
+        return replace(
+            answer,
+            token_ids=answer.token_ids[:length],
+            logprobs=logprobs,
+            finish_reason=FinishReason.STOP,
+        )
 
 
 class SeenTokens:
@@ -333,12 +385,13 @@ class HFBackend:
                 answers.append(Completion.up_to_stop(prompt, response, logprobs, decode))
             return [(answer, end) for answer in answers]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [*processors, chooser])
+        texts = StopTexts(self._host.tokenizer, decode.stop, prompt_length=prompt_length)
+        output = self._generate(inputs, decode, [*processors, chooser], texts)
         responses = output.sequences[:, prompt_length:].tolist()
         answers = [
-            Completion.up_to_stop(prompt, response, logprobs, decode)
-            for prompt, response, logprobs in zip(
-                prompts, responses, chooser.logprobs(), strict=True
+            texts.cut(row, Completion.up_to_stop(prompt, response, logprobs, decode))
+            for row, (prompt, response, logprobs) in enumerate(
+                zip(prompts, responses, chooser.logprobs(), strict=True)
             )
         ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
@@ -369,6 +422,7 @@ class HFBackend:
         inputs: dict[str, torch.Tensor],
         decode: DecodeSettings,
         processors: list[LogitsProcessor],
+        texts: StopTexts | None = None,
     ) -> Any:
         # What is left out would come from the checkpoint's generation_config.json.
         config = GenerationConfig(
@@ -388,7 +442,10 @@ class HFBackend:
         )
         try:
             return self._host.model.generate(
-                **inputs, generation_config=config, logits_processor=LogitsProcessorList(processors)
+                **inputs,
+                generation_config=config,
+                logits_processor=LogitsProcessorList(processors),
+                stopping_criteria=StoppingCriteriaList([texts] if decode.stop and texts else []),
             )
         except torch.OutOfMemoryError as error:
             raise self._error(

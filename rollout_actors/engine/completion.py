@@ -50,7 +50,8 @@ class Completion:
     logprobs: Sequence[float] | None
     """One per token of `token_ids`; None: not asked for."""
     finish_reason: FinishReason
-    """STOP: the last token is the stop token, sampled or forced by the repeat guard."""
+    """STOP: the last token is the stop token, sampled or forced by the repeat guard, or a stop text
+    ends with it (`DecodeSettings.stop`)."""
 
     @classmethod
     def up_to_stop(
@@ -76,6 +77,8 @@ class Completion:
         Raises RolloutError where the guard should have ended the response and did not.
         """
         stopped = self.finish_reason is FinishReason.STOP
+        if stopped and request.decode.stop:  # a stop text is part of the response
+            stopped = self.token_ids[-1] in request.decode.stop_token_ids
         end = len(self.token_ids) - stopped
         rollout = Rollout(
             step=request.step,

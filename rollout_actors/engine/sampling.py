@@ -33,7 +33,7 @@ PROBE_FIELDS = {
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
     """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
     assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM"
-    return {
+    fields = {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,
@@ -46,6 +46,15 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
         "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
         "detokenize": False,
     }
+    if decode.stop:
+        # vLLM looks for them in the text that it writes, with special tokens as `hf` reads them.
+        fields |= {
+            "stop": list(decode.stop),
+            "include_stop_str_in_output": True,
+            "detokenize": True,
+            "skip_special_tokens": False,
+        }
+    return fields
 
 
 def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:

@@ -200,6 +200,10 @@ class Examples(Sequence[RolloutInput]):
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
 
+    def formed(self, form: PromptFormat) -> Examples:
+        """Return the same examples with prompts of another form."""
+        return Examples(self._rows, form, self._order)
+
     def first(self, n: int) -> Examples:
         """Return the first `n` examples, or all where there are fewer."""
         return self[:n]

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from random import Random
@@ -209,6 +210,31 @@ class Environment(ABC):
         return self
 
     # Data
+
+    def add_system_prompt(self, text: str) -> None:
+        """Put a system message in front of every row's prompt that has none of its own.
+
+        Raises:
+            ValueError: the environment or its first row has one, or its prompts are plain text.
+        """
+        found = ""
+        datasets = [data for data in (self.dataset, self.eval_dataset) if data is not None]
+        if self.message_type == "completion":
+            found = "has prompts of plain text"
+        elif self.prompt_format.system_prompt is not None:
+            found = f"has {self.prompt_format.system_prompt!r}"
+        elif any(_begins_with_system(data[0]) for data in datasets if len(data)):
+            found = "has a system message in its first row"
+        if found:
+            raise ValueError(
+                f"{self.name} {found}; leave environment.system_prompt out, or change that of the"
+                " environment, by environment.args if load_environment takes it"
+            )
+        self.prompt_format = replace(self.prompt_format, system_prompt=text)
+        if self.dataset is not None:
+            self.dataset = self.dataset.formed(self.prompt_format)
+        if self.eval_dataset is not None:
+            self.eval_dataset = self.eval_dataset.formed(self.prompt_format)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
         """Return the first `n` rows to train on (-1: all), shuffled by the seed if there is one."""
@@ -481,6 +507,11 @@ def full_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return prefix + kind.__qualname__
+
+
+def _begins_with_system(row: RolloutInput) -> bool:
+    first: Any = next(iter(row["prompt"]), None)
+    return first is not None and first["role"] == "system"
 
 
 def _read_info(info: Any) -> Mapping[str, Any]:

@@ -69,6 +69,10 @@ class EnvGroup(Environment):
         super().__init__(
             message_type=message_types[0], rubric=_RoutedRubric(self.env_map), **kwargs
         )
+        self._join()
+
+    def _join(self) -> None:
+        """Take the forms and rows of all environments."""
         forms = {name: env.prompt_format for name, env in self.env_map.items()}
         self.prompt_format = _RoutedFormat(self.message_type, forms=forms)
         self.dataset = _joined({name: env.dataset for name, env in self.env_map.items()})
@@ -78,6 +82,11 @@ class EnvGroup(Environment):
                 for name, env in self.env_map.items()
             }
         )
+
+    def add_system_prompt(self, text: str) -> None:
+        for env in self.envs:
+            env.add_system_prompt(text)
+        self._join()
 
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:

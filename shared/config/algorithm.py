@@ -225,6 +225,9 @@ class EnvironmentSection(Section):
     """A call of a reward function that is not done after this has failed
     (`rollout/num_reward_errors`). null: after `rollout_timeout_s`. Waits for a thread are in
     neither limit."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message in front of every row's prompt. Refused if the environment, or its first row,
+    has one; a later row with its own keeps it. null: as the environment has it."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Further arguments of the chat template, such as `{enable_thinking: false}` of a Qwen3."""
     tool_call_parser: str | None = None

@@ -239,6 +239,9 @@ class DecodingSection(Section):
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Sample from the this many most probable tokens; -1 or 0: no limit."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Of environments: texts that end an answer, as end tokens do. Their tokens are part of the
+    answer that the environment reads, and they are learned."""
 
     @property
     def effective_temperature(self) -> float:
@@ -456,4 +459,5 @@ class RolloutMatchingSection(Section):
             stop_token_ids=stop_token_ids,
             banned_token_ids=banned_token_ids,
             return_logprobs=True,
+            stop=self.decoding.stop,
         )

@@ -15,6 +15,7 @@ import os
 import weakref
 from abc import abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from shared.records import (
     Sample,
     load_record,
 )
+
+_LEAST_SIDE = 64
+"""Pixels of a picture's side from which a box of one pixel can be told from larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,41 @@ class TableBuilder:
             np.array(self._image_of, dtype=np.int32),
             np.frombuffer(bytes(self._sha256), dtype=np.uint8).reshape(-1, 32),
         )
+
+
+class Oddities:
+    """Counts what a row may have, and rarely should: what it holds of a row is one number."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        self._rows: dict[int, int] = {}
+
+    def add(self, number: int, sample: Sample) -> None:
+        """Add the sample of line `number`."""
+        boxes = [one.bins for one in sample.objects if one.kind is GeometryKind.BBOX]
+        # A box of one pixel is a step of bins, and rounded outwards.
+        steps = (1000 / sample.width + 2, 1000 / sample.height + 2)
+        num_tiny = sum(c - a < steps[0] and d - b < steps[1] for a, b, c, d in boxes)
+        if min(sample.width, sample.height) >= _LEAST_SIDE:
+            self._count("boxes of one pixel", num_tiny, f"line {number}")
+        num_repeated = len(sample.objects) - len(set(sample.objects))
+        self._count("objects that their row repeats", num_repeated, f"line {number}")
+        asked = (sample.prompt, sample.system, sample.phrase, sample.classes)
+        key = hash((tuple(str(image.path) for image in sample.images), asked))
+        first = self._rows.setdefault(key, number)
+        where = f"line {number}, as line {first}"
+        self._count("rows that ask the same of one picture", int(first != number), where)
+
+    def told(self) -> tuple[str, ...]:
+        return tuple(
+            f"{number} {what} (first: {self._first[what]})" for what, number in self._counts.items()
+        )
+
+    def _count(self, what: str, number: int, where: str) -> None:
+        if number:
+            self._counts[what] += number
+            self._first.setdefault(what, where)
 
 
 @contextmanager

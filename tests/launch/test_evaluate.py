@@ -229,6 +229,7 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
         folder,
         environment=environment,
         rollout_matching__repeat_terminate={"enabled": True},
+        rollout_matching__decoding={"temperature": 1.0, "stop": ["</answer>"]},
         rollout_matching__vllm={"mode": "actors", "actors": {"tensor_parallel_size": devices}},
     )
     (folder / "config.json").write_text(config.model_dump_json())
@@ -251,7 +252,12 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
     assert asked.sampling_args == {
         "max_tokens": 8,
         "temperature": 0.0,
-        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+        "stop": ["</answer>"],
+        "extra_body": {
+            "chat_template_kwargs": {"enable_thinking": False},
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        },
     }
     assert asked.base_url == f"http://{options.host}:{options.port}/v1"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,16 @@ def test_what_is_kept_of_annotations_is_checked(changes: dict[str, Any], field: 
     error = refusal(row(**changes))
     assert error.field.startswith(field)
     assert "import the annotations again" in error.remedy
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_a_name_in_another_unicode_normalisation_is_told_with_the_one_that_is_there(
+    tmp_path: Path, on_disk: str
+) -> None:
+    name = unicodedata.normalize(on_disk, "kürbis.png")
+    Image.new("RGB", (2, 2)).save(tmp_path / name)
+    written = unicodedata.normalize({"NFC": "NFD", "NFD": "NFC"}[on_disk], name)
+    with pytest.raises(RecordError) as caught:
+        load_record(row(images=[written]), root=tmp_path)
+    assert "Unicode normalisation" in caught.value.problem
+    assert ascii(name) in caught.value.problem

@@ -130,7 +130,8 @@ class ConversationSettings:
             "chat_template_kwargs": self.template.template_args,
             "n": 1,
             "stream": False,
-            "stop": [],
+            "stop": list(self.decode.stop),
+            "include_stop_str_in_output": bool(self.decode.stop),
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "min_p": 0,
@@ -159,10 +160,15 @@ class ConversationSettings:
                     )
                 limit = min(limit, value)
             elif name in self._fixed:
-                if (sorted(value) if name == "stop_token_ids" else value) != self._fixed[name]:
+                if name == "stop_token_ids":
+                    value = sorted(value)
+                elif name == "stop":
+                    value = [value] if isinstance(value, str) else list(value)
+                if value != self._fixed[name]:
+                    key = " (rollout_matching.decoding.stop)" if name == "stop" else ""
                     raise ValueError(
                         f"{name}: {value!r} was asked for, and this run has {self._fixed[name]!r};"
-                        " leave it out, or change what the run has"
+                        f" leave it out, or change what the run has{key}"
                     )
             else:  # a seed, too: the engines' own follow from the rollout's place in the run
                 known = ", ".join(sorted({*self._fixed, *LIMITS, *_ALWAYS_ANSWERED}))

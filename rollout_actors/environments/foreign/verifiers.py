@@ -113,6 +113,12 @@ class VerifiersEnv(MultiTurnEnv):
         self._process = process
         self._endpoint = RolloutEndpoint()
 
+    def add_system_prompt(self, text: str) -> None:  # noqa: ARG002
+        raise ValueError(
+            f"{self.name} is played by its own library, which writes its prompts; leave"
+            " environment.system_prompt out, and give it one by environment.args"
+        )
+
     async def rollout(
         self,
         input: RolloutInput,

@@ -69,6 +69,8 @@ class RunnerSettings:
     tool_parser: str | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
+    system_prompt: str | None = None
+    """System message of rows that have none; None: as the environment has it."""
     keeps_messages: bool = True
     """Whether prompts and completions of training travel to the learner, which writes them down.
     Those of held-out reports always do.
@@ -102,6 +104,8 @@ class EnvironmentRunner:
             self._teacher = Teacher(settings.teacher, max_under_way=settings.max_under_way)
         self._template = ChatTemplate(tokenizer, template_args=settings.chat_template_args)
         self._environment = load_environment(settings.env_id, **settings.env_args)
+        if settings.system_prompt is not None:
+            self._environment.add_system_prompt(settings.system_prompt)
         if settings.examples is not None:
             found = count_examples(self._environment, settings.num_held_out)
             require_same(found, settings.examples, settings.env_id)

@@ -441,6 +441,14 @@ def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
         yield Problem("environment.cpus_per_actor", wrong, remedy)
 
 
+def stop_texts_end_answers_of_environments(run: RunConfig) -> Iterator[Problem]:
+    """A detection answer ends with its list, which the parser reads to the end."""
+    stop = run.rollout_matching.decoding.stop
+    if stop and run.environment is None:
+        wrong = f"{list(stop)} ends answers of environments, and this run learns from samples"
+        yield Problem("rollout_matching.decoding.stop", wrong, "remove the key")
+
+
 def teacher_scores_what_is_sampled(run: RunConfig) -> Iterator[Problem]:
     """A teacher reads token ids, and its log-probabilities are those of temperature 1."""
     if run.environment is None or run.environment.teacher is None:

@@ -165,6 +165,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.rollouts_differ,
     algorithm.environments_have_a_process,
     algorithm.environments_have_room,
+    algorithm.stop_texts_end_answers_of_environments,
     algorithm.teacher_scores_what_is_sampled,
     algorithm.groups_are_whole,
     algorithm.objective_covers_channels,

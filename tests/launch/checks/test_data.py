@@ -79,6 +79,29 @@ def test_pictures_that_exif_turns_are_counted_and_the_first_is_named(config, dat
     assert "EXIF" in line and "first: val/a.png" in line
 
 
+@pytest.mark.parametrize("check_images", [True, False])
+def test_odd_rows_and_pictures_of_both_files_are_counted_and_the_first_is_named(
+    config, data, model, tmp_path, check_images
+):
+    shutil.copy(data / "val" / "00003.png", data / "train" / "copy.png")
+    name = "copy.png" if check_images else "../val/00003.png"
+    change_row(data, 3, images=[f"train/{name}"])
+    box = {"bbox_2d": [10, 20, 300, 400], "desc": "cat"}
+    change_row(data, 4, objects=[box, box, box])
+    change_row(data, 5, objects=[{"bbox_2d": [10, 20, 15, 25], "desc": "cat"}])
+    rows = (data / "train.jsonl").read_text().splitlines()
+    rows[7] = json.dumps(json.loads(rows[6]) | {"sample_id": "again"})
+    (data / "train.jsonl").write_text("\n".join(rows) + "\n")
+    checked = configuration(model, data, tmp_path / "run", data__check_images=check_images)
+    told = "\n".join(check_data(checked).describe())
+    assert "2 objects that their row repeats (first: line 5)" in told
+    assert "1 boxes of one pixel (first: line 6)" in told
+    assert "1 rows that ask the same of one picture (first: line 8, as line 7)" in told
+    assert f"{data / 'val.jsonl'}: 1 picture is one of data.train too (first: " in told
+    same = configuration(model, data, tmp_path / "run", data__val=str(data / "train.jsonl"))
+    assert "is a file of data.train and of data.val" in "".join(check_data(same).describe())
+
+
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
     config, data, tmp_path, monkeypatch, capsys
 ):
@@ -282,6 +305,12 @@ def test_what_is_wrong_with_an_environment_is_told_with_its_key(
     of_environment, env_id, args, problem
 ):
     assert refused(of_environment, env_id, args=args).startswith(problem)
+
+
+def test_a_second_system_prompt_is_told_before_the_start(of_environment):
+    problem = refused(of_environment, "arithmetic", system_prompt="Think.")
+    assert problem.startswith("environment.system_prompt: arithmetic has '")
+    assert of_environment("guess_number", system_prompt="Think.").examples
 
 
 @pytest.mark.parametrize("folder", ["", "site-packages/"])

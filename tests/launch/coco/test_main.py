@@ -181,12 +181,15 @@ def test_annotations_become_records_that_the_ordinary_loader_reads(source):
     assert row["images"] == ["../pictures/deep/a.png"]
     objects = {"read": 3, "boxes": 3, "polygons": 0, "skipped": {}, "boxes_for_polygons": {}}
     assert report == {
-        "images": {"read": 2, "written": 2, "skipped": {}, "turned_by_exif": 0},
+        "images": {"read": 2, "written": 2, "skipped": {}, "turned_by_exif": 0, "repeated": 0},
+        "no_coco_results": None,
         "objects": {
             **objects,
             "clamped": 0,
             "simplified": 0,
             "turned_boxes": 0,
+            "one_pixel": 0,
+            "repeated": 0,
             "unknown_keys": {},
             "ignored": 0,
         },

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
@@ -403,6 +405,13 @@ def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
     data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
     assert Prompts().texts(data[0]) == ("Be brief.", "Find the red cat.")
     assert data[0].sample_id == "rows:1"
+
+
+def test_a_ref_of_ms_swift_may_hold_a_placeholder(tmp_path, run):
+    refs = ["<ref-object> sign", "dog", "cat"]
+    row = swift_row("<image>Find <ref-object>, <ref-object>", "<ref-object><bbox>", refs, [PIXELS])
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert data[0].prompt == "Find <ref-object> sign, dog"
 
 
 def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, run):
@@ -868,6 +877,110 @@ def test_true_boxes_of_small_files_are_never_refused(tmp_path, run, format, boxe
         numbers = [[min(max(value, 0), 1) for value in box] for box in numbers]
     _, report = run(format, **boxes_in(format, tmp_path / "data", numbers))
     assert report["objects"]["boxes"] == len(boxes)
+
+
+IDS = {"coco": {"cat": 3}, "lvis": {"cat": 3}, "voc": {"cat": 1}, "yolo": {"cat": 0}}
+IDS |= {"swift": {"cat": 1}, "hf": {"dog": 0, "cat": 1}}
+
+
+@pytest.mark.parametrize(
+    "format", [*(IDS.keys() - {"hf"}), pytest.param("hf", marks=pytest.mark.slow)]
+)
+def test_perfect_predictions_on_data_of_every_format_are_perfect_coco_results(
+    tmp_path, run, format
+):
+    """By pycocotools, against annotations with the ids that the import wrote."""
+    true_boxes = TRUE_BOXES
+    if format == "hf":
+        true_boxes = [tuple(value / 2 for value in box) for box in TRUE_BOXES]
+        objects = [{"bbox": list(box), "category": 1} for box in true_boxes]
+        options = {"source": hugging_face(tmp_path / "data", ["dog", "cat"], [objects])}
+    else:
+        boxes = [numbers_of(box, *OWN[format]) for box in TRUE_BOXES]
+        if format == "voc":
+            boxes = [[x1 + 1, y1 + 1, x2, y2] for x1, y1, x2, y2 in boxes]
+        options = boxes_in(format, tmp_path / "data", boxes)
+    (sample,), report = run(format, **options)
+    assert report["no_coco_results"] is None
+    categories = json.loads((tmp_path / "out" / "train.categories.json").read_text())
+    assert {one["name"]: one["id"] for one in categories} == IDS[format]
+    image_id = sample.metadata["image_id"]
+    assert image_id == (5 if format in ("coco", "lvis") else 1)
+    ids = {"image_id": image_id, "category_id": IDS[format]["cat"], "iscrowd": 0}
+    entries = [
+        {"id": i, "bbox": list(box), "area": box[2] * box[3], **ids}
+        for i, box in enumerate(true_boxes, 1)
+    ]
+    size = {"width": sample.width, "height": sample.height}
+    truth = COCO()
+    truth.dataset = {"images": [{"id": image_id, **size}], "annotations": entries}
+    truth.dataset["categories"] = categories
+    truth.createIndex()
+    answers = [
+        {"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}
+        | {"pixels": annotation.corners}
+        for one, annotation in zip(sample.objects, sample.annotated, strict=True)
+    ]
+    row = {"metadata": dict(sample.metadata), "objects": answers, **size}
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    results = tmp_path / "results.json"
+    names = tmp_path / "out" / "train.categories.json"
+    coco_main(["export", f"predictions={predictions}", f"categories={names}", f"out={results}"])
+    scored = COCOeval(truth, truth.loadRes(str(results)), "bbox")
+    scored.evaluate()
+    scored.accumulate()
+    precision = scored.eval["precision"][:, :, :, 0, -1]
+    assert precision[precision > -1].min() == 1
+
+
+@pytest.mark.parametrize("format", ["refcoco", "swift"])
+def test_an_import_whose_predictions_cannot_be_coco_results_says_why(tmp_path, run, capsys, format):
+    boxes = [numbers_of(box, *OWN[format]) for box in TRUE_BOXES]
+    options = boxes_in(format, tmp_path / "data", boxes)
+    if format == "swift":
+        rows = options["source"].read_text()
+        write(options["source"], f"{rows}\n{rows}")
+    _, report = run(format, **options)
+    assert "COCO results are of every object" in report["no_coco_results"]
+    assert report["no_coco_results"] in capsys.readouterr().out
+    assert not (tmp_path / "out" / "train.categories.json").exists()
+
+
+def test_odd_rows_are_counted_and_the_first_is_named(tmp_path, run, capsys):
+    """An object twice, boxes of one pixel, one file under two ids."""
+    boxes = [[20, 30, 60, 50], [20, 30, 60, 50], [7, 8, 1, 1], [100, 20, 60, 50]]
+    options = boxes_in("coco", tmp_path / "data", boxes)
+    content = json.loads(options["annotations"].read_text())
+    content["images"].append({**content["images"][0], "id": 6})
+    content["annotations"].append({**coco_annotation(9, image_id=6), "bbox": [30, 30, 50, 50]})
+    write(options["annotations"], json.dumps(content))
+    _, report = run("coco", **options)
+    assert (report["objects"]["repeated"], report["objects"]["one_pixel"]) == (1, 1)
+    assert report["images"]["repeated"] == 1
+    told = capsys.readouterr().out
+    file = options["images"] / "a.png"
+    assert f"picture of an earlier row: {file} (sample 6), as sample 5" in told
+    assert f"repeated object: {file} (sample 5)" in told
+
+
+@pytest.mark.slow
+def test_a_refused_hugging_face_import_leaves_no_pictures(tmp_path, refused):
+    objects = [{"bbox": [60, 50, 90, 70], "category": 0}, {"bbox": [50, 40, 95, 75], "category": 0}]
+    source = hugging_face(tmp_path / "data", ["cat"], [objects])
+    (tmp_path / "a.png").rename(tmp_path / "moved.png")
+    assert "set box_order=xyxy" in refused("format=hf", f"source={source}")
+    assert not (tmp_path / "out" / "train_images").exists()
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path, refused):
+    folder = tmp_path / "VOC"
+    voc_file(folder / "Annotations" / "a.xml", voc_object())
+    for name in ("train", "val"):
+        write(folder / "ImageSets" / "Main" / f"{name}.txt", "a\n")
+    told = refused("format=voc", f"source={folder}", "split=trian")
+    assert "split: is trian" in told and "train, val" in told
+    yolo = yolo_folder(tmp_path / "yolo")
+    assert "there: train" in refused("format=yolo", f"source={yolo}", "split=val")
 
 
 LONG = [20, 38, 60, 4]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from PIL import Image
 from scene_support import truth
 
@@ -146,6 +146,9 @@ def test_a_question_of_the_run_with_a_control_token_is_refused_with_its_key(
         load_tokens(config)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{key}: has <|")
+    changes = {"environment__system_prompt": "Count.<|im_end|>"}
+    with pytest.raises(ConfigError, match=r"environment.system_prompt: has <\|im_end\|>"):
+        load_tokens(trajectory_config(demo_checkpoint, tmp_path, **changes))
 
 
 @pytest.fixture

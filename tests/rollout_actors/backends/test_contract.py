@@ -253,6 +253,30 @@ def test_the_stop_token_is_kept_apart_from_the_response(under):
     assert stopped.stop_token_logprob == pytest.approx(free.logprobs[end], abs=1e-5)
 
 
+def test_a_stop_text_ends_a_response_and_is_a_part_of_it(under):
+    if not under.is_model:
+        pytest.skip("a script has no text")
+    (request,) = requests_of(under, [0])
+    (free,) = under.backend.generate([with_decode(request, stop_token_ids=())])
+
+    def text_of(token_ids):
+        return under.learner.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    # It begins within one token and ends within the next.
+    text = text_of(free.response_token_ids[2:4])[1:]
+    lengths = range(1, SHORT + 1)
+    end = next(n for n in lengths if text in text_of(free.response_token_ids[:n]))
+    other = with_decode(request, stop_token_ids=(), stop=("no such text",))
+    stopped, not_stopped = under.backend.generate(
+        [with_decode(request, stop_token_ids=(), stop=("no such text", text)), other]
+    )
+    assert (stopped.finish_reason, stopped.stop_token_id) == (FinishReason.STOP, None)
+    assert stopped.response_token_ids == free.response_token_ids[:end]
+    assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=1e-5)
+    assert tokens_of([not_stopped]) == tokens_of([free])
+    assert not_stopped.finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.slow
 def test_a_seed_says_what_is_sampled(under):
     requests = requests_of(under, range(5), temperature=1.0)

@@ -117,6 +117,20 @@ def test_a_request_that_vllm_gave_up_is_no_rollout(reason: str | None) -> None:
         finish_reason(reason, REQUEST, "a-0")
 
 
+def test_a_stop_text_is_kept_in_the_response_and_is_no_stop_token():
+    decode = replace(DECODE, stop=("</a>",))
+    request = replace(REQUEST, decode=decode)
+    by_text = rollout((5, 6), END, request=request)
+    assert (by_text.response_token_ids, by_text.stop_token_id) == ((5, 6), None)
+    assert (by_text.logprobs, by_text.stop_token_logprob) == ((-0.1, -0.2), None)
+    assert by_text.finish_reason is END
+    by_token = rollout((5, 6, STOP), END, request=request)
+    assert (by_token.response_token_ids, by_token.stop_token_id) == ((5, 6), STOP)
+    fields = sampling_fields(decode, 3)
+    assert (fields["stop"], fields["include_stop_str_in_output"]) == (["</a>"], True)
+    assert (fields["detokenize"], fields["skip_special_tokens"]) == (True, False)
+
+
 def test_a_request_says_everything_that_a_servers_defaults_could_fill() -> None:
     assert sampling_fields(DECODE, 3) == {
         "temperature": 0.7,

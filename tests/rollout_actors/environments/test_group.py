@@ -70,6 +70,35 @@ def test_rows_for_evaluation_are_those_that_each_environment_has_for_it():
         only.get_dataset()
 
 
+def test_a_runs_system_prompt_stands_before_the_rows_of_every_environment():
+    own = {"prompt": [{"role": "system", "content": "own"}, user("a")]}
+    group = EnvGroup([echo_env(dataset=[*rows(1), own]), talk_env()], ["a", "b"])
+    group.add_system_prompt("Think.")
+    system = {"role": "system", "content": "Think."}
+    assert [row["prompt"] for row in group.get_dataset()[:3]] == [
+        [system, user("q0")],
+        own["prompt"],
+        [system, user("q0")],
+    ]
+    assert group.get_eval_dataset()[0]["prompt"][0] == system
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"system_prompt": "Mine."}, "has 'Mine.'"),
+        (
+            {"dataset": [{"prompt": [{"role": "system", "content": "own"}, user("a")]}]},
+            "has a system message in its first row",
+        ),
+        ({"message_type": "completion", "dataset": [{"prompt": "a"}]}, "has prompts of plain text"),
+    ],
+)
+def test_a_second_system_prompt_is_refused_by_its_key(changes, found):
+    with pytest.raises(ValueError, match=rf"{found}; leave environment\.system_prompt out"):
+        echo_env(**changes).add_system_prompt("Think.")
+
+
 def test_each_row_keeps_the_prompt_of_its_own_environment():
     few_shot = [user("1?"), assistant("1")]
     repeats = echo_env(system_prompt="repeat", few_shot=few_shot)

@@ -434,12 +434,22 @@ def test_arguments_that_agree_with_the_run_are_taken(arguments, limit):
     assert engines.requests[0][1].decode.max_new_tokens == limit
 
 
+@pytest.mark.parametrize("stop", ["</answer>", ["</answer>"]])
+def test_the_stop_texts_of_the_run_may_be_repeated_and_reach_the_engine(stop):
+    decode = replace(NO_LOGPROBS, stop=("</answer>",))
+    engines = ScriptedEngines([says(TOKENIZER, "a</answer>")])
+    conversation = conversation_over(engines, TOKENIZER, decode=decode)
+    answer = ask(conversation, HELLO, stop=stop)
+    assert answer.choices[0].message.content == "a</answer>"
+    assert engines.requests[0][1].decode.stop == ("</answer>",)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"temperature": 0.7}, r"temperature: 0.7 was asked for, and this run has 1.0"),
         ({"extra_body": {"top_k": 20}}, r"top_k: 20 was asked for, and this run has -1"),
-        ({"stop": ["\n"]}, r"stop: \['\\n'\] was asked for"),
+        ({"stop": ["\n"]}, r"stop: \['\\n'\] was asked for.*rollout_matching.decoding.stop"),
         ({"n": 2}, r"n: 2 was asked for, and this run has 1"),
         (
             {"max_tokens": 65},

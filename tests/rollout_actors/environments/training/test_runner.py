@@ -397,6 +397,14 @@ def test_a_runner_that_failed_once_can_be_asked_again():
 # What the run has fixed
 
 
+def test_the_models_prompt_begins_with_the_configurations_system_prompt():
+    engines = ScriptedEngines(by_seed)
+    answers = ran(group_requests(4), engines, system_prompt="Think first.")
+    assert {rollout.error for rollout in flat(answers)} == {None}
+    prompts = [TOKENIZER.decode(prompt) for prompt in engines.prompts]
+    assert all(one.startswith("<|im_start|>system\nThink first.<|im_end|>") for one in prompts)
+
+
 def test_the_template_gets_the_configurations_arguments_and_an_environment_may_say_no_others():
     """Endpoints need to be told; the run's engines have been."""
     tokenizer = demo_tokenizer("{{ mood }}: " + CHATML)

@@ -42,6 +42,7 @@ RANKS = "learner.world_size"
 FSDP = {RANKS: 2, "learner.parallel": "fsdp"}
 IMAGES = "environment.max_images_per_prompt"
 HELD_OUT = "environment.num_eval_examples"
+STOP = "rollout_matching.decoding.stop"
 TEACHER = "environment.teacher"
 URL = {"base_url": "http://127.0.0.1:8000", "model": "Qwen/Qwen3-8B"}
 SIZE = "environment.rollouts_per_example"
@@ -334,6 +335,7 @@ ACCEPTED = [
     {"training.packing_buffer": 1},
     {"training.packing": False},
     {**SERVED_LORA, f"{VLLM}.sync.mode": "adapter"},
+    {STOP: ["</answer>"], "environment.system_prompt": "Think."},
 ]
 
 
@@ -341,6 +343,15 @@ ACCEPTED = [
 def test_what_trajectories_cannot_be_learned_with_is_refused(changes, expected):
     (line,) = trajectory_problems(changes)
     assert fits(line, expected), line
+
+
+def test_stop_texts_are_texts_of_environments():
+    (line,) = problems({STOP: ["</answer>"]})
+    assert line.startswith(f"{STOP}: ['</answer>'] ends answers of environments")
+    assert any(line.startswith(STOP) for line in trajectory_problems({STOP: [""]}))
+    run = load_trajectories({STOP: ["</answer>", "\n\n"]})
+    decode = run.rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
+    assert decode.stop == ("</answer>", "\n\n")
 
 
 @pytest.mark.parametrize("changes", ACCEPTED)
