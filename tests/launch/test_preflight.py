@@ -539,8 +539,8 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, w
         " (absolute aspect ratio must be smaller than 200, got 300.0)"
     )
     remedy = "crop or pad the picture, or remove the row"
-    assert first == f"{file}: images: sample train:4 {refused}; {remedy}"
-    assert second.startswith(f"{file}: images: sample train:6 {refused}")
+    assert first == f"{file}:4: images: sample train:4 {refused}; {remedy}"
+    assert second.startswith(f"{file}:6: images: sample train:6 {refused}")
     assert count == f"{file}: bad rows: these 2"
     skipping = preflight(config(data__train=file, data__on_bad_row="skip"), **CPU_NODE)
     assert not skipping.problems

@@ -145,7 +145,7 @@ print("imported:", *sorted(set({SLOW_MODULES!r}.split()) & set(sys.modules)))
 def test_unknown_nested_decoding_key_fails_before_execution():
     path = f"{MATCHING}.decoding.unknown_decoding_key"
     assert problems({path: 1}) == [
-        f"{path}: is not a known key; the keys here are temperature, top_p, top_k"
+        f"{path}: is not a known key; the keys here are temperature, top_p, top_k, stop"
     ]
 
 
@@ -174,7 +174,7 @@ def test_canonical_grouped_config_drives_trainer_contract():
         "rollout_backend": "vllm",
         "decode_batch_size": 4,
         "max_new_tokens": 96,
-        "decoding": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+        "decoding": {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "stop": []},
         "candidate_top_k": 5,
         "maskiou_gate": 0.25,
         "maskiou_resolution": 128,
