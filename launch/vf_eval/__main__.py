@@ -23,8 +23,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from launch.checks.environment import EnvironmentKeys, loaded_environment
 from launch.cli import EXPLAINED, end_on_signals, explained
 from launch.vf_eval.arguments import read_options
+from launch.vf_eval.endpoint import say
 from launch.vf_eval.record import EvaluationSettings, read_evaluation
-from launch.vf_eval.run import EvalRun, say
+from launch.vf_eval.run import EvalRun
 from rollout_actors.environments.clients import openai as client
 from rollout_actors.environments.concurrency import THREADS
 from rollout_actors.environments.training.child_processes import processes_of

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import openai
 from openai.pagination import AsyncPage
+from tqdm import tqdm
 
 from launch.vf_eval.arguments import KEY_VARIABLE
 from shared.config.rollout import is_loopback
 from shared.errors import ConfigError, UnreachableError
+
+T = TypeVar("T")
 
 URL_VARIABLE = "OPENAI_BASE_URL"
 OPENAI_URL = "https://api.openai.com/v1"
 LIST_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 """Timeout of a call for one token."""
+START_S = 600.0
+"""The longest that a server which answers 503 is waited for: it loads its model."""
+START_PAUSE_S = 2.0
+"""Pause between two questions to it."""
 _NUM_SHOWN = 10
+
+
+def say(text: str) -> None:
+    """Print a remark, above a progress bar where there is one."""
+    tqdm.write(text, file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,13 @@ def find_endpoint(
         raise ConfigError(
             f"-b: {chosen!r} is no address of an endpoint; write it like http://127.0.0.1:8000/v1"
         )
+    if parts.username or parts.password or parts.query:
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        raise ConfigError(
+            f"-b: the address of {bare} holds a name, a password or a query, which would be kept"
+            " with the results; write the address alone, and give secrets by a variable (-k) or by"
+            " --header, which are not kept"
+        )
     name = key_variable or KEY_VARIABLE
     is_local = _is_local(parts.hostname)
     # The key of somebody's account is sent to a server of this network only when that is asked for.
@@ -92,7 +116,8 @@ async def find_model(
 ) -> str:
     """Return the name of the model, once the endpoint is known to have it.
 
-    It is asked for its list of models, and where that leaves a doubt, for one token.
+    It is asked for its list of models, and where that leaves a doubt, for one token. A server that
+    answers 503 is still starting, and is asked again for `START_S`.
 
     Args:
         model: None for the only one that it serves.
@@ -101,10 +126,11 @@ async def find_model(
         UnreachableError: nothing answers, or nothing that speaks OpenAI's protocol.
         ConfigError: the key is refused, or the model is not there.
     """
-    served = await list_models(client, endpoint)
+    served = await _once_started(partial(list_models, client, endpoint), endpoint)
     if model is not None:
         if served is None or model not in served:
-            await _ask_for_a_token(client, endpoint, model, message_type, served)
+            ask = partial(_ask_for_a_token, client, endpoint, model, message_type, served)
+            await _once_started(ask, endpoint)
         return model
     if served is not None and len(served) == 1:
         return served[0]
@@ -112,6 +138,25 @@ async def find_model(
     if served is not None:
         answer = f"serves {_joined(served)}"
     raise ConfigError(f"-m: which model? {endpoint.url} {answer}; name one with -m")
+
+
+async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> T:
+    """Ask until the answer is no 503, or `START_S` is over. Raises as `find_model`."""
+    until_s = time.monotonic() + START_S
+    has_said = False
+    while True:
+        try:
+            return await ask()
+        except UnreachableError as error:
+            cause = error.__cause__
+            starts = isinstance(cause, openai.APIStatusError) and cause.status_code == 503
+            if not starts or time.monotonic() > until_s:
+                raise
+        if not has_said:
+            limit = f"is waited for up to {START_S:g} s"
+            say(f"{endpoint.url} answers 503, as a server that is starting does, and {limit}")
+            has_said = True
+        await asyncio.sleep(START_PAUSE_S)
 
 
 async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:

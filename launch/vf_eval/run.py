@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -15,11 +14,10 @@ from typing import Any
 import openai
 from rich.console import Console
 from rich.text import Text
-from tqdm import tqdm
 
 from launch.cli import EXPLAINED
 from launch.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
-from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models
+from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models, say
 from launch.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder, read_evaluation
 from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile
 from launch.vf_eval.summary import results_of, show_rollout, summary_tables
@@ -27,11 +25,6 @@ from rollout_actors.environments.datasets import RESULTS, Examples, digest, has_
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.types import State
 from shared.errors import ConfigError
-
-
-def say(text: str) -> None:
-    """Print a remark, above a progress bar where there is one."""
-    tqdm.write(text, file=sys.stderr)
 
 
 class EvalRun:

@@ -10,6 +10,7 @@ from typing import Any
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from rollout_actors.environments.clients.openai import REASONING
 from rollout_actors.environments.types import Messages, TrajectoryStepTokens
 
 TOKEN_ID = "token_id:"
@@ -55,6 +56,10 @@ async def parse_response_messages(response: Any, message_type: str) -> Messages:
         return choice.text or ""
     assert isinstance(response, ChatCompletion), type(response)
     message: dict[str, Any] = {"role": "assistant", "content": choice.message.content}
+    # Kept under the name that the endpoint gave it, which is the one that it takes back.
+    for name in REASONING:
+        if reasoning := _extra(choice.message, name):
+            message[name] = reasoning
     if choice.message.tool_calls:
         message["tool_calls"] = [
             call.model_dump(exclude_none=True) for call in choice.message.tool_calls

@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import logging
 import re
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,10 +31,21 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 _INSTEAD = re.compile(
     r"use ['\"`]?(max_tokens|max_completion_tokens)['\"`]? instead", re.IGNORECASE
 )
-_CONTEXT = re.compile(r"maximum context length is (\d+)", re.IGNORECASE)
+_CONTEXT = re.compile(r"(?:context|model) length is (?:only )?(\d+)", re.IGNORECASE)
+_PROMPT = re.compile(
+    r"(\d+) (?:tokens )?(?:in|from|of) (?:the |your )?(?:messages|prompt|input)"
+    r"|(?:contains|has|passed)(?: at least)? (\d+) (?:input|prompt) tokens",
+    re.IGNORECASE,
+)
+REASONING = ("reasoning", "reasoning_content")
+"""The two names that endpoints know for what a model thought before its answer."""
+LONGEST_PAUSE_S = 600.0
+"""The longest that an endpoint's Retry-After is followed."""
 _LIMIT_NAMES: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
 """The one name of the limit that an endpoint takes, by client and model, once it refused the other.
 """
+_NO_REASONING: WeakKeyDictionary[openai.AsyncOpenAI, set[str]] = WeakKeyDictionary()
+"""Models of an endpoint that refused a prompt for the reasoning in it, by client."""
 
 INFRASTRUCTURE = (
     openai.APIConnectionError,
@@ -72,7 +85,9 @@ async def ask(
     """Call the model once; again where only the way to the endpoint failed.
 
     The answer's id is `OVERLONG` where the prompt is too long. An endpoint that takes the limit of
-    new tokens under one of its two names alone gets that name from its first refusal on.
+    new tokens under one of its two names alone gets that name from its first refusal on. One that
+    has room for the prompt, but not for that many new tokens, is asked once more for as many as it
+    has room for. One that refuses the reasoning of earlier answers gets the messages without it.
 
     Raises:
         TypeError: the client is not asynchronous.
@@ -85,8 +100,11 @@ async def ask(
     limit_names = _LIMIT_NAMES.setdefault(client, {}) if is_openai else {}
     if model in limit_names:
         arguments = _with_limit_as(limit_names[model], arguments)
+    refuses_reasoning = _NO_REASONING.setdefault(client, set()) if is_openai else set()
+    if model in refuses_reasoning:
+        prompt = without_reasoning(prompt)
     attempt = 1
-    has_renamed = False
+    has_renamed = has_shortened = False
     while True:
         try:
             if message_type == "completion":
@@ -103,22 +121,78 @@ async def ask(
             return await answer
         except openai.BadRequestError as error:
             wanted = None if has_renamed else _wanted_limit(error, arguments)
-            if wanted is None:
-                if is_overlong(error, arguments):
-                    return overlong_answer(model)
+            room = None if has_shortened else room_left(error, arguments)
+            if wanted is not None:
+                limit_names[model] = wanted
+                arguments = _with_limit_as(wanted, arguments)
+                has_renamed = True
+            elif room is not None and room > 0:
+                arguments |= {name: room for name in LIMITS if name in arguments}
+                has_shortened = True
+            elif is_overlong(error, arguments):
+                return overlong_answer(model)
+            elif "reasoning" in str(error) and (bare := without_reasoning(prompt)) != prompt:
+                refuses_reasoning.add(model)
+                prompt = bare
+            else:
                 raise
-            limit_names[model] = wanted
-            arguments = _with_limit_as(wanted, arguments)
-            has_renamed = True
         except INFRASTRUCTURE as error:
             if attempt == tries:
                 raise
-            pause_s = PAUSE_S * 2 ** (attempt - 1)
+            pause_s = max(PAUSE_S * 2 ** (attempt - 1), retry_after_s(error))
             what = f"{type(error).__name__}: {error}"
             failure = "call %d of %d failed (%s); again in %.1f s"
             _LOGGER.warning(failure, attempt, tries, what, pause_s)
             await asyncio.sleep(pause_s)
             attempt += 1
+
+
+def without_reasoning(prompt: Messages) -> Messages:
+    """Return the messages without what the model thought before its answers."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {name: value for name, value in message.items() if name not in REASONING}
+        for message in prompt
+    ]
+
+
+def retry_after_s(error: BaseException) -> float:
+    """Return the seconds that an endpoint asks to wait for, 0 if it does not.
+
+    Retry-After is a number of seconds or a date (RFC 9110). The rollout's own timeout ends a wait
+    that is too long for it.
+    """
+    if not isinstance(error, openai.APIStatusError):
+        return 0.0
+    written = error.response.headers.get("retry-after", "")
+    try:
+        seconds = float(written)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(written).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    # Of a NaN, too, the least.
+    return min(seconds, LONGEST_PAUSE_S) if seconds > 0 else 0.0
+
+
+def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int | None:
+    """Return how many new tokens a refused prompt leaves room for.
+
+    None if the refusal does not say it, or the call names no limit, or a limit that no prompt
+    leaves room for.
+    """
+    limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
+    context = _CONTEXT.search(str(error))
+    prompt = _PROMPT.search(str(error))
+    if context is None or prompt is None or not limits:
+        return None
+    length = int(context[1])
+    if any(not isinstance(limit, int) or limit >= length for limit in limits):
+        return None
+    room = length - int(prompt[1] or prompt[2])
+    return room if room < max(limits) else None
 
 
 def require_asynchronous(client: Any) -> None:

@@ -65,6 +65,12 @@ def load_environment(
         ValueError: the address is none, nobody answers there, or what answers is no OpenEnv server;
             or the package `websockets` is not installed.
     """
+    if "@" in urlsplit(url).netloc or urlsplit(url).query:
+        # Not repeated: it may hold a secret.
+        raise ValueError(
+            "openenv: the server's address holds a name, a password or a query, which would be kept"
+            " with the run; write openenv:http://HOST:PORT"
+        )
     name = f"openenv:{url}"
     try:
         import websockets.asyncio.client  # noqa: F401

@@ -2,6 +2,7 @@
 spec: orchestration, CLI integration).
 """
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import tomllib
 from pathlib import Path
 
 import datasets
+import httpx
+import openai
 import pytest
 from fake_openai import FakeOpenAI
 from fake_server import eventually, serving
@@ -22,8 +25,10 @@ from fastapi.responses import HTMLResponse
 from scripted_client import ScriptedClient
 
 from launch.vf_eval import __main__ as vf_eval
+from launch.vf_eval import endpoint as endpoint_module
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import load_environment
+from shared.errors import UnreachableError
 
 pytestmark = pytest.mark.slow
 
@@ -423,6 +428,12 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(shel
         (["-m", "demo", "-b", "{base}"], 1, r"does -b end in /v1\?"),
         (["-b", "{base}"], 2, r"has no list of models \(does -b end in /v1\?\); name one"),
         (["-m", "demo", "-b", "localhost:8000"], 2, r"http://127\.0\.0\.1:8000/v1"),
+        (
+            ["-m", "demo", "-b", "http://me:hunter2@127.0.0.1:8000/v1"],
+            2,
+            r"--header, which are not",
+        ),
+        (["-m", "demo", "-b", "http://127.0.0.1:8000/v1?api_key=hunter2"], 2, r"a password or a"),
         (["-m", "dmeo"], 2, r"no model 'dmeo'; it serves demo, other"),
         ([], 2, r"serves demo, other; name one with -m"),
         (["-a", '{"numb": 2}'], 2, r"numb.*num=4"),
@@ -442,6 +453,30 @@ def test_a_wrong_address_model_or_argument_of_the_environment_is_told(
     arguments = [argument.replace("{base}", base) for argument in arguments]
     error = echo(*arguments, status=status).stderr
     assert re.search(message, error, re.DOTALL), error
+    assert "hunter2" not in error
+
+
+def test_a_server_that_still_starts_is_waited_for_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(endpoint_module, "START_PAUSE_S", 0.0)
+    listed = {"object": "list", "data": [{"id": "demo", "object": "model", "created": 0}]}
+    answers = [httpx.Response(503, json={"detail": "loading"})] * 3 + [
+        httpx.Response(200, json=listed)
+    ]
+    transport = httpx.MockTransport(lambda request: answers.pop(0))
+    client = openai.AsyncOpenAI(
+        api_key="none",
+        base_url="http://starting/v1",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
+    )
+    endpoint = endpoint_module.Endpoint("http://starting/v1", "none", "KEY")
+    assert asyncio.run(endpoint_module.find_model(client, endpoint, None, "chat")) == "demo"
+    assert capsys.readouterr().err.count("answers 503") == 1
+    # Within a limit.
+    monkeypatch.setattr(endpoint_module, "START_S", 0.0)
+    answers += [httpx.Response(503, json={"detail": "loading"})] * 3
+    with pytest.raises(UnreachableError, match=r"no answer .*loading"):
+        asyncio.run(endpoint_module.find_model(client, endpoint, None, "chat"))
 
 
 def test_a_wrong_environment_name_is_told_with_those_that_there_are(shell, url):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from environment_support import user
+from openai.types.chat import ChatCompletion
 from scripted_client import Answer, Call, chat_response, rendered_ids, text_response
 
 from rollout_actors.environments.chat.responses import (
@@ -13,6 +14,7 @@ from rollout_actors.environments.chat.responses import (
     parse_response_messages,
     parse_response_tokens,
 )
+from rollout_actors.environments.clients.openai import REASONING
 
 ARGUMENTS = {
     "chat": RETURNS_TOKENS,
@@ -122,3 +124,12 @@ def test_an_answer_without_choices_has_no_message_and_no_tokens(choices):
     with pytest.raises(ValueError, match="has no choices, and says nothing else"):
         messages(response)
     assert tokens(response) is None
+
+
+@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), REASONING])
+def test_what_the_model_thought_stays_in_its_message_under_the_endpoints_name(names):
+    answer = chat_response(Call(0, "m", [], {}), Answer("4")).model_dump()
+    answer["choices"][0]["message"] |= dict.fromkeys(names, "2 and 2 is 4")
+    (message,) = messages(ChatCompletion.model_validate(answer))
+    thought = dict.fromkeys(names, "2 and 2 is 4")
+    assert message == {"role": "assistant", "content": "4", **thought}

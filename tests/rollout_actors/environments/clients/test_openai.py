@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import httpx
@@ -13,7 +15,9 @@ import openai
 import pytest
 from scripted_client import Answer, Call, chat_response, status_error
 
-from rollout_actors.environments.clients.openai import ask, is_overlong
+from rollout_actors.environments.clients import openai as client_module
+from rollout_actors.environments.clients.openai import OVERLONG as OVERLONG_ID
+from rollout_actors.environments.clients.openai import ask, is_overlong, retry_after_s
 
 NAMES = {"max_tokens", "max_completion_tokens"}
 
@@ -144,3 +148,127 @@ def test_a_call_that_asks_for_more_tokens_than_the_context_has_is_wrong_for_ever
     assert is_overlong(refusal(message), {"max_tokens": 4000}), (
         "of that many there may be room behind another prompt"
     )
+
+
+class Scripted:
+    """An endpoint that answers with these statuses and bodies in turn, then with "yes"."""
+
+    def __init__(self, *answers: httpx.Response) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._answers = list(answers)
+        self.client = openai.AsyncOpenAI(
+            api_key="none",
+            base_url="http://scripted/v1",
+            max_retries=0,
+            http_client=httpx.AsyncClient(transport=httpx.MockTransport(self.answer)),
+        )
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append(json.loads(request.content))
+        if self._answers:
+            return self._answers.pop(0)
+        answer = chat_response(Call(0, "m", [], {}), Answer("yes"))
+        return httpx.Response(200, json=answer.model_dump())
+
+    def ask(self, *prompts: Any, **sampling_args: Any) -> Any:
+        async def asked() -> Any:
+            for prompt in prompts or ([],):
+                answer = await ask(
+                    self.client,
+                    "m",
+                    prompt,
+                    message_type="chat",
+                    tools=None,
+                    sampling_args=sampling_args,
+                )
+            return answer
+
+        return asyncio.run(asked())
+
+
+def refused(message: str) -> httpx.Response:
+    return httpx.Response(400, json={"error": {"message": message}})
+
+
+ROOM = [
+    (
+        "This model's maximum context length is 100 tokens. However, you requested 80 output tokens"
+        " and your prompt contains at least 30 input tokens, for a total of at least 110 tokens."
+    ),
+    (
+        "This model's maximum context length is 100 tokens. However, you requested 110 tokens (30 in"
+        " the messages, 80 in the completion). Please reduce the length of the messages."
+    ),
+    (
+        "'max_tokens' or 'max_completion_tokens' is too large: 80. This model's maximum context"
+        " length is 100 tokens and your request has 30 input tokens (80 > 100 - 30)."
+    ),
+    (
+        "You passed 30 input tokens and requested 80 output tokens. However, the model's context"
+        " length is only 100 tokens, resulting in a maximum input length of 20 tokens."
+    ),
+]
+
+
+@pytest.mark.parametrize("message", ROOM)
+def test_a_prompt_that_leaves_less_room_than_was_asked_for_gets_the_room_that_is_left(message):
+    endpoint = Scripted(refused(message))
+    answer = endpoint.ask(max_tokens=80)
+    assert [body["max_tokens"] for body in endpoint.bodies] == [80, 70]
+    assert answer.choices[0].message.content == "yes"
+
+
+def test_a_prompt_is_overlong_if_no_room_is_left_or_the_room_was_refused_too():
+    full = ROOM[0].replace("30 input", "100 input")
+    for refusals in ([full], [ROOM[0], ROOM[0]]):
+        endpoint = Scripted(*map(refused, refusals))
+        assert endpoint.ask(max_tokens=80).id == OVERLONG_ID
+        assert len(endpoint.bodies) == len(refusals)
+
+
+def test_reasoning_is_sent_back_until_an_endpoint_refuses_it():
+    said = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    endpoint = Scripted()
+    endpoint.ask([said])
+    assert endpoint.bodies[0]["messages"] == [said]
+    endpoint = Scripted(refused("reasoning_content is not permitted in input messages"))
+    endpoint.ask([said], [said])
+    bare = {"role": "assistant", "content": "4"}
+    assert [body["messages"] for body in endpoint.bodies] == [[said], [bare], [bare]]
+
+
+def test_an_endpoint_that_says_when_to_come_back_is_not_asked_before(monkeypatch):
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(client_module.asyncio, "sleep", sleep)
+    busy = {"error": {"message": "busy"}}
+    endpoint = Scripted(
+        httpx.Response(429, json=busy, headers={"Retry-After": "7"}), httpx.Response(503, json=busy)
+    )
+    endpoint.ask()
+    assert slept == [7.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("12", 12),
+        ("0.25", 0.25),
+        (format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True), 600),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("-3", 0),
+        ("1e9", 600),
+        ("nan", 0),
+        ("soon", 0),
+        ("", 0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date_within_bounds(written, seconds):
+    headers = {"Retry-After": written}
+    response = httpx.Response(429, headers=headers, request=httpx.Request("POST", "http://x"))
+    error = openai.RateLimitError("busy", response=response, body=None)
+    assert retry_after_s(error) == seconds
+    assert retry_after_s(ConnectionError()) == 0
