@@ -884,7 +884,7 @@ IDS |= {"swift": {"cat": 1}, "hf": {"dog": 0, "cat": 1}}
 
 
 @pytest.mark.parametrize(
-    "format", [*(IDS.keys() - {"hf"}), pytest.param("hf", marks=pytest.mark.slow)]
+    "format", [*sorted(IDS.keys() - {"hf"}), pytest.param("hf", marks=pytest.mark.slow)]
 )
 def test_perfect_predictions_on_data_of_every_format_are_perfect_coco_results(
     tmp_path, run, format
