@@ -98,7 +98,7 @@ class CocoImport(ImportOptions):
             str(image.id),
             self.images / image.file_name,
             [self._object(annotation, names) for annotation in annotations],
-            (image.width, image.height),
+            image.size,
             reading=self.reading,
             keys={"image_id": image.id},
         )

@@ -34,18 +34,26 @@ class CocoEntry(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
-_Pixels = Annotated[int, Field(gt=0, lt=2**31)]
+_Pixels = Annotated[int, Field(gt=0, lt=2**31, strict=False)]
+"""Some tools write 640.0."""
 
 
 class CocoImage(CocoEntry):
     id: int
     file_name: Annotated[str, Field(min_length=1)]
-    width: _Pixels
-    height: _Pixels
+    width: _Pixels | None = None
+    height: _Pixels | None = None
     neg_category_ids: list[int] = []
     """LVIS: categories that are not on the image."""
     not_exhaustive_category_ids: list[int] = []
     """LVIS: categories of which some objects are not annotated."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height that the file states; None: the picture's own are taken."""
+        if self.width is None or self.height is None:
+            return None
+        return self.width, self.height
 
     @model_validator(mode="before")
     @classmethod

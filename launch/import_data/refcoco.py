@@ -112,7 +112,7 @@ class RefcocoImport(ImportOptions):
                         if isinstance(annotation, Malformed)
                         else source_object(annotation, names, self.reading)
                     ],
-                    (image.width, image.height),
+                    image.size,
                     reading=self.reading,
                     keys={"phrase": phrase, "image_id": image.id, "ref_id": ref.ref_id},
                     skip=None if is_learnable(phrase) else ImageSkip.UNUSABLE_TEXT,

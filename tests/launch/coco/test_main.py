@@ -469,6 +469,17 @@ def test_the_annotations_own_boxes_stay_with_the_objects_they_became(source):
     assert sample.ignore == ()
 
 
+@pytest.mark.parametrize("size", [{"width": 100.0, "height": 80.0}, {"width": None}, {}])
+def test_an_images_size_may_be_a_float_or_left_out(source, size):
+    source.image(7, annotation(7, bbox=[10, 20, 30, 40]))
+    (entry,) = source.content["images"]
+    del entry["width"], entry["height"]
+    entry |= size
+    data, _ = source.convert()
+    assert (data[0].width, data[0].height) == (100, 80)
+    assert data[0].objects[0].bins == (100, 252, 404, 759)
+
+
 def test_crowds_are_regions_to_ignore_or_objects_if_the_user_says_so(source, capsys):
     mask = {"counts": [80, 80, 7840], "size": [80, 100]}
     crowd = annotation(7, iscrowd=1, bbox=[5, 0, 90, 40], segmentation=mask)
