@@ -131,7 +131,7 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
 
 def _compared(scene: Scene) -> tuple[ScoredObject, ...]:
     """Return the predictions in the frame of the truth: pixels of annotations, or bins."""
-    if scene.sample.annotated:
+    if scene.sample.annotated or scene.sample.ignore:
         return scene.objects
     return tuple(replace(found, pixels=None) for found in scene.objects)
 

@@ -12,6 +12,7 @@ from pycocotools.cocoeval import COCOeval
 from scene_support import guess, random_scenes, scene, truth
 
 from launch.reports.coco_ap import IouType, coco_scores
+from shared.data.annotations import Annotation, IgnoredRegion
 from shared.grounding.coco import (
     ImagePredictions,
     number_categories,
@@ -158,3 +159,13 @@ def test_masks_are_scored_only_where_there_are_polygons():
     # The boxes around the two halves of a square are the same; the halves are not.
     assert by_class[IouType.BBOX].ap50 == pytest.approx(1.0)
     assert by_class[IouType.SEGM].ap50 == 0.0
+
+
+def test_a_picture_of_crowds_alone_is_compared_in_pixels():
+    # The pixels of the answer are in the crowd, its bins are not.
+    crowd = IgnoredRegion(Annotation((50.0, 0.0, 30.0, 30.0)), "cat", True)
+    inside = replace(guess(0, 0, 99, 99), pixels=(52.0, 2.0, 70.0, 20.0))
+    crowded = scene(0, [], [inside])
+    crowded = replace(crowded, sample=replace(crowded.sample, ignore=(crowd,)))
+    scores = coco_scores([crowded, scene(1, ONE, [right(0.5)])])
+    assert scores.by_class[IouType.BBOX].ap == pytest.approx(1.0)

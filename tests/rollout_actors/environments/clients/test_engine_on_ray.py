@@ -197,7 +197,8 @@ def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncat
     inputs = [{"prompt": prompt(just_fits)}, ROWS[1]]
     too_long, other = generated(Talk(), inputs, client_of(engine_pool, learner)).state
     assert (too_long["error"], too_long["is_truncated"]) == (None, True)
-    assert (other["error"], other["is_truncated"]) == (None, False)
+    # Its answer is cut by length, as a model of random weights does not end it.
+    assert other["error"] is None and other["stop_condition"] != "prompt_too_long"
     assert (too_long["trajectory"], too_long["stop_condition"]) == ([], "prompt_too_long")
 
 
