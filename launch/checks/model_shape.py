@@ -91,7 +91,7 @@ class ModelShape:
                 vocabulary=text["vocab_size"],
                 vision=vision,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"

@@ -21,6 +21,7 @@ _ANOTHER_MODEL = (
     " demo-start` (outputs/demo/crowded_model and start), or set model.path to a folder that"
     " save_pretrained wrote"
 )
+_JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def checkpoint_problems(
@@ -37,10 +38,15 @@ def checkpoint_problems(
     if (folder / "config.json").is_file():
         text = (folder / "config.json").read_text(encoding="utf-8")
         # Told before transformers asks a terminal whether it may run that code.
-        return tuple(
+        other_forms = tuple(
             f"{key}: {folder} is a {kind} model, which {form}"
             for kind, form in IN_OTHER_FORMS.items()
             if re.search(rf'"model_type": *"{kind}"', text)
+        )
+        return other_forms or tuple(
+            f"{key}: {folder / name} is no JSON object; fetch or copy it again"
+            for name in _JSON_OBJECTS
+            if (folder / name).is_file() and not _is_json_object(folder / name)
         )
     if (named := hub_id(folder)) is not None:
         repo, _, revision = named.partition("@")
@@ -63,6 +69,13 @@ def no_chat_template(folder: Path, *, key: str = "model.path") -> str:
         " tokenizer_config.json), by which messages become a prompt; choose the Instruct or chat"
         " version of the model, or copy that version's chat_template.jinja into the folder"
     )
+
+
+def _is_json_object(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except ValueError:
+        return False
 
 
 def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -> set[int]:

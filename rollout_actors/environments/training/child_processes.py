@@ -80,17 +80,17 @@ def processes_of(name: str) -> Iterator[None]:
 
 def end_marked(mark: str) -> list[str]:
     """Kill all processes of this mark, and return their names."""
-    names = []
-    # Again, for what they started meanwhile.
+    names: dict[Path, str] = {}
+    # Again, for what they started meanwhile; one that is killed may be there a moment longer.
     while marked := _marked(mark):
         for process in marked:
             try:
-                names.append((process / "comm").read_text().strip())
+                names[process] = (process / "comm").read_text().strip()
                 os.kill(int(process.name), signal.SIGKILL)
             except OSError:
                 continue  # it has ended by itself
         time.sleep(0.01)
-    return names
+    return list(names.values())
 
 
 def _marked(mark: str) -> list[Path]:

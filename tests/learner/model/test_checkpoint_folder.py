@@ -73,6 +73,16 @@ def test_a_folder_with_an_adapter_in_it_is_no_model(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
 
 
+@pytest.mark.parametrize("content", ["", "[1, 2]", '{"eos_token_id": 2,'])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_damaged_json_file_of_a_checkpoint_is_named(tmp_path: Path, name: str, content: str):
+    (tmp_path / "config.json").write_text("{}")
+    assert not checkpoint_problems(tmp_path)
+    (tmp_path / name).write_text(content)
+    (problem,) = checkpoint_problems(tmp_path, key="model")
+    assert problem.startswith(f"model: {tmp_path / name} is no JSON object")
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [
