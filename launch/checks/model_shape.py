@@ -149,17 +149,31 @@ class ModelShape:
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of safetensors that hold a weight as it is."""
+
+
 def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a checkpoint's files, by name.
 
-    Raises ConfigError for a file that is damaged, and as `weight_files`.
+    Raises ConfigError for a file that is damaged, for weights that are stored as integers or in
+    8 bits, and as `weight_files`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder, key=key):
         try:
             with safe_open(path, framework="np") as file:
-                names = file.offset_keys()
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+                for name in file.offset_keys():
+                    tensor = file.get_slice(name)
+                    shapes[name] = tuple(tensor.get_shape())
+                    # Buffers may be integers.
+                    is_weight = name.endswith((".weight", ".bias"))
+                    if is_weight and tensor.get_dtype() not in _FLOATS:
+                        raise ConfigError(
+                            f"{key}: {path} stores {name} as {tensor.get_dtype()}, a quantised"
+                            " weight, which would be read as if it were the weight itself; give the"
+                            " checkpoint that it was quantised from"
+                        )
         except (OSError, SafetensorError) as error:
             problem = f"{key}: {path} cannot be read ({error}); fetch or copy it again"
             raise ConfigError(problem) from error

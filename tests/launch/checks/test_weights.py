@@ -94,6 +94,11 @@ def refusal(folder, **options):
             {},
             [f"({DOWN}: [128, 383] in the files, [128, 384] in the model)"],
         ),
+        (
+            lambda tensors: tensors | {DOWN: (100 * tensors[DOWN]).to(torch.int8)},
+            {},
+            [f"stores {DOWN} as I8", "quantised from"],
+        ),
     ],
 )
 def test_a_checkpoint_that_lacks_tensors_is_refused_with_the_missing_and_the_surplus_names(
