@@ -249,9 +249,10 @@ def test_rollmatch_runs_a_command_as_python_does_with_m(tmp_path):
     """The arguments, what is printed, the exit status, and where modules are looked for."""
     (tmp_path / "own_objective.py").write_text("print('imported')\n")
     own = "rollout_matching.pipeline.objective=[{name: 'own_objective:Own', enabled: true, weight: 1.0, channels: [A, B], config: {}}]"
+    nowhere = ["model.path=nowhere", "data.train=nowhere.jsonl", "data.val=null"]
     one, other = (
         subprocess.run(
-            [sys.executable, *command, "+experiment=stage2_3v1", own],
+            [sys.executable, *command, "+experiment=stage2_3v1", own, *nowhere],
             capture_output=True,
             text=True,
             cwd=tmp_path,

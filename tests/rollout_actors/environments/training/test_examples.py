@@ -4,6 +4,7 @@ merged form of append-only trajectories.
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -271,8 +272,11 @@ def test_an_advantage_of_its_own_is_not_divided_though_a_sibling_has_the_same_wh
     states = [rollout(*steps, advantage=None), sibling]
     set_advantages(states)
     by_example = [token_advantages(one, std_epsilon=0.0) for one in apart(*states)]
-    assert [advantages[-1] for advantages in by_example] == [1.0, own_advantage, -1.0]
-    assert token_advantages(merged(*states)[0], std_epsilon=0.0) == [0.0, 1.0, own_advantage]
+    divided = 0.5 / math.sqrt(0.5)
+    last = [advantages[-1] for advantages in by_example]
+    assert last == pytest.approx([divided, own_advantage, -divided])
+    of_merged = token_advantages(merged(*states)[0], std_epsilon=0.0)
+    assert of_merged == pytest.approx([0.0, divided, own_advantage])
 
 
 def test_a_merged_example_is_of_its_oldest_weights_and_of_the_engine_of_all_its_steps():

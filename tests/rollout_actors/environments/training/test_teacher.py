@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import torch
 from fake_server import serving
 from fake_teacher import FakeTeacher, scripted_logprob
 from scripted_engines import (
@@ -23,6 +24,8 @@ from scripted_engines import (
 
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.trajectories import trajectory_target
+from learner.objectives.base import NOTHING_SAMPLED, TeacherSupervision
+from learner.objectives.policy_gradient import advantages
 from learner.rollout_logs.trajectories import logged_rollout, trajectory_record
 from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
@@ -108,8 +111,9 @@ def played(
 def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teacher_finds_it(
     weight: float, reward_weight: float, advantage_std: bool
 ) -> None:
-    """`reward_weight A + weight (log p_teacher - log p_engine)`, token by token; the engines say
-    -(i + 1) / 8 of the i-th token of a call, and the teacher reads all that came before a token.
+    """`reward_weight A + weight (log p_teacher - log p_learner)`, token by token, with a learner that
+    finds tokens as probable as the engines. These say -(i + 1) / 8 of the i-th token of a call, and
+    the teacher reads all that came before a token.
     """
     with taught(FakeTeacher(TOKENIZER), weight=weight, reward_weight=reward_weight) as (_, section):
         rollouts = played(section, group_requests(4, 1))
@@ -120,8 +124,8 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
         rewards = [rollout.reward for rollout in group]
         for rollout in group:
             of_reward = rollout.reward - fmean(rewards)
-            if advantage_std and pstdev(rewards):
-                of_reward /= pstdev(rewards) + config.advantage_epsilon
+            if advantage_std and stdev(rewards):
+                of_reward /= stdev(rewards) + config.advantage_epsilon
             (example,) = rollout.examples
             expected = []
             previous = False
@@ -134,7 +138,17 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
                     expected.append(reward_weight * of_reward + weight * of_teacher)
             target = trajectory_target(example, rule, num_of_rollout=example.num_learned)
             assert target is not None
-            assert target.target.credit.advantages == pytest.approx(expected, abs=1e-6)
+            credit = target.target.credit
+            assert credit.teacher_logprobs is not None and credit.teacher_weight == weight
+            of_engines = torch.tensor(credit.engine_logprobs)
+            sampled = NOTHING_SAMPLED._replace(
+                advantage=torch.tensor(credit.advantages),
+                teacher=TeacherSupervision(
+                    torch.tensor(credit.teacher_logprobs), torch.full_like(of_engines, weight)
+                ),
+            )
+            found = advantages(of_engines, sampled).tolist()
+            assert found == pytest.approx(expected, abs=1e-5)
             assert len(expected) > 3
 
 
