@@ -12,9 +12,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.11", "3.12", "3.13")
+REQUIRES_PYTHON = ">=3.11,<3.14"
+PLAIN = ("--no-header", "--no-annotate")
 MACHINE = (
     "implementation_name == 'cpython' and platform_machine == 'x86_64'"
     " and platform_python_implementation == 'CPython' and sys_platform == 'linux'"
@@ -70,12 +74,37 @@ def main() -> None:
 def exported(requirements: list[str], excluded: list[str]) -> list[str]:
     """Return what the requirements resolve to, each a package with its hashes."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "pyproject.toml").write_text(
-            f"""\
+        project = Path(folder, "pyproject.toml")
+        project.write_text(as_project(requirements, excluded))
+        uv = [Path(sys.prefix, "bin", "uv"), "--quiet", "--system-certs", "--directory", folder]
+
+        def run(*options: str) -> list[str]:
+            done = subprocess.run([*uv, *options], check=True, stdout=subprocess.PIPE, text=True)
+            return re.split(r"\n(?! )", done.stdout.rstrip())
+
+        # For each Python by itself first. `uv lock` believes any wheel of a release about what it
+        # requires, and wheels of intel-openmp differ.
+        platform = ["--python-platform", "x86_64-unknown-linux-gnu"]
+        compile_ = ["pip", "compile", project.name, *PLAIN, *platform, "--python-version"]
+        of_python = {python: run(*compile_, python) for python in PYTHONS}
+        pins = []
+        for pin in sorted(set(chain(*of_python.values()))):
+            used = [f"python_version == '{python}'" for python in PYTHONS if pin in of_python[python]]
+            pins.append(pin if len(used) == len(PYTHONS) else f"{pin} ; {' or '.join(used)}")
+        project.write_text(as_project(pins, excluded))
+        run("lock")
+        entries = run("export", *PLAIN, "--frozen", "--no-emit-project")
+    # scripts/setup.sh refuses other machines, where these markers would leave out everything.
+    return [one.replace(f" and {MACHINE}", "").replace(f" ; {MACHINE}", "") for one in entries]
+
+
+def as_project(requirements: list[str], excluded: list[str]) -> str:
+    """Return a pyproject.toml that requires this, for the machines of the locks."""
+    return f"""\
 [project]
 name = "locked"
 version = "0"
-requires-python = ">=3.11,<3.14"
+requires-python = "{REQUIRES_PYTHON}"
 dependencies = {json.dumps(requirements)}
 [tool.uv]
 constraint-dependencies = {json.dumps(CONSTRAINTS)}
@@ -83,15 +112,6 @@ environments = ["{MACHINE}"]
 exclude-dependencies = {json.dumps(excluded)}
 package = false
 """
-        )
-        uv = [Path(sys.prefix, "bin", "uv"), "--quiet", "--system-certs", "--directory", folder]
-        subprocess.run([*uv, "lock"], check=True)
-        options = ["--frozen", "--no-emit-project", "--no-annotate", "--no-header"]
-        export = [*uv, "export", *options, "--format", "requirements.txt"]
-        text = subprocess.run(export, check=True, stdout=subprocess.PIPE, text=True).stdout
-    # scripts/setup.sh refuses other machines, where these markers would leave out everything.
-    text = text.replace(f" and {MACHINE}", "").replace(f" ; {MACHINE}", "")
-    return re.split(r"\n(?! )", text.rstrip())
 
 
 if __name__ == "__main__":
