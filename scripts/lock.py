@@ -89,7 +89,9 @@ def exported(requirements: list[str], excluded: list[str]) -> list[str]:
         of_python = {python: run(*compile_, python) for python in PYTHONS}
         pins = []
         for pin in sorted(set(chain(*of_python.values()))):
-            used = [f"python_version == '{python}'" for python in PYTHONS if pin in of_python[python]]
+            used = [
+                f"python_version == '{python}'" for python in PYTHONS if pin in of_python[python]
+            ]
             pins.append(pin if len(used) == len(PYTHONS) else f"{pin} ; {' or '.join(used)}")
         project.write_text(as_project(pins, excluded))
         run("lock")
