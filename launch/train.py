@@ -32,7 +32,7 @@ from launch.cli import (
 )
 from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.start_up import StartUp
+from launch.runtime.console import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from launch.runtime.start_up import StartUp, StepBar
+from launch.runtime.console import StartUp, StepBar
 
 
 def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
