@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
-from rich.console import Console
 
 from launch.cli import explained, read_arguments
+from launch.console import make_console
 from launch.import_data.coco import CocoImport
 from launch.import_data.coco_files import (
     CocoCategory,
@@ -128,7 +128,7 @@ def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "import":
             options = read_arguments(CocoImport, rest)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from launch.cli import explained, read_arguments
+from launch.console import make_console
 from launch.import_data.coco import CocoImport, LvisImport
 from launch.import_data.hugging_face import HuggingFaceImport
 from launch.import_data.records import import_data
@@ -41,7 +40,7 @@ FORMATS: dict[str, type[ImportOptions]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         words = sys.argv[1:] if arguments is None else arguments
         formats = [word for word in words if word.startswith("format=")]
         if not formats and {"-h", "--help"} & set(words):

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
+from launch.console import StepBar
 from launch.ledger import Ledger, check_ledger, cut_ledger
 from launch.loggers.events import Picture
 from launch.loggers.sink import Loggers
@@ -32,7 +33,6 @@ from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
-from launch.runtime.start_up import StepBar
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
