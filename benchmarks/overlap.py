@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.scripted_backend import ScriptedBackend
 from launch.driver import Queue
-from launch.runtime.pipeline import RoundStream, one_ahead, one_at_a_time
+from launch.pipeline import RoundStream, one_ahead, one_at_a_time
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import explained
-from launch.console import make_console
 from launch.ledger import check_ledger
+from launch.runtime.console import make_console
 from launch.runtime.saved_run import read_run
 from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError

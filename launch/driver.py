@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
-from launch.runtime.pipeline import Queue, RoundStream
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
 from launch.runtime.telemetry import Telemetry

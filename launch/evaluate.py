@@ -31,7 +31,7 @@ from rich.text import Text
 
 from launch.checks.hub import fetch_model
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
-from launch.console import StartUp, make_console
+from launch.runtime.console import StartUp, make_console
 from launch.runtime.saved_run import changed_config, load_run
 from launch.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems, hub_id
@@ -156,10 +156,10 @@ def run(
     from launch.checks.weights import weight_warnings
     from launch.cluster import Cluster
     from launch.driver import evaluate
+    from launch.pipeline import one_ahead
     from launch.preflight import engine_family_problems, position_problems
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
-    from launch.runtime.pipeline import one_ahead
     from launch.runtime.ray_connection import cluster_nodes
     from launch.sample_pages.html import printable
     from learner.held_out import HeldOut

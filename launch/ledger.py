@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import explained
-from launch.console import make_console
+from launch.runtime.console import make_console
 from launch.runtime.resume import PACKAGES, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError

@@ -45,10 +45,10 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
-from launch.console import make_console
 from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.console import make_console
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes

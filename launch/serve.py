@@ -22,7 +22,7 @@ import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from launch.cli import explained, read_arguments
-from launch.console import make_console
+from launch.runtime.console import make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,

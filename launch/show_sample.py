@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import explained, read_arguments
-from launch.console import make_console
+from launch.runtime.console import make_console
 from launch.runtime.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages

@@ -30,9 +30,9 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
-from launch.console import StartUp, make_console
 from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.console import StartUp, make_console
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
@@ -129,8 +129,8 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.cluster import Cluster
     from launch.driver import train
     from launch.local import LocalRun
+    from launch.pipeline import one_ahead, one_at_a_time
     from launch.runtime.checkpoints import Checkpoints
-    from launch.runtime.pipeline import one_ahead, one_at_a_time
     from launch.runtime.telemetry import Telemetry
     from shared.schedule import RunSchedule
 

@@ -21,7 +21,6 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from launch.cli import explained, read_arguments
-from launch.console import make_console
 from launch.import_data.coco import CocoImport
 from launch.import_data.coco_files import (
     CocoCategory,
@@ -33,6 +32,7 @@ from launch.import_data.coco_files import (
 from launch.import_data.objects import SourceObject
 from launch.import_data.records import import_data, require_absent
 from launch.import_data.source import counted
+from launch.runtime.console import make_console
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.cli import explained
-from launch.console import make_console
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
+from launch.runtime.console import make_console
 from shared.prompts import DEFAULT_USER_PROMPT
 
 

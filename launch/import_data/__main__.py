@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 from launch.cli import explained, read_arguments
-from launch.console import make_console
 from launch.import_data.coco import CocoImport, LvisImport
 from launch.import_data.hugging_face import HuggingFaceImport
 from launch.import_data.records import import_data
@@ -24,6 +23,7 @@ from launch.import_data.source import ImportOptions
 from launch.import_data.swift import SwiftImport
 from launch.import_data.voc import VocImport
 from launch.import_data.yolo import YoloImport
+from launch.runtime.console import make_console
 from shared.errors import ConfigError
 
 # The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along

@@ -23,11 +23,11 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 
 from launch.cli import explained, read_arguments
-from launch.console import make_console
 from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
+from launch.runtime.console import make_console
 from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig

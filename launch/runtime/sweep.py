@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.cli import as_mapping
-from launch.console import make_console
+from launch.runtime.console import make_console
 from shared.config import load_config
 from shared.errors import ConfigError
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
-from launch.console import StepBar
 from launch.ledger import Ledger, check_ledger, cut_ledger
 from launch.loggers.events import Picture
 from launch.loggers.sink import Loggers
@@ -30,6 +29,7 @@ from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
+from launch.runtime.console import StepBar
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint

@@ -16,7 +16,7 @@ import pytest
 from config_support import configuration
 
 from launch.driver import evaluate, train
-from launch.runtime.pipeline import one_ahead, one_at_a_time
+from launch.pipeline import one_ahead, one_at_a_time
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.chunking import split_contiguous
 from shared.config.derive import engine_devices

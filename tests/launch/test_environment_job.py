@@ -15,7 +15,7 @@ from openenv_server import openenv_server
 
 from launch.checks.data import check_environment
 from launch.cluster import runner_settings
-from launch.runtime.pipeline import one_ahead, one_at_a_time
+from launch.pipeline import one_ahead, one_at_a_time
 from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.environments.training.actor import EnvironmentActor
 from shared.trajectory import EnvironmentRollout

@@ -21,10 +21,10 @@ from launch.checks.data import ImageNeeds
 from launch.cli import as_mapping, read_arguments
 from launch.driver import evaluate
 from launch.evaluate import EvaluateOptions, LocalHeldOut, evaluation_config, report_folder
+from launch.pipeline import one_ahead
 from launch.reports.detection import make_report
 from launch.reports.page import write_report
 from launch.runtime.engine_settings import settings_of_run
-from launch.runtime.pipeline import one_ahead
 from launch.runtime.placement import Resources, plan_placement
 from launch.serve import ServeOptions, settings_of
 from launch.vf_eval.arguments import read_options

@@ -7,7 +7,7 @@ import pytest
 from config_support import configuration
 from local_learner import Job, run_job
 
-from launch.runtime.pipeline import one_ahead
+from launch.pipeline import one_ahead
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 

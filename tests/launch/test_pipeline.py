@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.runtime.pipeline import one_ahead, one_at_a_time
+from launch.pipeline import one_ahead, one_at_a_time
 
 
 class Round:
