@@ -1,18 +1,19 @@
-"""The console of a command: what it shows at work, and what becomes of it without a console."""
+"""The console of a command: what it shows at work, no terminal controls, and its loss."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
@@ -20,6 +21,42 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+from rich.text import Text
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls but for newline and tab, changes of direction, separators, surrogates."""
+
+
+def escaped(text: str) -> str:
+    """Write what a terminal would obey as `\\x1b` or `\\u202e`; newlines and tabs stay."""
+    return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
+
+
+class _EscapingConsole(Console):
+    """Shows texts of others as they are: terminal controls in them are escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Here, because `Text` drops some controls without a trace.
+        return super().render_str(escaped(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(escaped(text), style)
+
+
+def make_console(stderr: bool = False, **options: Any) -> Console:
+    """Return the console of a command: escapes what it prints, and knows no `:emoji:`.
+
+    Args:
+        stderr: print to stderr instead of stdout.
+        options: of `rich.console.Console`.
+    """
+    return _EscapingConsole(stderr=stderr, emoji=False, soft_wrap=True, **options)
+
 
 CONSOLE_LOG = "console.log"
 """The file of a run's folder that takes the console's lines once the console is lost."""

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-from rich.console import Console
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from launch.checks.environment import EnvironmentKeys, loaded_environment
 from launch.cli import EXPLAINED, end_on_signals, ending_signals, explained
+from launch.runtime.console import make_console
 from launch.vf_eval.arguments import read_options
 from launch.vf_eval.endpoint import say
 from launch.vf_eval.record import EvaluationSettings, read_evaluation
@@ -39,7 +39,7 @@ PLAIN_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True, emoji=False)):
+    with explained(make_console(stderr=True)):
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _set_up_logging(options.verbose)
         if options.resume is None:
