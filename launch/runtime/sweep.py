@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.cli import as_mapping
+from launch.runtime.console import make_console
 from shared.config import load_config
 from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError
@@ -109,7 +110,7 @@ def print_summary(folder: Path) -> int:
     Returns the number of trials that failed.
     """
     trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
-    console = Console(soft_wrap=True)
+    console = make_console()
     for trial in trials:
         if trial["interrupted"]:
             end = "interrupted"
