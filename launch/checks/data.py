@@ -34,7 +34,11 @@ from shared.errors import ConfigError, RecordError
 from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
 from shared.trajectory import ExampleCounts
 
-_KEYS = EnvironmentKeys("environment.id", "environment.args")
+_KEYS = EnvironmentKeys(
+    "environment.id",
+    "environment.args",
+    again="give it again, as 'environment.args.KEY=${oc.env:NAME}' from an environment variable",
+)
 SHOW_EVERY_S = 5.0
 
 
