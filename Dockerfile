@@ -2,24 +2,37 @@
 # docker build --target gpu -t rollmatch:gpu .
 # docker run --gpus all --shm-size 16g -v /data:/data rollmatch:gpu train +experiment=... telemetry.run_dir=/data/run
 #
+# Commands run as the user 1000, who has to be permitted to write to /data (or run with --user, and -e HOME=/data for caches).
+#
 # NOT RUN: nothing was built of it yet. A test reads what it names (tests/deploy/test_deploy.py).
 FROM python:3.11-slim-bookworm AS base
 # vLLM needs libnuma, Triton compiles on a GPU, KubeRay's probes call wget. A login shell, which KubeRay starts Ray with, has no PATH of ours.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev libnuma1 wget \
     && rm -rf /var/lib/apt/lists/* \
-    && ln -s /rollmatch/.venv/bin/ray /rollmatch/.venv/bin/rollmatch /usr/local/bin/
+    && ln -s /rollmatch/.venv/bin/ray /rollmatch/.venv/bin/rollmatch /usr/local/bin/ \
+    && useradd --uid 1000 --create-home rollmatch \
+    && install -d -o rollmatch /work
 WORKDIR /rollmatch
-COPY . .
+# The packages depend on these files alone: their layer stays when a source changes.
+COPY pyproject.toml ./
+COPY locks locks
+COPY scripts scripts
 ENTRYPOINT ["rollmatch"]
 
 # As `make setup` does it, for tests too.
 FROM base AS cpu
-RUN scripts/setup.sh
+RUN scripts/setup.sh cpu packages
+COPY . .
+RUN scripts/setup.sh cpu
+USER rollmatch
 WORKDIR /work
 
-# Not with scripts/setup.sh, which looks for a GPU: there is none while an image is built.
+# There is no GPU while an image is built, so the extra is named.
 FROM base AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-RUN python -m venv .venv && .venv/bin/pip install --no-cache-dir ".[gpu]"
+RUN scripts/setup.sh gpu packages
+COPY . .
+RUN scripts/setup.sh gpu
+USER rollmatch
 WORKDIR /work

@@ -22,11 +22,12 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup foreign demo demo-data demo-start demo-lm control aligned check test test-engines test-all lint clean
+.PHONY: help setup lock foreign demo demo-data demo-start demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
+	@echo "make lock          resolve pyproject.toml again, into locks/cpu.txt and locks/gpu.txt (on PyPI, with hashes)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
 	@echo "make demo          a model learns digits by supervision, then on its own rollouts, and a picture shows both"
 	@echo "make control       the same from the same start and in about the same time, by supervision alone"
@@ -43,6 +44,9 @@ help:
 
 setup:
 	@scripts/setup.sh
+
+lock: setup
+	@$(PYTHON) scripts/lock.py
 
 foreign: setup
 	@scripts/foreign.sh

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
-from rich.console import Console
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
@@ -28,6 +27,7 @@ from transformers.utils import logging
 from launch.checks.weights import weight_warnings
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
+from launch.runtime.console import make_console
 from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
 from learner.model.loading import load_complete, model_type_problem
@@ -313,7 +313,7 @@ def _embeddings(model: Any) -> list[torch.Tensor]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
         logging.disable_progress_bar()
         print("\n".join(make_coord_model(options)))

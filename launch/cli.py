@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -21,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from rich.console import Console
 
+from launch.runtime.console import outlive_console
 from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
 from shared.config.model import SourceSection
+from shared.config.secrets import redacted
 from shared.errors import (
     ConfigError,
     LearnerError,
@@ -70,16 +72,17 @@ def explained(console: Console) -> Iterator[None]:
     Exit status 2: the user can mend it before a start; 1: it went wrong after that; 130: it was
     interrupted.
     """
+    outlive_console()
     end_on_signals()
     try:
         yield
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
-        console.print(str(error), markup=False, highlight=False)
+        console.print(redacted(str(error)), markup=False, highlight=False)
         # The other side of a failed sync; what Ray makes of an actor's error says the same again.
         cause = error.__cause__
         if isinstance(cause, PROCESS_ERRORS) and str(error) not in str(cause):
-            line = f"caused by {type(cause).__name__}: {cause}"
+            line = redacted(f"caused by {type(cause).__name__}: {cause}")
             console.print(line, markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:
@@ -87,21 +90,33 @@ def explained(console: Console) -> Iterator[None]:
         sys.exit(130)
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a command: SIGTERM, SIGINT, and SIGHUP of a closed terminal.
+
+    Without SIGHUP if it is ignored, as under `nohup`.
+    """
+    # SIGINT is ignored in a script's background, too, and ends a command there all the same.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return (signal.SIGTERM, signal.SIGINT)
+    return (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def end_on_signals() -> None:
-    """Have SIGTERM and SIGINT unwind the command, so that every `with` ends what it started.
+    """Have `ending_signals` unwind the command, so that every `with` ends what it started.
 
     Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call it again after
     `ray.init`, which installs a handler of its own.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # Schedulers repeat SIGTERM, and one Ctrl-C may come twice, through a terminal and a parent:
-    # neither must interrupt the ending of the run's processes. (Not SIG_IGN: Python prints a
-    # traceback where a signal has come already.)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    # Schedulers repeat SIGTERM, a terminal and its shell both send SIGHUP, and one Ctrl-C may come
+    # twice, through a terminal and a parent: none of them must interrupt the ending of the run's
+    # processes. (Not SIG_IGN: Python prints a traceback where a signal has come already.)
+    for number in ending_signals():
+        signal.signal(number, lambda signum, frame: None)
     again_s = time.monotonic() + TWICE_S
     signal.signal(signal.SIGINT, lambda signum, frame: _end_at_once(again_s))
     raise KeyboardInterrupt
@@ -119,7 +134,8 @@ def _end_at_once(again_s: float) -> None:
     )
     # A bar hides the cursor, and nobody comes back to show it.
     cursor = "\x1b[?25h" if os.isatty(2) else ""
-    os.write(2, f"{cursor}{message}".encode())
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{cursor}{message}".encode())
     os._exit(130)
 
 

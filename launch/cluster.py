@@ -20,13 +20,13 @@ from ray.util.scheduling_strategies import (
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
+from launch.runtime.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
 from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
-from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.calls import ServingBackend

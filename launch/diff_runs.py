@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from launch.cli import explained
 from launch.ledger import check_ledger
+from launch.runtime.console import make_console
 from launch.runtime.saved_run import read_run
 from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError
@@ -233,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         if len(words) != 2:
             raise ConfigError(
                 "diff_runs: needs the folders of two runs; write `python -m launch.diff_runs A B`"

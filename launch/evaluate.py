@@ -31,8 +31,8 @@ from rich.text import Text
 
 from launch.checks.hub import fetch_model
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
+from launch.runtime.console import StartUp, make_console
 from launch.runtime.saved_run import changed_config, load_run
-from launch.runtime.start_up import StartUp
 from launch.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems, hub_id
 from rollout_actors.backends.rollmatch_server import serve_command
@@ -41,6 +41,7 @@ from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
 from shared.config.pipeline import EXAMPLE_PIPELINE
+from shared.config.secrets import masked
 from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
@@ -110,7 +111,7 @@ class ModelOptions(Section):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    console = Console(soft_wrap=True)
+    console = make_console()
     with explained(console):
         given = list(sys.argv[1:] if arguments is None else arguments)
         names = {argument.partition("=")[0] for argument in given}
@@ -352,7 +353,7 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
 def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
     if section.args:
-        command += ["-a", json.dumps(section.args)]
+        command += ["-a", json.dumps(masked(section.args))]
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
     command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
     extra_body: dict[str, Any] = {}

@@ -25,9 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from launch.cli import explained
+from launch.runtime.console import make_console
 from launch.runtime.resume import PACKAGES, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
@@ -199,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         if len(words) != 1 or not (Path(words[0]) / LEDGER).exists():
             raise ConfigError(
                 f"ledger: needs the folder of a run with a {LEDGER}; write"

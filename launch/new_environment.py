@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from launch.cli import explained
+from launch.runtime.console import make_console
 from rollout_actors.environments.loading import environment_names
 from shared.errors import ConfigError
 
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", metavar="NAME", help="of the environment, and of its module")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: here")
     options = parser.parse_args(arguments)
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         environment, test, experiment = write_environment(options.name, options.out)
     print(f"environment  {environment}: `vf-eval {environment}` evaluates a model in it")
     print(f"test         {test}: `python -m pytest {test}`")

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import hydra
 from omegaconf import DictConfig
-from rich.console import Console
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
 from launch.checks.host import path_problems, starts_engines, version_problems, vllm_import
@@ -49,6 +48,7 @@ from launch.cli import (
 from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.console import make_console
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
@@ -107,7 +107,7 @@ class PreflightReport:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> None:
-    console = Console(soft_wrap=True)
+    console = make_console()
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
         config = config_of_command(composed)
@@ -487,6 +487,6 @@ def _memory(
 
 
 if __name__ == "__main__":
-    with explained(Console(soft_wrap=True)):
+    with explained(make_console()):
         sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()

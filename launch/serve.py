@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Generator, Sequence
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import psutil
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
-from rich.console import Console
 
-from launch.cli import explained, read_arguments
+from launch.cli import ending_signals, explained, read_arguments
+from launch.runtime.console import make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,
@@ -205,7 +204,7 @@ def device_here() -> Device:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
         require_installed("a rollout server")
         serve(options, settings_of(options))
@@ -332,7 +331,7 @@ async def _run(
     )
     server = Server(config)
     interrupted = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     starting = asyncio.create_task(_start(service, url))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
-from rich.console import Console
 
 from launch.cli import explained, read_arguments
+from launch.runtime.console import make_console
 from launch.runtime.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages
@@ -322,7 +322,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
         print(show_sample(options))
 

@@ -32,7 +32,7 @@ from launch.cli import (
 )
 from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.start_up import StartUp
+from launch.runtime.console import StartUp, make_console
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> None:
-    console = Console(soft_wrap=True)
+    console = make_console()
     with explained(console):
         if is_sweep():
             run_trial(composed, console)
@@ -179,6 +179,6 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    with explained(Console(soft_wrap=True)):
+    with explained(make_console()):
         sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()

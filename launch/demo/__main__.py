@@ -12,11 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from launch.cli import explained
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
+from launch.runtime.console import make_console
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -25,13 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.what == "picture":
         from launch.demo.picture import draw_run
 
-        with explained(Console(soft_wrap=True)):
+        with explained(make_console()):
             print(f"picture   {draw_run(options.run, num_scenes=options.scenes)}")
         return
     if options.what == "compare":
         from launch.demo.picture import compare_runs
 
-        with explained(Console(soft_wrap=True)):
+        with explained(make_console()):
             print("\n".join(compare_runs(options.runs)))
         return
     if options.what == "data":

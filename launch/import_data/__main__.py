@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from launch.cli import explained, read_arguments
 from launch.import_data.coco import CocoImport, LvisImport
 from launch.import_data.hugging_face import HuggingFaceImport
@@ -25,6 +23,7 @@ from launch.import_data.source import ImportOptions
 from launch.import_data.swift import SwiftImport
 from launch.import_data.voc import VocImport
 from launch.import_data.yolo import YoloImport
+from launch.runtime.console import make_console
 from shared.errors import ConfigError
 
 # The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along
@@ -41,7 +40,7 @@ FORMATS: dict[str, type[ImportOptions]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         words = sys.argv[1:] if arguments is None else arguments
         formats = [word for word in words if word.startswith("format=")]
         if not formats and {"-h", "--help"} & set(words):

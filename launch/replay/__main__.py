@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
-from rich.console import Console
 
 from launch.cli import explained, read_arguments
 from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
+from launch.runtime.console import make_console
 from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
@@ -168,7 +168,7 @@ def _differences(recorded: Mapping[str, Any], learned: Mapping[str, float]) -> l
 
 def main(arguments: Sequence[str] | None = None) -> None:
     differs = False
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         options = read_arguments(ReplayOptions, sys.argv[1:] if arguments is None else arguments)
         for step, differences in replay(options):
             print(f"step {step:6d}  {'differs' if differences else 'equal, to the bit'}")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
-from rich.console import Console
 
 from launch.cli import explained, read_arguments
+from launch.runtime.console import make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
@@ -88,7 +88,7 @@ def write_tokenizer(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
+    with explained(make_console(stderr=True)):
         given = sys.argv[1:] if arguments is None else arguments
         print(write_tokenizer(read_arguments(RexOmniOptions, given).model))
 

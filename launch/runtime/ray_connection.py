@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 from launch.runtime.placement import Resources
@@ -94,7 +94,7 @@ def connect(config: RunConfig, **options: Any) -> Path:
     # The learner in it has to outlive the signal: it saves the weights then.
     place = starting_in_another_group() if address == "local" else nullcontext()
     try:
-        with place:
+        with place, deaf_to_hangup():
             context = ray.init(
                 address=address, log_to_driver=False, logging_level="error", **options
             )
@@ -111,6 +111,19 @@ def connect(config: RunConfig, **options: Any) -> Path:
             " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
     return Path(context.address_info["session_dir"]) / "logs"
+
+
+@contextmanager
+def deaf_to_hangup() -> Iterator[None]:
+    """Have the processes that the body starts not hear that the terminal is closed.
+
+    If this process leads the session, as under `ssh -t HOST COMMAND`, they share its group.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -139,7 +152,7 @@ def starting_in_another_group() -> Iterator[None]:
         keeper.communicate()
         # The first signal that kills a process is the one that is told. Another one was sent to the
         # old group meanwhile, and has missed this process.
-        if keeper.returncode != -SIGKILL:
+        if keeper.returncode != -signal.SIGKILL:
             os.kill(os.getpid(), -keeper.returncode)
 
 

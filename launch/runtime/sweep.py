@@ -25,7 +25,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.cli import as_mapping
+from launch.runtime.console import make_console
 from shared.config import load_config
+from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
@@ -47,7 +49,8 @@ def run_trial(composed: DictConfig, console: Console) -> None:
     trial = HydraConfig.get()
     overrides = list(trial.overrides.task)
     folder = Path(trial.runtime.output_dir)
-    _print(console, f"trial     {trial.job.num}: {' '.join(overrides)}")
+    shown = _without_secrets(composed, overrides, folder.parent / "multirun.yaml")
+    _print(console, f"trial     {trial.job.num}: {' '.join(shown)}")
     started_s = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"]
@@ -65,7 +68,7 @@ def run_trial(composed: DictConfig, console: Console) -> None:
             process.wait()
     line = {
         "trial": trial.job.num,
-        "overrides": overrides,
+        "overrides": shown,
         "folder": str(folder),
         "exit_code": process.returncode,
         "interrupted": interrupted,
@@ -83,6 +86,15 @@ def run_trial(composed: DictConfig, console: Console) -> None:
         raise KeyboardInterrupt
 
 
+def _without_secrets(composed: DictConfig, overrides: Sequence[str], saved: Path) -> list[str]:
+    """Mask the configuration's secrets in the overrides, and in the file that Hydra has saved."""
+    with suppress(ConfigError):  # the trial reports it
+        hide(as_mapping(composed))
+    if saved.exists():
+        saved.write_text(redacted(saved.read_text()))
+    return [redacted(override) for override in overrides]
+
+
 def end_s(composed: DictConfig) -> float:
     """Return the seconds that the trial has to end after the sweep was interrupted."""
     try:
@@ -98,7 +110,7 @@ def print_summary(folder: Path) -> int:
     Returns the number of trials that failed.
     """
     trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
-    console = Console(soft_wrap=True)
+    console = make_console()
     for trial in trials:
         if trial["interrupted"]:
             end = "interrupted"

@@ -29,15 +29,16 @@ from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
+from launch.runtime.console import StepBar, keep_lost_console
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
-from launch.runtime.start_up import StepBar
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_steps
 from shared.config.pipeline import Channel
+from shared.config.secrets import redacted
 from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport, metric_of
@@ -191,6 +192,7 @@ class Telemetry:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = only_writer(folder)
+            keep_lost_console(folder)
             # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
             begun = (FAILED_CONFIG, CONFIG) if config.resume.is_auto else (FAILED_CONFIG,)
             if point is None and any((folder / name).exists() for name in begun):
@@ -309,7 +311,7 @@ class Telemetry:
 
     def _keep(self, error: Exception) -> None:
         """Keep the error's whole story in a file, or else show it."""
-        story = "".join(traceback.format_exception(error))
+        story = redacted("".join(traceback.format_exception(error)))
         try:
             write_run_file(self._folder / ERROR, story)
             where = f"in {self._folder / ERROR}"

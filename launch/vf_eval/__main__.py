@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-from rich.console import Console
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from launch.checks.environment import EnvironmentKeys, loaded_environment
-from launch.cli import EXPLAINED, end_on_signals, explained
+from launch.cli import EXPLAINED, end_on_signals, ending_signals, explained
+from launch.runtime.console import make_console
 from launch.vf_eval.arguments import read_options
 from launch.vf_eval.endpoint import say
 from launch.vf_eval.record import EvaluationSettings, read_evaluation
@@ -31,7 +31,7 @@ from rollout_actors.environments.concurrency import THREADS
 from rollout_actors.environments.training.child_processes import processes_of
 from shared.errors import ConfigError, RecordError
 
-KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
+KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a again")
 QUIET_S = 10.0
 """Shortest time between two messages about calls that are tried again."""
 PLAIN_S = 10.0
@@ -39,7 +39,7 @@ PLAIN_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True, emoji=False)):
+    with explained(make_console(stderr=True)):
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _set_up_logging(options.verbose)
         if options.resume is None:
@@ -105,8 +105,8 @@ class _Interruptible:
 
     def evaluate(self) -> None:
         """Run the evaluation. Raises KeyboardInterrupt once an interrupted one has cleaned up."""
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
+        for number in ending_signals():
+            signal.signal(number, self._on_signal)
         try:
             asyncio.run(self._evaluate())
         except asyncio.CancelledError:
@@ -137,6 +137,8 @@ class _Interruptible:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         running = ", ".join(THREADS.running())
         if self._is_interrupted:
+            if signum == signal.SIGHUP:
+                return  # a closed terminal and its shell both send it
             lost = f"; cut off while they ran: {running}" if running else ""
             _write_at_once(
                 "interrupted again: ended at once, and what had not cleaned up by now never"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from rich.console import Console
 from rich.text import Text
 
 from launch.cli import EXPLAINED
+from launch.runtime.console import make_console
 from launch.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
 from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models, say
 from launch.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder, read_evaluation
@@ -205,7 +205,7 @@ class EvalRun:
             for example in range(self._num_examples)
             for rollout in range(evaluation.rollouts_per_example)
         ]
-        console = Console(soft_wrap=True, emoji=False)
+        console = make_console()
         if self._options.verbose:
             show_rollout(rollouts[0], console)
         console.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))

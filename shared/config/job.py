@@ -45,8 +45,8 @@ class TimeoutsSection(Section):
     """Each phase of a weight sync; the joining of servers has
     `rollout_matching.vllm.server.timeout_s`."""
     interrupt_s: PositiveFloat = 60.0
-    """From Ctrl-C, SIGTERM or a failure until the last finished update is saved, with what is
-    running then: a row, a token, a sync."""
+    """From a signal (Ctrl-C, SIGTERM, SIGHUP) or a failure until the last finished update is saved,
+    with what is running then: a row, a token, a sync."""
     storage_s: NonNegativeFloat = 300.0
     """A run that has begun tries again for so long to write what a full disk, a read-only folder or
     a lost network share refuses, and waits meanwhile; 0: it ends at once."""

@@ -48,8 +48,8 @@ class CheckpointSection(Section):
     """Copy what a periodic or best checkpoint holds to host memory and write it while the run goes
     on; false, or where the memory is too little: the run waits until it is written."""
     save_on_interrupt: bool = True
-    """Save the last finished update when Ctrl-C, SIGTERM or a failed rollout or sync ends the
-    run."""
+    """Save the last finished update when a signal (Ctrl-C, SIGTERM, SIGHUP) or a failed rollout or
+    sync ends the run."""
 
 
 class PartSection(Section):

@@ -75,11 +75,11 @@ def test_each_stage_of_the_dockerfile_installs_with_what_the_repository_has():
     assert stages == [[image, "base"], ["base", "cpu"], ["base", "gpu"]]
     version = re.fullmatch(r"python:(\d+\.\d+)-slim-bookworm", image)
     assert version and f">={version[1]}" == PROJECT["requires-python"]
-    commands = [words for name, words in instructions() if name == "RUN"]
-    system, cpu, gpu = commands
-    assert (ROOT / cpu).is_file() and (ROOT / cpu).stat().st_mode & 0o100
-    (extra,) = re.findall(r'"\.\[(\w+)\]"', gpu)
-    assert extra in PROJECT["optional-dependencies"]
+    system, *set_ups = [words for name, words in instructions() if name == "RUN"]
+    assert set_ups == [
+        f"scripts/setup.sh {extra}{part}" for extra in ("cpu", "gpu") for part in (" packages", "")
+    ]
+    assert (ROOT / "scripts" / "setup.sh").stat().st_mode & 0o100
     # What scripts/setup.sh asks of a system with a GPU; this Python has venv and its headers.
     setup = (ROOT / "scripts" / "setup.sh").read_text()
     for package in ("libnuma1", "gcc", "libc6-dev"):
@@ -89,12 +89,25 @@ def test_each_stage_of_the_dockerfile_installs_with_what_the_repository_has():
     assert ("ENTRYPOINT", '["rollmatch"]') in instructions()
 
 
+def test_an_image_has_its_packages_before_the_sources_and_does_not_run_as_root():
+    """So that a change of a source installs no package again."""
+    _, base, *stages = re.split(r"(?m)^FROM .*\n", DOCKERFILE)
+    copied = set(re.findall(r"(?m)^COPY (\S+) ", base))
+    assert copied == {"pyproject.toml", "locks", "scripts"}
+    for stage in stages:
+        lines = [line for line in stage.splitlines() if re.match("COPY|RUN|USER", line)]
+        packages, sources, project, user = lines
+        assert packages.endswith(" packages") and sources == "COPY . ."
+        assert project == packages.removesuffix(" packages")
+        assert user == "USER rollmatch" and "useradd --uid 1000 --create-home rollmatch" in base
+
+
 def test_a_clone_s_own_environment_and_runs_stay_out_of_the_image():
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", "outputs"} <= set(ignored)
     # Nothing of what is built or installed is among them.
     needed = ("conf", "launch", "learner", "rollout_actors", "shared", "scripts", "README.md")
-    assert not set(ignored) & {*needed, "LICENSE", "pyproject.toml"}
+    assert not set(ignored) & {*needed, "locks", "LICENSE", "pyproject.toml"}
 
 
 def test_the_ray_job_has_the_cluster_that_its_run_asks_for():
@@ -120,6 +133,7 @@ def test_the_ray_job_has_the_cluster_that_its_run_asks_for():
         # A map of strings, to Kubernetes.
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 1000
         assert pod["terminationGracePeriodSeconds"] > run.timeouts.interrupt_s
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]

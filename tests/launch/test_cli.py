@@ -19,6 +19,7 @@ from rich.console import Console
 
 from launch import cli
 from launch.cli import as_mapping, as_schema_overrides, explained, read_arguments
+from launch.runtime.console import CONSOLE_LOG
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
 
@@ -72,10 +73,61 @@ def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_tr
     assert ending(raising(error))[1] == f"RolloutError\n{error}\ncaused by LearnerError: {other}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_ends_with_130_and_no_traceback(number):
     interrupted = "interrupted; every process that this command started was ended\n"
     assert ending(lambda: os.kill(os.getpid(), number)) == (130, interrupted)
+
+
+def test_a_command_under_nohup_continues_when_the_terminal_is_closed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with explained(Console(file=io.StringIO())):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+PRINTING = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from launch.cli import explained
+from launch.runtime.console import keep_lost_console
+console = Console()
+with explained(console):
+    console.print("before the run folder")
+    keep_lost_console(Path(sys.argv[1]))
+    console.print("to standard output")
+    print("to standard error", file=sys.stderr)
+    console.print("the end")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["a reader that is gone", "a full disk", "closed descriptors"])
+def test_a_command_outlives_its_console_whose_lines_continue_in_the_run_folder(lost, tmp_path):
+    command = [sys.executable, "-c", PRINTING, str(tmp_path)]
+    if lost == "closed descriptors":
+        command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command]
+        target = None
+    elif lost == "a full disk":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        end, target = os.pipe()
+        os.close(end)
+    done = subprocess.run(command, cwd=ROOT, stdout=target, stderr=target, timeout=60, check=False)
+    if target is not None:
+        os.close(target)
+    assert done.returncode == 0
+    lines = (tmp_path / CONSOLE_LOG).read_text().splitlines()
+    told = [line for line in lines if "the console could not be written" in line]
+    assert len(told) == 2  # of standard output, of standard error
+    assert [line for line in lines if line not in told] == [
+        "to standard output",
+        "to standard error",
+        "the end",
+    ]
 
 
 STUBBORN = """

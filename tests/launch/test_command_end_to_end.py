@@ -225,7 +225,7 @@ def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_and_a_signal_its_r
     one_actor = "rollout_matching.vllm.actors.num_actors=1"
     again = command(*steps, one_actor, "resume=auto", of_a_user=True)
     again.wait_for(f"step {num_steps + 2:>4}/500")
-    os.killpg(again.process.pid, signal.SIGTERM)  # as a scheduler does: Ray must not hear it
+    os.killpg(again.process.pid, signal.SIGHUP)  # as a closed terminal: Ray must not hear it
     assert again.process.wait(timeout=60) == 130, again.output
     again.assert_nothing_left()
     assert "interrupted" in again.output

@@ -1,10 +1,10 @@
-"""Functions of `scripts/setup.sh`: what it asks of a machine, and which torch it accepts."""
+"""Functions of `scripts/setup.sh`: what it asks of a machine, and what it installs."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,17 +120,13 @@ def test_a_machine_with_a_gpu_needs_a_compiler_and_pythons_headers_for_triton(
     assert done.stderr == (message if missing else "")
 
 
-@pytest.mark.parametrize(("cuda", "sound"), [("'13.0'", True), ("None", False)])
-def test_a_cpu_build_of_torch_that_pip_found_for_the_gpu_ends_the_set_up_with_what_to_do(
-    machine, cuda, sound
-):
-    machine.add("torch.py", f"__version__ = '2.13.0+cpu'\nclass version:\n    cuda = {cuda}\n")
-    start = f'PYTHONPATH={machine.folder} exec {sys.executable} -S "$@"'
-    machine.add(".venv/bin/python", f"#!/bin/sh\n{start}\n")
-    done = machine.call("require_cuda_torch")
-    assert done.returncode == int(not sound)
-    problem = "torch 2.13.0+cpu has no CUDA; take the CPU index out of the configuration of pip"
-    assert (problem in done.stderr) == (not sound)
+@pytest.mark.parametrize("machine_name", ["Linux aarch64", "Darwin arm64", "Linux x86_64"])
+def test_a_machine_that_no_lock_is_for_is_refused(machine, machine_name):
+    """There the locks' markers would install nothing, or files that do not fit."""
+    machine.add("bin/uname", f"#!/bin/sh\necho {machine_name}\n")
+    done = machine.call("require_locked_machine")
+    assert done.returncode == int(machine_name != "Linux x86_64")
+    assert (machine_name in done.stderr) == (machine_name != "Linux x86_64")
 
 
 def test_uv_is_told_what_pip_is_configured_with(machine):
@@ -166,8 +162,26 @@ install.trusted-host='c.example'
 def test_what_uv_cannot_install_pip_does(machine, uv_status):
     for name, status in (("uv", uv_status), ("python", 0)):
         machine.add(f".venv/bin/{name}", f'#!/bin/sh\necho "{name}: $*"\nexit {status}\n')
-    done = machine.call("install", "--editable", ".[cpu,dev]")
-    asked = "pip install --python .venv/bin/python --editable .[cpu,dev]"
-    by_pip = ["uv could not; pip tries", "python: -m pip install --editable .[cpu,dev]"]
+    done = machine.call("install_locked", "locks/cpu.txt")
+    options = "--no-deps --no-build-isolation --require-hashes -r locks/cpu.txt"
+    asked = f"pip install --python .venv/bin/python {options}"
+    by_pip = ["uv could not; pip tries", f"python: -m pip install {options}"]
     assert done.stdout.splitlines() == [f"uv: {asked}", *(by_pip if uv_status else [])]
     assert done.returncode == 0
+
+
+def test_the_build_of_torch_that_pip_does_not_find_is_asked_of_pytorch_s_index_by_the_same_hashes(
+    machine,
+):
+    """Only torch: other packages of that index are other builds than the locked ones."""
+    lock = "torch==2.13.0+cpu \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
+    machine.add("locks/cpu.txt", f"sympy==1.14.0 \\\n    --hash=sha256:cc\n{lock}torchvision==1\n")
+    machine.add(".venv/bin/python", "#!/bin/sh\nexit 1\n")
+    program = '#!/bin/sh\ncase "$*" in *extra-index-url*) echo "$*";; *) exit 1;; esac\n'
+    machine.add(".venv/bin/uv", program)
+    done = machine.call("install_cpu_torch")
+    assert done.returncode == 0
+    assert (machine.folder / ".venv" / "locked.txt").read_text() == lock
+    first, last = done.stdout.splitlines()[-1].split(" --extra-index-url ")
+    assert first.endswith("--require-hashes -r .venv/locked.txt")
+    assert last == re.findall(r"TORCH_CPU_INDEX=(\S+)", SETUP.read_text())[0]

@@ -5,6 +5,7 @@ is started.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_the_run_s_own_connection_says_the_same(
     problem = refusal(connect, at("auto"))
     assert problem.startswith("cluster.address: auto gives no Ray cluster (")
     assert problem.endswith(f"; {remedy}")
+
+
+def test_what_ray_starts_does_not_hear_that_the_terminal_is_closed() -> None:
+    """Where the command leads the session, as under `ssh -t`, they share a group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with ray_connection.deaf_to_hangup():
+        child = subprocess.Popen(["sleep", "60"])
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    child.send_signal(signal.SIGHUP)
+    child.terminate()
+    assert child.wait(timeout=30) == -signal.SIGTERM
 
 
 IN_ANOTHER_GROUP = """\

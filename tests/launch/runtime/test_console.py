@@ -5,8 +5,9 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from launch.runtime.start_up import StartUp, StepBar
+from launch.runtime.console import StartUp, StepBar, make_console
 
 
 def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
@@ -68,3 +69,19 @@ def test_a_log_has_no_bar():
     bar.done(1)
     bar.close()
     assert output.getvalue() == ""
+
+
+@pytest.mark.parametrize("make", [str, Text])
+def test_controls_changes_of_direction_and_surrogates_are_shown_escaped(make):
+    output = io.StringIO()
+    console = make_console(file=output, width=200)
+    console.print(make("a\x1b]0;title\x9b2J\u202eb\udc80\u2066:x:\nc\td"), markup=False)
+    shown = output.getvalue().replace(" ", "").replace("\t", "")
+    assert shown == "a\\x1b]0;title\\x9b2J\\u202eb\\udc80\\u2066:x:\ncd\n"
+
+
+def test_a_text_whose_controls_rich_would_drop_shows_them_and_colours_of_ours_stay():
+    output = io.StringIO()
+    console = make_console(file=output, force_terminal=True, color_system="standard")
+    console.print("[bold]x[/]a\a\b\r", highlight=False)
+    assert output.getvalue() == "\x1b[1mx\x1b[0ma\\x07\\x08\\r\n"

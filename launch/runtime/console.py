@@ -1,0 +1,241 @@
+"""The console of a command: what it shows at work, no terminal controls, and its loss."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment
+from rich.text import Text
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls but for newline and tab, changes of direction, separators, surrogates."""
+
+
+def escaped(text: str) -> str:
+    """Write what a terminal would obey as `\\x1b` or `\\u202e`; newlines and tabs stay."""
+    return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
+
+
+class _EscapingConsole(Console):
+    """Shows texts of others as they are: terminal controls in them are escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Here, because `Text` drops some controls without a trace.
+        return super().render_str(escaped(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(escaped(text), style)
+
+
+def make_console(stderr: bool = False, **options: Any) -> Console:
+    """Return the console of a command: escapes what it prints, and knows no `:emoji:`.
+
+    Args:
+        stderr: print to stderr instead of stdout.
+        options: of `rich.console.Console`.
+    """
+    return _EscapingConsole(stderr=stderr, emoji=False, soft_wrap=True, **options)
+
+
+CONSOLE_LOG = "console.log"
+"""The file of a run's folder that takes the console's lines once the console is lost."""
+
+
+class _ConsoleStream(io.TextIOWrapper):
+    """Standard output or error of this process, which a lost console does not end.
+
+    When a write fails (a closed terminal, `| head`, a full disk), the file descriptor itself is
+    moved to `CONSOLE_LOG`, so that libraries and child processes continue there, too.
+    """
+
+    # Not a raw stream below the buffer: a signal between its write and its return doubles the line.
+
+    folder: ClassVar[Path | None] = None
+    """The run's folder; until it is known, the lines of a lost console go to /dev/null."""
+    lost: ClassVar[dict[int, str]] = {}
+    """Why a descriptor is not the console any more."""
+
+    def write(self, text: str, /) -> int:
+        """Write as any text stream. What the buffer has taken already, `flush` brings further."""
+        try:
+            return super().write(text)
+        except OSError:
+            self.flush()
+            return len(text)
+
+    def flush(self) -> None:
+        """Empty the buffers, into the log or /dev/null if the console does not take them."""
+        while True:
+            try:
+                return super().flush()
+            except BlockingIOError:  # a full pipe that another process has made non-blocking
+                select.select([], [self.fileno()], [])
+            except OSError as error:
+                is_log_lost = self.fileno() in self.lost
+                self.lost[self.fileno()] = str(error)
+                _move(self.fileno(), None if is_log_lost else self.folder, str(error))
+
+
+def outlive_console() -> None:
+    """Let this command continue if its standard output or error cannot be written.
+
+    Does nothing if the streams are not those that Python made, as in a test.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # closed before the start: `>&-`
+            if not _is_open(descriptor):
+                os.dup2(null, descriptor)
+            elif descriptor != null:  # a file of this process has its number
+                descriptor = os.dup(null)
+        if name != "stdin":
+            if stream is None:
+                _ConsoleStream.lost[descriptor] = "it was closed before the start"
+            lasting = _ConsoleStream(
+                io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False)),
+                encoding=stream.encoding if stream else "utf-8",
+                errors="backslashreplace",
+                line_buffering=os.isatty(descriptor) or name == "stderr",
+            )
+            setattr(sys, name, lasting)
+    if null > 2:
+        os.close(null)
+
+
+def keep_lost_console(folder: Path) -> None:
+    """Write the lines of a lost console to `CONSOLE_LOG` in this folder from now on."""
+    _ConsoleStream.folder = folder
+    for descriptor, why in _ConsoleStream.lost.items():
+        _move(descriptor, folder, why)
+
+
+def _move(descriptor: int, folder: Path | None, why: str) -> None:
+    """Let the descriptor write to the log in the folder, or else to /dev/null."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    line = f"{now} the console could not be written ({why}); its lines continue here\n"
+    path = Path(os.devnull) if folder is None else folder / CONSOLE_LOG
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError:  # the run waits for its disk and says so elsewhere; this is only its console
+        file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(file, descriptor)
+    os.close(file)
+    with suppress(OSError):  # on a full disk the next line is refused, too, and goes to /dev/null
+        os.write(descriptor, line.encode(errors="backslashreplace"))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+class StartUp:
+    """The start of a command, which begins with this object."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began_s = time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show the body as a stage of the start, by a line when it is done, unless it fails."""
+        began_s = time.monotonic()
+        columns = (
+            TextColumn("start     {task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
+        hidden = not self._console.is_terminal
+        if hidden:
+            self._console.print(f"start     {name} ...", markup=False, highlight=False)
+        # Streams stay as they are: Ray looks at those of this process when it starts.
+        with Progress(
+            *columns,
+            console=self._console,
+            refresh_per_second=2,
+            transient=True,
+            disable=hidden,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as bar:
+            # Without an end, so that it pulses: nobody knows how long an engine takes.
+            bar.add_task(name, total=None)
+            yield
+        now_s = time.monotonic()
+        line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in all"
+        self._console.print(line, markup=False, highlight=False)
+
+
+class StepBar:
+    """The bar below a run's lines, on a terminal alone: its steps, what is left, and the wait.
+
+    Example: `step 26/160 ━━━━━━╺━━━━━━ 0:04:31 left, waits for rollouts`. The time left is that of
+    as many steps as the last ten minutes had; none before two steps have ended.
+    """
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left, waits for {task.description}", markup=False),
+            console=console,
+            refresh_per_second=2,
+            speed_estimate_period=600.0,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._max_steps = max_steps
+        self._first_step = 0
+        self._is_shown = False
+
+    def go_on(self, step: int) -> None:
+        """Begin behind `step` updates, which say nothing about the time of one."""
+        self._first_step = step
+
+    def waits_for(self, what: str) -> None:
+        """Show what the run waits for now; the first time show the bar."""
+        if not self._is_shown:
+            self._is_shown = True
+            self._task = self._bar.add_task(what, total=self._max_steps, completed=self._first_step)
+            self._bar.start()
+        self._bar.update(self._task, description=what)
+
+    def done(self, step: int) -> None:
+        """Move to `step` updates."""
+        if self._is_shown:
+            self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._is_shown:
+            self._bar.stop()
