@@ -37,8 +37,8 @@ def test_the_readme_is_read_on_a_page_or_two():
 
 
 UNPICKLING = re.compile(
-    r"pickle\.loads?\(|(?<!safetensors\.)torch\.load\(|allow_pickle=True|trust_remote_code=True|\bimport"
-    r" (cloudpickle|dill|joblib|marshal|shelve)|yaml\.(unsafe_|full_)?load\((?!.*BaseLoader)"
+    r"pickle\.loads?\(|(?<!safetensors\.)torch\.load\(|(allow_pickle|trust_remote_code)=True"
+    r"|\bimport (cloudpickle|dill|joblib|marshal|shelve)|yaml\.(unsafe_|full_)?load\((?!.*BaseLoader)"
 )
 
 
