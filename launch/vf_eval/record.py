@@ -87,9 +87,7 @@ class EvaluationSettings:
             if now is not None and now != before
         ]
         if sampling is None and (lost := masked_keys(self.sampling_args)):
-            problems.append(
-                f"-S: {', '.join(lost)} is a secret, which no file keeps; give -S again"
-            )
+            problems.append(f"-S: {lost[0]} is a secret, which no file keeps; give -S again")
         if problems:
             remedy = "say what it says, or leave it out, or start a new one without --resume"
             raise ConfigError([*problems, f"{folder}: is of another evaluation; {remedy}"])

@@ -51,7 +51,9 @@ def is_secret(key: str) -> bool:
         return True
     if one not in ("key", "token"):
         return False
-    return not _OF_DATA.fullmatch(before[-1]) if before else one == last
+    if one != last:
+        return bool(before) and before[-1] in ("access", "api", "auth", "private", "secret")
+    return not before or not _OF_DATA.fullmatch(before[-1])
 
 
 def masked(value: Any, *, in_secret: bool = False) -> Any:

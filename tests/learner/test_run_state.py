@@ -163,3 +163,14 @@ def collect(kind: typing.Any, found: set[type]) -> None:
         found.add(kind)
         for part in typing.get_type_hints(kind).values():
             collect(part, found)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o700])
+def test_files_of_a_state_are_as_open_as_their_folder(mode, tmp_path):
+    """safetensors leaves its files to their owner alone, and other files follow the umask."""
+    folder = tmp_path / "run_state"
+    folder.mkdir()
+    folder.chmod(mode)
+    saved(tmp_path, rank_state())
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == dict.fromkeys(("rank_0.json", "rank_0.safetensors"), mode & 0o666)

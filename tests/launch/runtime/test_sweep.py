@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -124,3 +126,20 @@ def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("train", overrides=["+experiment=stage2_3v1", f"++{override}"])
     assert end_s(composed) == expected
+
+
+@pytest.mark.long
+def test_the_files_of_a_sweep_have_no_secret_of_its_configuration(tmp_path):
+    """Hydra writes the composed configuration itself, before the first trial."""
+    sweep = [
+        *("-m", "+experiment=env_3v1", "environment.args={api_key: sk-LEAK5}"),
+        *("training.max_steps=-1,-2", f"telemetry.run_dir={tmp_path / 'sweep'}"),
+    ]
+    command = [sys.executable, "-m", "launch.train", *sweep]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "0 of 2 trials finished" in done.stdout
+    files = {path.name: path.read_text() for path in (tmp_path / "sweep").glob("*.*")}
+    assert files.keys() == {"multirun.yaml", TRIALS}
+    for text in (*files.values(), done.stdout, done.stderr):
+        assert "LEAK" not in text
+    assert all("<secret>" in text for text in (*files.values(), done.stdout))
