@@ -20,8 +20,9 @@ class ClusterSection(Section):
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
     temp_dir: ConfigPath | None = None
-    """Ray's folder for sockets and logs, short, since a socket's path has at most 107 bytes; null:
-    Ray's."""
+    """The folder for Ray's sockets and logs, in `rollmatch-UID/ray` of it, which other users cannot
+    enter; short, because a socket's path has at most 107 bytes. null: that of RAY_TMPDIR or TMPDIR,
+    or /tmp."""
     dashboard: bool = True
     """Start Ray's dashboard with a cluster of the run's own."""
 
