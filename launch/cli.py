@@ -26,6 +26,7 @@ from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
 from shared.config.model import SourceSection
+from shared.config.secrets import redacted
 from shared.errors import (
     ConfigError,
     LearnerError,
@@ -77,11 +78,11 @@ def explained(console: Console) -> Iterator[None]:
         yield
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
-        console.print(str(error), markup=False, highlight=False)
+        console.print(redacted(str(error)), markup=False, highlight=False)
         # The other side of a failed sync; what Ray makes of an actor's error says the same again.
         cause = error.__cause__
         if isinstance(cause, PROCESS_ERRORS) and str(error) not in str(cause):
-            line = f"caused by {type(cause).__name__}: {cause}"
+            line = redacted(f"caused by {type(cause).__name__}: {cause}")
             console.print(line, markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:

@@ -41,6 +41,7 @@ from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
 from shared.config.pipeline import EXAMPLE_PIPELINE
+from shared.config.secrets import masked
 from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
@@ -352,7 +353,7 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
 def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
     if section.args:
-        command += ["-a", json.dumps(section.args)]
+        command += ["-a", json.dumps(masked(section.args))]
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
     command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
     extra_body: dict[str, Any] = {}

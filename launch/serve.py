@@ -100,7 +100,7 @@ class ServeOptions(Section):
     """Folder of images that requests may name by path; null: images come as data alone."""
     max_requests: PositiveInt = 1024
     """Most requests of one call."""
-    max_request_bytes: PositiveInt = 256 * 2**20
+    max_request_bytes: PositiveInt = 64 * 2**20
     """Largest body of one call, and largest image file."""
     max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
@@ -307,6 +307,9 @@ async def _run(
     """Serve until a signal, and then return True. Raises RolloutError as `serve`."""
     import uvicorn
 
+    from rollout_actors.server.connections import PromptProtocol, open_many_files
+
+    open_many_files()
     engine = service.engine
     url = service.name
 
@@ -318,6 +321,8 @@ async def _run(
 
     config = uvicorn.Config(
         app,
+        http=PromptProtocol,
+        ws="none",
         log_level="error",
         access_log=False,
         lifespan="off",

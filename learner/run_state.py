@@ -5,29 +5,44 @@
         run_state/
             run.json                the driver's part (launch/runtime/resume.py)
             rank_0.safetensors      float32 masters and moments
-            rank_0.pkl              `RankState`
+            rank_0.json             `RankState`
 
 Data order, seeds, channels and learning rates are functions of the step: they are not saved. Ranks
 that hold the whole model (ddp) share the tensors of rank 0.
+
+`RankState` is JSON: a file can name the types of `KINDS` and no others, so reading it runs no code
+of the file's choice. Its small tensors are one safetensors file, in base64.
 """
 
 from __future__ import annotations
 
-import pickle
+import base64
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from learner.algorithms.advantages import TokenAdvantages
 from learner.model.checkpoint import flush
-from learner.segments import Segment
+from learner.segments import EncodedPrompt, Segment
+from learner.targets import LabelOverride, ParsedAndMatched, Target
+from shared.config.pipeline import Channel
 from shared.errors import ConfigError
-from shared.metrics import RankReport
-from shared.run_files import STATE_FOLDER, cannot_write
+from shared.grounding.matching import MatchedPair, MatchResult
+from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
+from shared.metrics import MetricAccumulator, RankReport
+from shared.records import GeometryKind, ImageRef
+from shared.rollouts import FinishReason, Rollout
+from shared.run_files import STATE_FOLDER, Span, cannot_write
+from shared.trajectory import EnvironmentRollout, ModelCall, TrainingExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +96,15 @@ class RankState:
         """Return what writes this rank's files into a folder as they are now, and raises
         StorageError; `tensors` None: those of rank 0 are the same.
         """
-        pickled = pickle.dumps(self)
+        text = _as_text(self)
 
         def write(folder: Path) -> None:
-            path = _path(folder, rank, "pkl")
+            path = _path(folder, rank, "json")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if tensors is not None:
                     save_file(dict(tensors), _path(folder, rank, "safetensors"))
-                path.write_bytes(pickled)
+                path.write_bytes(text)
                 flush(path, _path(folder, rank, "safetensors"))
             except (OSError, SafetensorError) as error:
                 raise cannot_write(path, error) from error
@@ -101,17 +116,17 @@ class RankState:
         cls, folder: Path, rank: int, *, has_own_tensors: bool
     ) -> tuple[RankState, dict[str, torch.Tensor]]:
         """Read what `writer` wrote. Raises ConfigError where the folder lacks it."""
-        path = _path(folder, rank, "pkl")
+        path = _path(folder, rank, "json")
         try:
-            state = pickle.loads(path.read_bytes())
+            state = _from_text(path.read_bytes())
             tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
-        except Exception as error:  # what a damaged pickle raises is of any kind
+        except Exception as error:  # what damaged JSON raises as it is built is of any kind
+            problem = _is_pickled(folder, rank) or f"cannot be read ({error})"
             raise ConfigError(
-                f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
-                " it has to be whole, written by this version, and on a disk that all nodes share;"
-                " where it is damaged, resume an earlier checkpoint (checkpoints.json lists them)"
+                f"resume.run: {path.parent} {problem}; every learner rank reads it: it has to be"
+                " whole, written by this version, and on a disk that all nodes share; where it is"
+                " damaged, resume an earlier checkpoint (checkpoints.json lists them)"
             ) from error
-        assert isinstance(state, cls)
         return state, tensors
 
 
@@ -124,30 +139,146 @@ def damage(folder: Path, world_size: int, *, has_own_tensors: bool) -> str | Non
         ConfigError: the disk refuses a file, which says nothing about its content.
     """
     for rank in range(world_size):
-        path = _path(folder, rank, "pkl")
+        path = _path(folder, rank, "json")
         try:
-            pickle.loads(path.read_bytes())
+            _from_text(path.read_bytes())
             if rank == 0 or has_own_tensors:
                 path = _path(folder, rank, "safetensors")
                 with safe_open(path, framework="pt"):
                     pass
         except FileNotFoundError:
-            return f"{path.name} is missing"
+            return _is_pickled(folder, rank) or f"{path.name} is missing"
         except OSError as error:
             raise ConfigError(
                 f"resume.run: {path} cannot be read ({error}); permit reading it, or wait until its"
                 " disk is back"
             ) from error
-        except Exception as error:  # what a damaged pickle raises is of any kind
+        except Exception as error:  # what damaged JSON raises as it is built is of any kind
             return f"{path.name} is damaged: {error}"
     return None
 
 
 def missing_parts(folder: Path, world_size: int) -> list[str]:
     """Name the ranks' parts that are not in the folder of a checkpoint."""
-    paths = [_path(folder, rank, "pkl") for rank in range(world_size)]
+    paths = [_path(folder, rank, "json") for rank in range(world_size)]
     return [str(path) for path in paths if not path.is_file()]
 
 
 def _path(folder: Path, rank: int, suffix: str) -> Path:
     return folder / STATE_FOLDER / f"rank_{rank}.{suffix}"
+
+
+def _is_pickled(folder: Path, rank: int) -> str | None:
+    """Say that an older version wrote this rank's state; None: none did."""
+    path = _path(folder, rank, "pkl")
+    if not path.exists():
+        return None
+    return (
+        f"has {path.name}, a pickle of an older version, which could run any code and is not read"
+        " (check that version out to resume the run)"
+    )
+
+
+KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(RankState, RandomState, Segment, EncodedPrompt, Target, LabelOverride, TokenAdvantages),
+        *(ParsedAndMatched, ParsedRollout, ParsedObject, DroppedObject, DropReason, GeometryKind),
+        *(MatchResult, MatchedPair, Rollout, FinishReason, EnvironmentRollout, TrainingExample),
+        *(ModelCall, ImageRef, RankReport, MetricAccumulator, Span, Channel),
+    )
+}
+"""The types that a state is made of, by the names that they have in its file."""
+_PLAIN = {bool, int, float, str}
+
+
+def _as_text(state: RankState) -> bytes:
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    value = _encoded(state, tensors)
+    blob = safetensors.torch.save(dict(tensors.values()))
+    return json.dumps({"state": value, "tensors": base64.b64encode(blob).decode()}).encode()
+
+
+def _from_text(text: bytes) -> RankState:
+    """Raises whatever building a state of wrong parts raises."""
+    read = json.loads(text)
+    tensors = safetensors.torch.load(base64.b64decode(read["tensors"], validate=True))
+    state = _decoded(read["state"], tensors)
+    if not isinstance(state, RankState):
+        raise ValueError("is not the state of a rank")
+    return state
+
+
+def _encoded(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
+    """Return a value as JSON: a tuple as a list, and `{kind: content}` for what JSON lacks.
+
+    `tensors` gets name and content of each tensor, array and bytes, once, by the value's id.
+
+    Example:
+        >>> _encoded((1, [2.5], MatchedPair(0, 1, 0.8)), {})
+        [1, {'list': [2.5]}, {'MatchedPair': {'prediction': 0, 'ground_truth': 1, 'iou': 0.8}}]
+    """
+    kind = type(value)
+    if value is None or kind in _PLAIN:
+        return value
+    if KINDS.get(kind.__name__) is kind:
+        return {kind.__name__: {n: _encoded(getattr(value, n), tensors) for n in _names(kind)}}
+    if isinstance(value, torch.Tensor | np.ndarray | bytes):
+        if isinstance(value, torch.Tensor):
+            # As it is now, and without the rest of a storage that others share.
+            form, content = "tensor", value.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            is_bytes = isinstance(value, bytes)
+            form = "bytes" if is_bytes else "array"
+            content = torch.tensor(np.frombuffer(value, np.uint8) if is_bytes else value)
+        name, _ = tensors.setdefault(id(value), (str(len(tensors)), content))
+        return {form: name}
+    if isinstance(value, list | tuple):
+        # Token ids and log-probabilities are most of a state, and stay as they are.
+        is_plain = set(map(type, value)) <= _PLAIN
+        items = list(value) if is_plain else [_encoded(item, tensors) for item in value]
+        return {"list": items} if isinstance(value, list) else items
+    if isinstance(value, Mapping):
+        return {"dict": [[_encoded(part, tensors) for part in pair] for pair in value.items()]}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, np.generic):
+        return value.item()
+    assert kind.__module__.partition(".")[0] not in ("learner", "shared"), f"KINDS lacks {kind}"
+    # Of a user's own type only the id of a row can be, which is read as its text.
+    return str(value)
+
+
+def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `_encoded` was given."""
+    if isinstance(value, list):
+        is_plain = set(map(type, value)) <= _PLAIN
+        return tuple(value if is_plain else (_decoded(item, tensors) for item in value))
+    if not isinstance(value, dict):
+        return value
+    ((form, content),) = value.items()
+    match form:
+        case "tensor":
+            return tensors[content]
+        case "array":
+            return tensors[content].numpy()
+        case "bytes":
+            return tensors[content].numpy().tobytes()
+        case "list":
+            return list(_decoded(content, tensors))
+        case "dict":
+            return dict(_decoded(content, tensors))
+        case "path":
+            return Path(content)
+    if form not in KINDS:
+        raise ValueError(f"names {form!r}, which is no part of a state")
+    return KINDS[form](**{name: _decoded(part, tensors) for name, part in content.items()})
+
+
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names that a type of `KINDS` is made with."""
+    if issubclass(kind, Enum):
+        return ("value",)
+    if issubclass(kind, tuple):
+        return tuple(kind.__annotations__)
+    return tuple(one.name for one in fields(kind))

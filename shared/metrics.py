@@ -288,6 +288,7 @@ def metric_of(name: str) -> Metric | None:
     return BY_NAME.get(name)
 
 
+@dataclass(slots=True)
 class MetricAccumulator:
     """The numbers of a step while it runs; several ranks' are merged before they are read.
 
@@ -296,9 +297,8 @@ class MetricAccumulator:
     Example: `add_mean("packing/learned_age", total=3.0, count=2)` reads as 1.5.
     """
 
-    def __init__(self) -> None:
-        self._totals: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
+    _totals: dict[str, float] = field(default_factory=dict)
+    _counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
         """Add to a SUM."""

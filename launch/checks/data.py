@@ -34,7 +34,11 @@ from shared.errors import ConfigError, RecordError
 from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
 from shared.trajectory import ExampleCounts
 
-_KEYS = EnvironmentKeys("environment.id", "environment.args")
+ENVIRONMENT_KEYS = EnvironmentKeys(
+    "environment.id",
+    "environment.args",
+    again="give it again, as 'environment.args.KEY=${oc.env:NAME}' from an environment variable",
+)
 SHOW_EVERY_S = 5.0
 
 
@@ -172,18 +176,18 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             f" no images; set it to 0, or choose another ({', '.join(VISION_MODEL_TYPES)})"
         )
     with processes_of(section.id):
-        environment = loaded_environment(section.id, section.args, _KEYS)
+        environment = loaded_environment(section.id, section.args, ENVIRONMENT_KEYS)
         checkpoint = Path(config.model.path)
         try:
             if section.system_prompt is not None:
-                with environment_errors(section.id, _KEYS, "environment.system_prompt"):
+                with environment_errors(section.id, ENVIRONMENT_KEYS, "environment.system_prompt"):
                     environment.add_system_prompt(section.system_prompt)
             if section.tool_call_parser is None and not has_own_parser(checkpoint):
                 try:
                     require_no_tools(environment)
                 except ValueError as error:
                     raise ConfigError(str(error)) from error
-            with environment_errors(section.id, _KEYS, _KEYS.name):
+            with environment_errors(section.id, ENVIRONMENT_KEYS, ENVIRONMENT_KEYS.name):
                 examples = count_examples(environment, section.num_eval_examples)
             warning = _check_template(environment, checkpoint)
         finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import find_environment, make_environment
+from shared.config.secrets import masked_keys, redacted
 from shared.errors import ConfigError, RecordError
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,10 +34,19 @@ class EnvironmentKeys:
     args: str
     more: str = ""
     """Further advice on one that fails."""
+    again: str = "give it again"
+    """What to do about an argument that is a secret, which files do not keep."""
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
     """Call `load_environment(name, **args)`. Raises ConfigError for whatever that raises."""
+    if missing := masked_keys(args):
+        raise ConfigError(
+            [
+                f"{keys.args}: {key} is a secret, which no file keeps; {keys.again}"
+                for key in missing
+            ]
+        )
     with environment_errors(name, keys, keys.name):
         load = find_environment(name)
     with environment_errors(name, keys, keys.args):
@@ -56,10 +66,10 @@ def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[N
     except (Exception, SystemExit) as error:  # exit() would end the command without a word
         _LOGGER.debug("%s was not loaded", name, exc_info=error)
         if isinstance(error, ValueError):
-            raise ConfigError(f"{key}: {error}") from error
+            raise ConfigError(f"{key}: {redacted(str(error))}") from error
         raise ConfigError(
-            f"{keys.name}: {name} was not loaded: {_describe(error)}; check {keys.args} and the"
-            f" environment{keys.more}"
+            f"{keys.name}: {name} was not loaded: {redacted(_describe(error))}; check {keys.args}"
+            f" and the environment{keys.more}"
         ) from error
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from learner.model.checkpoint_folder import open_as_folder
 from shared.config import RunConfig
 from shared.errors import ConfigError
 
@@ -48,11 +49,13 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
         _require_made_from(out, settings)
         return False
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-unfinished-", dir=out.parent))
+    folder = out.with_name(f".{out.name}-unfinished-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process of that number that was killed
+    folder.mkdir()
     try:
         make(folder)
         (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-        folder.chmod(0o755)  # mkdtemp's folders are private
+        open_as_folder(*(path for path in folder.rglob("*") if path.is_file()))
         folder.rename(out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # exists only where `make` was interrupted

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
@@ -57,8 +60,20 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
 
 
 def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:
-    """Set the values at dotted keys to `changes`. Raises ConfigError."""
-    return load_config(_changed(saved, changes))
+    """Set the values at dotted keys to `changes`, interpolations as `${oc.env:NAME}` resolved.
+
+    Raises ConfigError.
+    """
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(changes)), resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{error.full_key}: its interpolation cannot be resolved ({reason}); set the"
+            " environment variable, or write the value itself"
+        ) from error
+    assert isinstance(resolved, dict)
+    return load_config(_changed(saved, {str(key): value for key, value in resolved.items()}))
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from launch.runtime.console import make_console
 from launch.runtime.placement import Resources, plan_placement
 from shared.config import RunConfig, load_config
 from shared.config.derive import rollout_servers
+from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError
 from shared.protocols import PR_SET_PDEATHSIG
 from shared.run_files import read_lines
@@ -51,6 +52,8 @@ class Trial:
 
     number: int
     overrides: tuple[str, ...]
+    shown: tuple[str, ...]
+    """Its overrides without secrets."""
     folder: Path
     config: RunConfig | None
     """None: it is refused. The trial itself reports why."""
@@ -110,11 +113,18 @@ def add_trial(composed: DictConfig, console: Console) -> None:
         )
     config = None
     with suppress(ConfigError):  # which the trial itself reports
-        config = load_config(as_mapping(composed))
+        mapping = as_mapping(composed)
+        hide(mapping)
+        config = load_config(mapping)
+    hydras = folder.parent / "multirun.yaml"
+    if hydras.exists():
+        hydras.write_text(redacted(hydras.read_text()))
     if config is not None:
         # Two trials would make them at the same time.
         make_missing_demo_files(config, lambda line: _print(console, line))
-    _trials.append(Trial(job.job.num, tuple(job.overrides.task), folder, config))
+    overrides = tuple(job.overrides.task)
+    shown = tuple(redacted(override) for override in overrides)
+    _trials.append(Trial(job.job.num, overrides, shown, folder, config))
 
 
 def run_trials(console: Console) -> None:
@@ -146,7 +156,7 @@ def _is_complete(trial: Trial, ended: dict[int, dict[str, Any]]) -> bool:
     line = ended.get(trial.number)
     if line is None or line["exit_code"] != 0:
         return False
-    return settings_of(line["overrides"]) == settings_of(trial.overrides)
+    return settings_of(line["overrides"]) == settings_of(trial.shown)
 
 
 def _run(waiting: deque[Trial], room: Room, console: Console) -> None:
@@ -183,7 +193,7 @@ def _start(trial: Trial, share: Share, console: Console, *, has_log: bool) -> Ru
     log = trial.folder.with_suffix(".log")
     where = f", on GPU {', '.join(share.gpus)}" if share.gpus else ""
     where += f", output in {log}" if has_log else ""
-    _print(console, f"trial     {trial.number}: {' '.join(trial.overrides)}{where}")
+    _print(console, f"trial     {trial.number}: {' '.join(trial.shown)}{where}")
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} if share.gpus else {}
     libc = ctypes.CDLL(None)
     with log.open("ab") if has_log else nullcontext() as output:
@@ -206,7 +216,7 @@ def _record(one: Running, *, interrupted: bool) -> None:
     trial = one.trial
     line = {
         "trial": trial.number,
-        "overrides": list(trial.overrides),
+        "overrides": trial.shown,
         "folder": str(trial.folder),
         "exit_code": one.process.returncode,
         "interrupted": interrupted,

@@ -38,6 +38,7 @@ from shared.chunking import round_parts
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_steps
 from shared.config.pipeline import Channel
+from shared.config.secrets import redacted
 from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport, metric_of
@@ -310,7 +311,7 @@ class Telemetry:
 
     def _keep(self, error: Exception) -> None:
         """Keep the error's whole story in a file, or else show it."""
-        story = "".join(traceback.format_exception(error))
+        story = redacted("".join(traceback.format_exception(error)))
         try:
             write_run_file(self._folder / ERROR, story)
             where = f"in {self._folder / ERROR}"

@@ -31,7 +31,7 @@ from rollout_actors.environments.concurrency import THREADS
 from rollout_actors.environments.training.child_processes import processes_of
 from shared.errors import ConfigError, RecordError
 
-KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
+KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a again")
 QUIET_S = 10.0
 """Shortest time between two messages about calls that are tried again."""
 PLAIN_S = 10.0

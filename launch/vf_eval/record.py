@@ -17,6 +17,7 @@ from launch.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOpt
 from launch.vf_eval.results_file import FinishedRollout, cannot_write
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients.openai import merged
+from shared.config.secrets import masked, masked_keys
 from shared.errors import ConfigError, RecordError
 
 NAME = "evaluation.json"
@@ -75,9 +76,9 @@ class EvaluationSettings:
         sampling = _sampling(options) if has_sampling else None
         settings: dict[str, tuple[Any, Any]] = {
             "ENVIRONMENT": (options.environment, self.environment),
-            "-a": (options.env_args, self.env_args),
+            "-a": (masked(options.env_args), masked(self.env_args)),
             "-m": (options.model, self.model),
-            "-t, -T, -S, --tokens": (sampling, self.sampling_args),
+            "-t, -T, -S, --tokens": (masked(sampling), masked(self.sampling_args)),
             "-C": (options.state_columns, self.state_columns),
         }
         problems = [
@@ -85,11 +86,16 @@ class EvaluationSettings:
             for flag, (now, before) in settings.items()
             if now is not None and now != before
         ]
+        if sampling is None and (lost := masked_keys(self.sampling_args)):
+            problems.append(f"-S: {lost[0]} is a secret, which no file keeps; give -S again")
         if problems:
             remedy = "say what it says, or leave it out, or start a new one without --resume"
             raise ConfigError([*problems, f"{folder}: is of another evaluation; {remedy}"])
         return replace(
             self,
+            # The secrets in them, which the folder does not have.
+            env_args=self.env_args if options.env_args is None else options.env_args,
+            sampling_args=self.sampling_args if sampling is None else sampling,
             base_url=options.base_url or self.base_url,
             key_variable=options.key_variable or self.key_variable,
             num_examples=options.num_examples or self.num_examples,
@@ -106,10 +112,13 @@ class EvaluationSettings:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the folder's `evaluation.json`, whole or not at all. Raises StorageError."""
+        """Write the folder's `evaluation.json`, whole or not at all, without secrets.
+
+        Raises StorageError.
+        """
         path = folder / NAME
         partial = path.with_suffix(".partial")
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(masked(asdict(self)), indent=1, ensure_ascii=False) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ import numpy as np
 
 import learner
 import shared
+from learner.model.checkpoint_folder import open_as_folder
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def replace_file(path: Path, content: bytes, *, lost: str) -> None:
             try:
                 file.write(content)
                 file.close()
+                open_as_folder(Path(file.name))
                 Path(file.name).replace(path)
             except OSError:
                 Path(file.name).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from learner.model.adapters import (
     merged_weight,
     stored_as,
 )
-from learner.model.checkpoint_folder import CONFIG, BaseFiles
+from learner.model.checkpoint_folder import CONFIG, BaseFiles, open_as_folder
 from shared.errors import ConfigError
 from shared.model_families import TURNED_IN_FILES
 from shared.tokens.fresh import FreshTokens
@@ -181,10 +181,12 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 def flush(*paths: Path) -> None:
     """Have these files on the disk: a name must not outlive a power failure without them.
 
+    They get the permissions of their folder, those that safetensors wrote too.
     Folders are left out. A rank gives its own files alone: another's come and go meanwhile, and
     what another node has in its memory only that node can write.
     """
     for path in paths:
         if path.is_file():
+            open_as_folder(path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())

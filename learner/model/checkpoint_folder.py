@@ -24,6 +24,16 @@ _ANOTHER_MODEL = (
 _JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
+def open_as_folder(*files: Path) -> None:
+    """Permit reading and writing these files to whom their folder permits it.
+
+    Packages that write under another name first (safetensors, tempfile) leave them to their owner
+    alone, whatever the umask is.
+    """
+    for file in files:
+        file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def checkpoint_problems(
     folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL
 ) -> tuple[str, ...]:

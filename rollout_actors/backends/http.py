@@ -19,6 +19,7 @@ import httpx
 
 from rollout_actors.engine.settings import EngineSettings
 from shared.config.rollout import ServerSection, is_loopback
+from shared.config.secrets import hide
 from shared.errors import ConfigError, RolloutError, UnreachableError
 from shared.protocols import WatchedEngine
 from shared.rollouts import TRIES
@@ -92,6 +93,7 @@ def token_in(variable: str | None, key: str) -> str | None:
     if not token:
         why = f"the environment variable {variable} is not set"
         raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
+    hide({"token": token})
     return token
 
 

@@ -32,6 +32,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+from shared.config.secrets import redacted
+
 _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ def describe_error(error: BaseException) -> str:
     """Write an error as `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`.
 
     The line is the last one of the environment's own code; a client's error names none. An error
-    that came up while another one was handled names that one too.
+    that came up while another one was handled names that one too. Secrets are masked.
     """
     text = f"{type(error).__name__}: {error}".rstrip()
     if isinstance(error, SystemExit):
@@ -64,11 +66,16 @@ def describe_error(error: BaseException) -> str:
             break
         if file.startswith(_EXAMPLES) or not file.startswith((_ENVIRONMENTS, *_LIBRARIES, "<")):
             where = f" ({Path(file).name}:{line})"
-    text += where
+    text = redacted(text) + where
     cause = error.__context__
     if cause is None or error.__suppress_context__ or isinstance(cause, asyncio.CancelledError):
         return text
     return f"{text}, after {describe_error(cause)}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Write an error with its traceback, for a log. Secrets are masked."""
+    return redacted("".join(traceback.format_exception(error)))
 
 
 def is_cancelled() -> bool:

@@ -28,6 +28,7 @@ from rollout_actors.environments.chat.messages import (
     sanitize_messages,
 )
 from rollout_actors.environments.types import Messages, RolloutInput, State
+from shared.config.secrets import masked
 from shared.errors import StorageError
 
 _LOGGER = logging.getLogger(__name__)
@@ -556,6 +557,8 @@ class GenerateOutputs(dict[str, Any]):
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))
+        for name in ("env_args", "sampling_args"):
+            metadata[name] = masked(metadata[name])
         try:
             with (folder / RESULTS).open("w", encoding="utf-8") as file:
                 for row in dataset:

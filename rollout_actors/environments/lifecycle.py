@@ -27,6 +27,7 @@ from rollout_actors.environments.concurrency import (
     describe_error,
     is_cancelled,
     is_process_exit,
+    traceback_of,
     within,
     without_exit,
 )
@@ -175,9 +176,8 @@ async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> Non
 
 
 def _warn_of_cleanup(error: BaseException) -> None:
-    _LOGGER.warning(
-        "cleaning up after what was cancelled failed: %s", describe_error(error), exc_info=error
-    )
+    failed = "cleaning up after what was cancelled failed: %s\n%s"
+    _LOGGER.warning(failed, describe_error(error), traceback_of(error))
 
 
 _OPEN: set[Environment] = set()
@@ -216,5 +216,6 @@ def _close_all() -> None:
     for environment in list(_OPEN):
         try:
             asyncio.run(environment.aclose())
-        except Exception:  # the process is ending: the others have to be closed too
-            _LOGGER.exception("teardown of %s failed", type(environment).__name__)
+        except Exception as error:  # the process is ending: the others have to be closed too
+            name = type(environment).__name__
+            _LOGGER.error("teardown of %s failed\n%s", name, traceback_of(error))

@@ -17,6 +17,7 @@ from typing import Any
 
 from rollout_actors.environments import examples, foreign
 from rollout_actors.environments.environment import Environment, full_name
+from shared.config.secrets import hide
 
 ENTRY_POINTS = "rollmatch.environments"
 """Group of entry points under which an installed package names its environments:
@@ -44,6 +45,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
 
 def make_environment(env_id: str, load: Load, env_args: Mapping[str, Any]) -> Environment:
     """Call what `find_environment` found: the second half of `load_environment`."""
+    hide(env_args)
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
     if not isinstance(environment, Environment):

@@ -125,7 +125,7 @@ class _PostRoutes:
         return messages.SyncAnswer(report=report)
 
     async def _read(self, form: type[messages.M], request: Request) -> messages.M:
-        body = await read_body(request, self._service.limits.max_request_bytes)
+        body = await read_body(request, self._service)
         try:
             return await asyncio.to_thread(messages.read, form, body)
         except ValueError as error:
@@ -153,6 +153,7 @@ async def _error_answer(request: Request, error: Exception) -> Response:
             status = 500
             kind = messages.ErrorKind.FAILED
             message = f"{type(error).__name__}: {error}"
+    message = messages.shortened(message)
     if request.url.path.startswith(PREFIX):
         answer: Response = JSONResponse(error_content(status, message), status)
     else:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from rollout_actors.server.service import RefusalError
+from rollout_actors.server.service import RefusalError, RolloutService
 
 T = TypeVar("T")
 
@@ -32,8 +32,9 @@ def check_token(request: Request, token: str | None) -> None:
         raise RefusalError(401, f"{why} (a run: rollout_matching.vllm.server.token_env)")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of JSON of at most `limit` bytes. Raises RefusalError."""
+async def read_body(request: Request, service: RolloutService) -> bytes:
+    """Read a body of JSON within the server's limits. Raises RefusalError."""
+    limit = service.limits.max_request_bytes
     # Required by name: a page in a browser may send any other type to any address unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -62,6 +63,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         # One line: a traceback for each of thousands would keep the server from its other callers.
         _LOGGER.warning("a caller of %r has gone after %d bytes of its body", path, len(body))
         raise RefusalError(499, "the caller has gone") from None
+    service.require_small(body)
     return bytes(body)
 
 

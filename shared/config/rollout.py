@@ -21,6 +21,7 @@ from pydantic import (
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
+from shared.config.secrets import masked
 from shared.errors import Timeout
 from shared.records import POINT_TOLERANCE, GeometryKind
 from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
@@ -112,10 +113,10 @@ def _http_url(url: str) -> str:
         host.encode("idna")
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise refusal(f"must be an http(s) URL, got {url!r}: {reason}", remedy) from error
+        raise refusal(f"must be an http(s) URL, got {masked(url)!r}: {reason}", remedy) from error
     is_plain = _CHARACTERS.fullmatch(url) and not parts.query and not parts.fragment
     if parts.scheme not in ("http", "https") or not host or not is_plain:
-        raise refusal(f"must be an http(s) URL without query, got {url!r}", remedy)
+        raise refusal(f"must be an http(s) URL without query, got {masked(url)!r}", remedy)
     if port == 0:
         raise refusal(f"must name a port that can be called, got {url!r}", remedy)
     return url.rstrip("/")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from shared.config.algorithm import (
     ALGORITHMS,
@@ -24,6 +24,7 @@ from shared.config.job import (
 from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
+from shared.config.secrets import masked
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.grounding.formats import AnswerFormat, answer_format
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -75,6 +76,11 @@ class RunConfig(Section):
     """What is kept of the weights."""
     resume: ResumeSection = ResumeSection()
     """The run that this one goes on with."""
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # JSON is what files, loggers and comparisons get of a configuration.
+        return dict(masked(handler(self)))
 
     @property
     def algorithm(self) -> AlgorithmSpec:

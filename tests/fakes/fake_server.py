@@ -30,6 +30,7 @@ from rollout_actors.backends.http import HttpEngine, ServerAddress
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
+from rollout_actors.server.connections import PromptProtocol
 from rollout_actors.server.messages import CallLimits, SyncCall
 from rollout_actors.server.service import RolloutService
 from shared.records import ImageRef
@@ -277,7 +278,8 @@ def serving(app, port=0):
     free port.
     """
     with socket.create_server(("127.0.0.1", port)) as listening:
-        server = QuickServer(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        config = uvicorn.Config(app, http=PromptProtocol, log_level="critical", lifespan="off")
+        server = QuickServer(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -208,7 +208,7 @@ def test_a_rank_flushes_its_own_files_and_none_that_another_is_writing(tmp_path,
     monkeypatch.setattr("os.fsync", lambda number: flushed.append(readlink(number)))
     random = RandomState.capture(torch.device("cpu"))
     RankState(1, random).writer(1, {"a": torch.zeros(2)})(tmp_path)
-    assert sorted(flushed) == [str(state / f"rank_1.{kind}") for kind in ("pkl", "safetensors")]
+    assert sorted(flushed) == [str(state / f"rank_1.{kind}") for kind in ("json", "safetensors")]
 
 
 def readlink(number):

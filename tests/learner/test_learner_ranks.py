@@ -475,7 +475,7 @@ def test_ranks_that_are_resumed_learn_what_they_would_have_learned(case, two_ran
         assert all(torch.equal(other.weights[name], one.weights[name]) for name in one.weights)
     files = sorted(path.name for path in (checkpoint / "run_state").iterdir())
     tensors = ["rank_0.safetensors"] + ["rank_1.safetensors"] * (case == "fsdp")
-    assert files == sorted(["rank_0.pkl", "rank_1.pkl", "run.json", *tensors])
+    assert files == sorted(["rank_0.json", "rank_1.json", "run.json", *tensors])
     assert contents(checkpoint) == contents(checkpoint.with_name("foreground"))
 
 

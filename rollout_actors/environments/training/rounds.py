@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_actors.environments.clients.engine import Engines
-from rollout_actors.environments.concurrency import in_thread, reraise_cancellation
+from rollout_actors.environments.concurrency import in_thread, reraise_cancellation, traceback_of
 from rollout_actors.environments.training.child_processes import EnvironmentProcesses
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,
@@ -105,9 +105,10 @@ class EnvironmentRounds:
             if self._runner is not None:
                 await self.leave()
                 await self._runner.aclose()
-        except Exception:
+        except Exception as error:
             # The run is ending, and nobody reads the answer.
-            _LOGGER.exception("teardown of %s failed", self._settings.env_id)
+            name = self._settings.env_id
+            _LOGGER.error("teardown of %s failed\n%s", name, traceback_of(error))
             raise
         finally:
             if self._processes is not None:

@@ -5,6 +5,7 @@ spec: loading).
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks.environment import EnvironmentKeys, loaded_environment
+from rollout_actors.environments.concurrency import describe_error, traceback_of
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -98,3 +100,22 @@ def test_where_no_line_is_the_environments_own_none_is_named(
         "ModuleNotFoundError: No module named 'no_such_module_anywhere'; check environment.args and"
         " the environment"
     )
+
+
+def test_an_error_of_loading_and_of_a_rollout_has_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-LEAK1")
+    source = """import os
+def load_environment(api_key):
+    raise {kind}("neither " + api_key + " nor " + os.environ["OPENAI_API_KEY"])
+"""
+    for kind in ("ValueError", "KeyError"):
+        path = written(tmp_path, source.replace("{kind}", kind))
+        with pytest.raises(ConfigError) as caught:
+            loaded_environment(str(path), {"api_key": "sk-LEAK5"}, KEYS)
+        assert "neither <secret> nor <secret>" in str(caught.value)
+    error = RuntimeError("call failed with sk-LEAK5")
+    error.__context__ = OSError("https://me:pw@host")
+    for text in (describe_error(error), traceback_of(error)):
+        assert re.findall("LEAK|me:pw|<secret>", text).count("<secret>") == 2

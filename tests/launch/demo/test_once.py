@@ -1,6 +1,8 @@
 import json
+import os
 
 import pytest
+from safetensors.numpy import save_file
 
 from launch.demo.once import SETTINGS_FILE, make_missing_demo_files, make_once
 from shared.errors import ConfigError
@@ -75,3 +77,13 @@ def test_a_command_that_cannot_make_them_is_named(tmp_path, monkeypatch):
     config = load(LANGUAGE_MODEL)
     with pytest.raises(ConfigError, match=r"outputs/demo/lm.*launch\.demo language-model.*status"):
         make_missing_demo_files(config, lambda line: None)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_what_is_made_follows_the_umask_whoever_wrote_it(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        make_once(tmp_path / "out", {"seed": 1}, lambda folder: save_file({}, folder / "a"))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {mode}

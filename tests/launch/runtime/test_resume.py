@@ -374,7 +374,7 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
     *_, sound, newest = sorted((run / "checkpoints").glob("step_*"))
     interrupted = run / "checkpoint_interrupted_000003"
     shutil.copytree(newest, interrupted)
-    cut_off(interrupted / "run_state" / "rank_0.pkl")
+    cut_off(interrupted / "run_state" / "rank_0.json")
     cut_off(newest / "run_state" / "rank_0.safetensors")
     at, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and point.checkpoint == sound
@@ -392,7 +392,7 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["rank_0.safetensors", "rank_0.pkl", "run.json"])
+@pytest.mark.parametrize("file", ["rank_0.safetensors", "rank_0.json", "run.json"])
 def test_what_is_cut_off_or_gone_is_damaged_and_an_explicit_resumption_is_refused_it(
     file, saved, config_of, tmp_path
 ):
@@ -415,7 +415,7 @@ def test_what_is_cut_off_or_gone_is_damaged_and_an_explicit_resumption_is_refuse
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["rank_0.pkl", "run.json"])
+@pytest.mark.parametrize("file", ["rank_0.json", "run.json"])
 def test_a_file_that_the_disk_refuses_is_no_damage(file, saved, config_of, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(saved, run)

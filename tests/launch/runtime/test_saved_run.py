@@ -3,8 +3,11 @@
 import json
 
 import pytest
-from config_support import configuration
+from config_support import configuration, trajectory_config
 
+from launch.checks.data import ENVIRONMENT_KEYS
+from launch.checks.environment import loaded_environment
+from launch.runtime.resume import config_of_run, deciding
 from launch.runtime.saved_run import load_run
 from shared.errors import ConfigError
 
@@ -61,3 +64,40 @@ def test_the_run_of_another_version_is_told_from_wrong_changes(file):
     problem = refused(file.parent, **{"evaluation.worst_scenes": 3})
     other = "config.json was written by another version; check that version out"
     assert f"{other}\nof_old: is not a known key" in problem
+
+
+@pytest.fixture
+def with_secret(tmp_path):
+    """The folder of a run of an environment with a key, and its configuration."""
+    folder = tmp_path / "with secret"
+    folder.mkdir()
+    args = {"api_key": "sk-LEAK5", "num_examples": 3}
+    config = trajectory_config(tmp_path / "model", folder, environment__args=args)
+    (folder / "config.json").write_text(config.model_dump_json())
+    return folder, config
+
+
+def test_a_secret_is_not_kept_and_the_environment_asks_for_it_again(with_secret, monkeypatch):
+    folder, _ = with_secret
+    assert "LEAK" not in (folder / "config.json").read_text()
+    saved = config_of_run(folder, [])
+    with pytest.raises(ConfigError) as caught:
+        loaded_environment("arithmetic", saved.environment.args, ENVIRONMENT_KEYS)
+    assert "environment.args: api_key is a secret" in str(caught.value)
+    assert "'environment.args.KEY=${oc.env:NAME}'" in str(caught.value)
+    monkeypatch.setenv("MY_KEY", "sk-LEAK6")
+    again = config_of_run(folder, ["++environment.args.api_key=${oc.env:MY_KEY}"])
+    assert again.environment.args == {"api_key": "sk-LEAK6", "num_examples": 3}
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ConfigError, match=r"environment\.args\.api_key: .*MY_KEY.* set the"):
+        config_of_run(folder, ["++environment.args.api_key=${oc.env:MY_KEY}"])
+
+
+def test_a_run_with_another_secret_is_the_same_run(with_secret):
+    folder, config = with_secret
+    args = {"environment.args": {"api_key": "another", "num_examples": 3}}
+    other = load_run(folder, args)
+    assert other != config
+    assert deciding(other.model_dump(mode="json")) == deciding(config.model_dump(mode="json"))
+    fewer = load_run(folder, {**args, "environment.args.num_examples": 2})
+    assert deciding(fewer.model_dump(mode="json")) != deciding(config.model_dump(mode="json"))

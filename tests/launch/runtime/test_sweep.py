@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,7 +243,7 @@ def test_trials_have_gpus_of_their_own_and_run_side_by_side_while_there_is_room(
     gpus, overrides, shares
 ):
     config = load_config(as_mapping(composed_of("stage2_3v1", *overrides)))
-    trial = Trial(0, (), Path("trial_0"), config)
+    trial = Trial(0, (), (), Path("trial_0"), config)
     room = Room(Resources(16.0, float(len(gpus))), gpus, config.cluster.trials_at_once)
     assert room.holds_several([trial, trial]) == (shares[1] is not None)
     taken = [room.take(trial) for _ in shares]
@@ -259,12 +261,29 @@ def test_a_trial_on_servers_runs_alone(tmp_path):
     elsewhere = load_config(as_mapping(composed_of("stage2_3v1")))
     for first, second in ((on_servers, elsewhere), (elsewhere, on_servers)):
         room = Room(Resources(16.0, 0.0), (), 4)
-        assert room.take(Trial(0, (), tmp_path, first)) is not None
-        assert room.take(Trial(1, (), tmp_path, second)) is None
+        assert room.take(Trial(0, (), (), tmp_path, first)) is not None
+        assert room.take(Trial(1, (), (), tmp_path, second)) is None
 
 
 def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_weights():
     """A trial whose configuration is refused has nothing to save."""
     config = load_config(as_mapping(composed_of("stage2_3v1", "timeouts.interrupt_s=600.0")))
-    assert Trial(0, (), Path("trial_0"), config).end_s == 600 + MARGIN_S
-    assert Trial(0, (), Path("trial_0"), None).end_s == MARGIN_S
+    assert Trial(0, (), (), Path("trial_0"), config).end_s == 600 + MARGIN_S
+    assert Trial(0, (), (), Path("trial_0"), None).end_s == MARGIN_S
+
+
+@pytest.mark.long
+def test_the_files_of_a_sweep_have_no_secret_of_its_configuration(tmp_path):
+    """Hydra writes the composed configuration itself, before the first trial."""
+    sweep = [
+        *("-m", "+experiment=env_3v1", "environment.args={api_key: sk-LEAK5}"),
+        *("training.max_steps=-1,-2", f"telemetry.run_dir={tmp_path / 'sweep'}"),
+    ]
+    command = [sys.executable, "-m", "launch.train", *sweep]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "0 of 2 trials finished" in done.stdout
+    files = {path.name: path.read_text() for path in (tmp_path / "sweep").glob("*.*")}
+    assert files.keys() == {"multirun.yaml", TRIALS}
+    for text in (*files.values(), done.stdout, done.stderr):
+        assert "LEAK" not in text
+    assert all("<secret>" in text for text in (*files.values(), done.stdout))

@@ -681,3 +681,22 @@ def test_headers_are_sent_with_every_call_and_are_not_kept(shell):
         shell.run("echo_env", *endpoint, "--header", "Authorization: Bearer secret")
     (folder,) = shell.folder.glob("outputs/evals/echo_env--org--demo/*")
     assert [path for path in folder.iterdir() if "secret" in path.read_text()] == []
+
+
+def test_a_secret_of_the_arguments_is_in_no_file_and_has_to_be_given_again(shell, url):
+    (shell.folder / "keyed.py").write_text(
+        "from echo_env import load_environment as load\n\n\n"
+        "def load_environment(api_key):\n    return load(num=int(api_key.strip('LEAK-')))\n"
+    )
+    key = ["-a", json.dumps({"api_key": "LEAK-2"})]
+    headers = ["-S", json.dumps({"extra_headers": {"Authorization": "Bearer LEAK-3"}})]
+    done = shell.run("keyed.py", "-b", url, "-n", "2", "-r", "1", "-s", *key, *headers)
+    written = [path.read_text() for path in shell.evaluation.iterdir() if path.suffix != ".partial"]
+    assert len(written) >= 4
+    assert not [text for text in (*written, done.stdout, done.stderr) if "LEAK" in text]
+    for missing, lost in ((headers, "-a: api_key"), (key, "-S: extra_headers.Authorization")):
+        refused = shell.run("--resume", shell.evaluation, *missing, status=2).stderr
+        assert f"{lost} is a secret" in refused
+    again = shell.run("--resume", shell.evaluation, "-r", "2", *key, *headers)
+    assert "LEAK" not in again.stdout + again.stderr
+    assert len(shell.lines()) == 4

@@ -189,3 +189,9 @@ def test_kept_rows_are_those_that_fit(folder):
     assert isinstance(replace(part)[0], Sample)
     with pytest.raises(RecordError, match="has no usable row: 1 were bad, the first: a row"):
         dataset.keep(np.array([], dtype=int), ("a row",))
+
+
+def test_what_is_kept_is_as_open_as_its_folder(folder):
+    load(folder)
+    (file,) = folder.glob("cache/rollmatch/rows/*")
+    assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666

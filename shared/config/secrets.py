@@ -1,0 +1,115 @@
+"""Secrets: which values are, and what files and messages show in their place.
+
+A value is a secret because of its key (`api_key`, `hf_token`, `password`) or of its place in a URL.
+`redacted` also finds the values of environment variables with such names, and those that `hide` was
+given, anywhere in a text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shared.config.base import leaves
+
+MASK = "<secret>"
+"""What stands in the place of a secret."""
+
+_SECRET = re.compile(
+    "secret|password|passwd|passphrase|credential|authorization|apikey|cookie|signature|sig"
+)
+_OF_DATA = re.compile(
+    "answer|banned|bos|box|class|cls|column|coord|count|cut|dict|end|eos|example|field|foreign"
+    "|group|id|image|index|input|item|json|label|list|map|mask|max|min|new|num|object|output|pad"
+    "|primary|prompt|question|repeat|response|reward|row|sample|score|sep|sort|special|start|state"
+    "|stop|target|task|text|time|unk|user|value|vision"
+)
+"""Words in front of "key" and "token" that make them a part of data."""
+_SHORTEST = 6
+"""Characters of a value that is looked for in texts: shorter ones are parts of other words."""
+_USER = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|(?<=https://)[^/\s@]+(?=@)")
+"""User and password of a URL; of https a user alone may be a token."""
+_QUERY = re.compile(r"(?P<start>[?&](?P<key>[\w.-]+)=)[^&#\s'\"]+")
+
+_hidden: set[str] = set()
+
+
+def is_secret(key: str) -> bool:
+    """Tell whether the values of a key are secrets.
+
+    Example: those of `api_key`, `OPENAI_API_KEY`, `hfToken`, `X-Api-Key` and `credentials` are;
+    those of `tokenizer`, `token_env`, `max_tokens`, `answer_key` and `keys` are not.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)]
+    if not words:
+        return False
+    *before, last = words
+    one = last.removesuffix("s")
+    if _SECRET.fullmatch(one):
+        return True
+    if one not in ("key", "token"):
+        return False
+    if one != last:
+        return bool(before) and before[-1] in ("access", "api", "auth", "private", "secret")
+    return not before or not _OF_DATA.fullmatch(before[-1])
+
+
+def masked(value: Any, *, in_secret: bool = False) -> Any:
+    """Copy a value of JSON with `MASK` in the place of its secrets.
+
+    Example:
+        >>> masked({"mode": "ok", "api_key": "sk-1", "url": "https://me:pw@host/?token=1"})
+        {'mode': 'ok', 'api_key': '<secret>', 'url': 'https://<secret>@host/?token=<secret>'}
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: masked(item, in_secret=in_secret or is_secret(str(key)))
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(masked(item, in_secret=in_secret) for item in value)
+    if in_secret and value not in (None, "") and not isinstance(value, bool):
+        return MASK
+    return _without_url_secrets(value) if isinstance(value, str) else value
+
+
+def masked_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys whose secrets are not there any more, because they were masked."""
+    return [key for key, value in leaves(values).items() if MASK in str(value)]
+
+
+def hide(values: Mapping[str, Any]) -> None:
+    """Have `redacted` find the secrets of a mapping in texts of this process."""
+    _hidden.update(_secrets_in(values))
+
+
+def redacted(text: str) -> str:
+    """Replace the secrets that this process knows in a text."""
+    of_variables = (value for name, value in os.environ.items() if is_secret(name))
+    known = {value for value in (*_hidden, *of_variables) if len(value) >= _SHORTEST}
+    # The longest first: one may be a part of another.
+    for value in sorted(known, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return _without_url_secrets(text)
+
+
+def _secrets_in(value: Any, in_secret: bool = False) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets_in(item, in_secret or is_secret(str(key)))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _secrets_in(item, in_secret)
+    elif in_secret and value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+def _without_url_secrets(text: str) -> str:
+    if "://" not in text:
+        return text
+    return _QUERY.sub(
+        lambda found: found["start"] + MASK if is_secret(found["key"]) else found[0],
+        _USER.sub(MASK, text),
+    )
