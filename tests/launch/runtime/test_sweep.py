@@ -256,7 +256,9 @@ def test_trials_have_gpus_of_their_own_and_run_side_by_side_while_there_is_room(
 def test_a_trial_on_servers_runs_alone(tmp_path):
     """Two runs cannot load their weights into one server."""
     servers = ["rollout_matching.vllm.mode=server"]
-    servers += ["rollout_matching.vllm.server.servers=[{base_url: 'http://127.0.0.1:8000'}]"]
+    servers += [
+        "rollout_matching.vllm.server.servers=[{base_url: 'http://127.0.0.1:8000', group_port: 0}]"
+    ]
     on_servers = load_config(as_mapping(composed_of("stage2_3v1", *servers)))
     elsewhere = load_config(as_mapping(composed_of("stage2_3v1")))
     for first, second in ((on_servers, elsewhere), (elsewhere, on_servers)):
