@@ -33,7 +33,7 @@ from launch.cli import (
 from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.console import StartUp, make_console
-from launch.runtime.sweep import is_sweep, run_trial
+from launch.runtime.sweep import add_trial, is_sweep, run_trials
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
@@ -47,7 +47,7 @@ def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
         if is_sweep():
-            run_trial(composed, console)
+            add_trial(composed, console)
             return
         run_job(config_of_command(composed), console)
 
@@ -183,6 +183,9 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    with explained(make_console()):
+    console = make_console()
+    with explained(console):
         sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()
+    with explained(console):
+        run_trials(console)

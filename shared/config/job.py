@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import Timeout
@@ -25,6 +32,10 @@ class ClusterSection(Section):
     or /tmp."""
     dashboard: bool = True
     """Start Ray's dashboard with a cluster of the run's own."""
+    trials_at_once: PositiveInt | None = None
+    """Most trials of a sweep that run side by side; null: as many as this machine has GPUs and
+    cores for, one after the other on servers or on a cluster at an address. On CPU a trial takes
+    all cores, or `learner.cpu_threads`; a number here counts no cores."""
 
 
 class TimeoutsSection(Section):
