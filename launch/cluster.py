@@ -88,17 +88,19 @@ class Cluster:
         cluster = self._config.cluster
         options: dict[str, Any] = {}
         if cluster.address == "local":
-            temp_dir = cluster.temp_dir and str(cluster.temp_dir)
-            options = {"include_dashboard": cluster.dashboard, "_temp_dir": temp_dir}
+            options = {"include_dashboard": cluster.dashboard}
         # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                self.ray_logs = connect(self._config, **options)
+                session = connect(self._config, **options)
         except ConfigError:
             self._ends.close()
             raise
+        self.ray_logs = session.logs
+        for line in session.lines:
+            self._start_up.note(line)
         return self
 
     def __exit__(self, *error: object) -> None:
