@@ -38,6 +38,7 @@ from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.beside import EnvironmentSpec
 from rollout_actors.environments.training.runner import RunnerSettings
 from rollout_actors.environments.training.teacher import TeacherSettings
+from rollout_actors.server.lease import run_name
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -231,7 +232,7 @@ class Cluster:
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
-        addresses = server_addresses(section)
+        addresses = server_addresses(section, run_name(self._config.telemetry.run_dir))
         nothing = Resources(cpus=0.0, gpus=0.0)
         names = [server_name(index) for index in range(len(addresses))]
         shell = ray.remote(EngineActor)

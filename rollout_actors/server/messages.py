@@ -249,6 +249,8 @@ class ServerInfo(WireMessage):
     version: int
     process: str
     """Name of this start of the server, by which two addresses of one server are known."""
+    taken: str = ""
+    """Why it takes no weights of the run that asks; empty: it does."""
 
 
 class ErrorKind(StrEnum):

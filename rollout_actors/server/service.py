@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 from rollout_actors.engine.sampling import open_image
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server import messages
+from rollout_actors.server.lease import LEASE_S, Lease
 from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
@@ -210,6 +211,8 @@ class RolloutService:
     """Resolved folder of images that may be named by path; None: images come as data."""
     image_token_id: int | None = None
     """The model's placeholder of an image; None: it has none."""
+    lease: Lease = field(default_factory=lambda: Lease(LEASE_S))
+    """The run whose weights it takes."""
 
     def __post_init__(self) -> None:
         self._world_size: int | None = None
@@ -254,7 +257,8 @@ class RolloutService:
             num_tokens=self.engine.num_tokens,
         )
 
-    def info(self) -> messages.ServerInfo:
+    def info(self, run: str = "") -> messages.ServerInfo:
+        """Describe the server to a caller of this run; empty: of none."""
         settings = self.settings
         return messages.ServerInfo(
             name=self.name,
@@ -271,6 +275,7 @@ class RolloutService:
             limits=self.limits,
             version=self.version,
             process=self._process,
+            taken=self.lease.taken(run),
         )
 
     def require_small(self, body: bytes | bytearray) -> None:
@@ -334,12 +339,20 @@ class RolloutService:
         admission.check()
         return rollouts
 
-    async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
+    async def run_sync_phase(
+        self, phase: SyncPhase, call: messages.SyncCall, run: str = ""
+    ) -> SyncReport | None:
         """Run a phase; when it fails the sync has to begin anew.
 
-        Raises RefusalError for a phase that is not due, and what the engine raises.
+        Args:
+            run: takes the lease; empty: a caller of no run, which needs none while there is none.
+
+        Raises RefusalError for a phase that is not due or where another run has the lease, and what
+        the engine raises.
         """
         num_workers = self.world_size
+        if taken := self.lease.take(run):
+            raise RefusalError(409, f"{self.name} takes no weights of {run or 'no run'}: {taken}")
         if call.offer is not None and isinstance(call.offer.terms, FullOffer):
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:

@@ -215,9 +215,9 @@ def make_service(engine, expected, *, max_request_bytes=1 << 20, image_root=None
     return RolloutService(engine, **names, settings=expected, limits=limits, image_root=image_root)
 
 
-def make_address(url, *, timeout_s=5.0, infer_timeout_s=5.0, token=None, kind="rollmatch"):
+def make_address(url, *, timeout_s=5.0, infer_timeout_s=5.0, token=None, kind="rollmatch", run=""):
     path = "rollout_matching.vllm.server.servers[0]"
-    return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token)
+    return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token, run)
 
 
 class Run:
