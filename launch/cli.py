@@ -269,13 +269,14 @@ def config_of_command(composed: DictConfig) -> RunConfig:
     """
     # Here: commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     # Not resolved: an override may be an interpolation, whose problem `as_mapping` tells.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(overrides, list)
     resumed = [one for one in overrides if one.startswith("++resume.run=")]
-    path = resumed[-1].partition("=")[2] if resumed else None
-    if path in (None, "null"):
+    path = OverridesParser.create().parse_override(resumed[-1]).value() if resumed else None
+    if path is None:
         return load_config(as_mapping(composed))
     if path == "auto":
         if "${now" in OmegaConf.to_yaml(composed.telemetry):
@@ -286,14 +287,38 @@ def config_of_command(composed: DictConfig) -> RunConfig:
         return load_config(as_mapping(composed))
     from launch.runtime.resume import config_of_run
 
-    return config_of_run(Path(path), [one for one in overrides if one not in resumed])
+    return config_of_run(
+        Path(str(path)).expanduser(), [one for one in overrides if one not in resumed]
+    )
+
+
+def _quoted(argument: str) -> str:
+    """Quote the value of `key=value` if Hydra cannot read it as it is, and it is no structure."""
+    # Here: commands without Hydra import this module.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = argument.partition("=")
+    is_path = key == "resume.run" and value not in ("auto", "null", "")
+    if value[:1] in ("'", '"') or (value[:1] in ("[", "{") and not is_path):
+        return argument
+    try:
+        read = OverridesParser.create().parse_override(argument)
+        # Hydra would take `a,b` for two runs, and `f(x)` for a function.
+        if not is_path or (read.value() == value and not read.is_sweep_override()):
+            return argument
+    except HydraException:
+        pass
+    escaped = re.sub(r"(\\*)(?='|$)", lambda run: 2 * run[0], value).replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:
     """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
 
     Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
-    `resume=RUN` stands for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`.
+    `resume=RUN` stands for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`. A value
+    that Hydra's grammar does not take, such as a path with brackets, becomes a quoted text.
 
     Raises:
         ConfigError: a key lies inside a list, which Hydra cannot read.
@@ -313,7 +338,7 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
             )
         is_group = (CONF / key).is_dir() or key.startswith("hydra")
         is_plain = equals and key[:1].isalpha() and not is_group
-        overrides.append(f"++{argument}" if is_plain else argument)
+        overrides.append(f"++{_quoted(argument)}" if is_plain else argument)
     if problems:
         raise ConfigError(problems)
     return overrides

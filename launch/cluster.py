@@ -38,6 +38,7 @@ from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.beside import EnvironmentSpec
 from rollout_actors.environments.training.runner import RunnerSettings
 from rollout_actors.environments.training.teacher import TeacherSettings
+from rollout_actors.server.lease import run_name
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -87,17 +88,19 @@ class Cluster:
         cluster = self._config.cluster
         options: dict[str, Any] = {}
         if cluster.address == "local":
-            temp_dir = cluster.temp_dir and str(cluster.temp_dir)
-            options = {"include_dashboard": cluster.dashboard, "_temp_dir": temp_dir}
+            options = {"include_dashboard": cluster.dashboard}
         # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                self.ray_logs = connect(self._config, **options)
+                session = connect(self._config, **options)
         except ConfigError:
             self._ends.close()
             raise
+        self.ray_logs = session.logs
+        for line in session.lines:
+            self._start_up.note(line)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -229,7 +232,7 @@ class Cluster:
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
-        addresses = server_addresses(section)
+        addresses = server_addresses(section, run_name(self._config.telemetry.run_dir))
         nothing = Resources(cpus=0.0, gpus=0.0)
         names = [server_name(index) for index in range(len(addresses))]
         shell = ray.remote(EngineActor)

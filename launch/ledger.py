@@ -27,7 +27,7 @@ from typing import Any
 
 from launch.cli import explained
 from launch.runtime.console import escaped, make_console
-from launch.runtime.resume import PACKAGES, deciding, installed_versions
+from launch.runtime.resume import PACKAGES, ResumePoint, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
@@ -191,6 +191,38 @@ def check_ledger(run: Path) -> str | None:
             " end was cut off, or telemetry.ledger was off"
         )
     return None
+
+
+def require_same_step(config: RunConfig, point: ResumePoint, report: StepReport) -> None:
+    """Require that a checkpoint is of the step that the run's ledger has a line of, if it has one.
+
+    Args:
+        report: the learner's, of the last step of the checkpoint that it has taken.
+
+    Raises:
+        ConfigError: they are of two runs, or one was changed.
+    """
+    path = config.telemetry.run_dir / LEDGER
+    try:
+        lines = [line for line in read_lines(path) if "channel" in line]
+    except RecordError:
+        return  # `cut_ledger` puts it aside
+    for line in lines:
+        if line.get("step") == point.step == report.number:
+            names = [name for name, sha in report.digests.items() if line.get(name) != sha]
+            if not names:
+                return
+            problem = f"its {', '.join(names)} of step {point.step} are not those in {path}"
+            break
+    else:
+        if report.number == point.step:
+            return  # the run ended before the line was written
+        problem = f"the learner's part is of step {report.number}, the driver's of {point.step}"
+    raise ConfigError(
+        f"resume.run: {point.checkpoint} is not of this run, or one of the two was changed:"
+        f" {problem}; restore the run's folder from another copy, or resume another checkpoint"
+        " (checkpoints.json lists them)"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

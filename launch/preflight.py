@@ -53,6 +53,7 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.resume import resumed
+from launch.runtime.telemetry import require_readable
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
@@ -117,6 +118,7 @@ def main(composed: DictConfig) -> None:
         if point is not None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)
+            require_readable(config.telemetry.run_dir)
         with vllm_import(config) as import_problems:
             findings = preflight(config)
             findings.collect(import_problems())

@@ -32,7 +32,9 @@ from rollout_actors.engine.settings import (
     model_type,
 )
 from rollout_actors.engine.vllm_import import explained_import, require_installed
+from rollout_actors.server.lease import LEASE_S, Lease
 from rollout_actors.server.messages import IMAGE_PIXELS
+from rollout_actors.server.token_file import remove_token, token_file, write_token
 from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.rollout import DEDICATED_MEMORY_UTILIZATION, RepeatTerminateSection, is_loopback
@@ -64,7 +66,12 @@ class ServeOptions(Section):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on. Others than this machine's own need token_env."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Environment variable with the bearer token that callers must send; null: none."""
+    """Environment variable with the bearer token that callers must send; null: see token."""
+    token: Literal["file", "none"] = "file"
+    """Where token_env is null: file: a new token, in a file that this user's runs on this machine
+    find; none: every user of this machine may ask for rollouts and send weights."""
+    lease_s: PositiveFloat = LEASE_S
+    """Seconds without a call of the run that sends weights after which another run may."""
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """Names of the model at /v1/, with commas between; null: the path in model."""
     tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
@@ -100,7 +107,7 @@ class ServeOptions(Section):
     """Folder of images that requests may name by path; null: images come as data alone."""
     max_requests: PositiveInt = 1024
     """Most requests of one call."""
-    max_request_bytes: PositiveInt = 256 * 2**20
+    max_request_bytes: PositiveInt = 64 * 2**20
     """Largest body of one call, and largest image file."""
     max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
@@ -132,6 +139,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
             f"host: {options.host} lets other machines ask for rollouts and send weights; keep"
             " 127.0.0.1, or set token_env=NAME, an environment variable with their token"
         )
+    if options.token_env is not None and options.token == "none":
+        problems.append(f"token: is none, and token_env names {options.token_env}; remove one")
     if options.token_env is not None and not os.environ.get(options.token_env):
         unset = f"the environment variable {options.token_env} is not set"
         problems.append(f"token_env: {unset}; export a token in it")
@@ -223,6 +232,10 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     listening = _listen(options)
     # Taken out of the environment, which the engine's processes inherit.
     token = None if options.token_env is None else os.environ.pop(options.token_env)
+    host, port = listening.getsockname()[:2]
+    file = token_file(host, port) if token is None and options.token == "file" else None
+    if file is not None:
+        token = write_token(file)
     # Before anything imports torch or vllm; /v1/ leaves the size of images to vLLM.
     os.environ.update(engine_environment(settings))
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
@@ -236,7 +249,6 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     if is_trained(settings.model_path):
         for warning in weight_warnings(options.model, key="model", for_engines=True):
             print(escaped(f"warning   {warning}"), flush=True)
-    host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def make_engine() -> ServedEngine:
@@ -270,17 +282,25 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
         ),
         image_root=options.image_root and options.image_root.resolve(),
         image_token_id=image_token_id(settings.model_path),
+        lease=Lease(options.lease_s),
     )
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(
         f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True
     )
+    if file is not None:
+        print(f"token     in {file}, where runs of this user on this machine find it", flush=True)
+    elif token is None:
+        why = "every user of this machine may ask for rollouts and send weights"
+        print(f"warning   token=none: {why}", flush=True)
     try:
         app = make_app(service, openai=engine, token=token, only_from=only_from)
         watch = EngineWatch(service, options.stall_s)
         interrupted = asyncio.run(_run(app, service, watch, listening))
     finally:
+        if file is not None and token is not None:
+            remove_token(file, token)
         if not service.is_up:
             # Its thread waits for these.
             _end_family()
@@ -307,6 +327,9 @@ async def _run(
     """Serve until a signal, and then return True. Raises RolloutError as `serve`."""
     import uvicorn
 
+    from rollout_actors.server.connections import PromptProtocol, open_many_files
+
+    open_many_files()
     engine = service.engine
     url = service.name
 
@@ -318,6 +341,8 @@ async def _run(
 
     config = uvicorn.Config(
         app,
+        http=PromptProtocol,
+        ws="none",
         log_level="error",
         access_log=False,
         lifespan="off",

@@ -33,7 +33,7 @@ from launch.cli import (
 from launch.demo.once import make_missing_demo_files
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.console import StartUp, make_console
-from launch.runtime.sweep import is_sweep, run_trial
+from launch.runtime.sweep import add_trial, is_sweep, run_trials
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
@@ -47,7 +47,7 @@ def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
         if is_sweep():
-            run_trial(composed, console)
+            add_trial(composed, console)
             return
         run_job(config_of_command(composed), console)
 
@@ -102,6 +102,7 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
     from launch.runtime.resume import resumed
+    from launch.runtime.telemetry import Telemetry, require_readable
 
     started_s = time.monotonic()
     require_vllm(config)
@@ -114,6 +115,7 @@ def run(config: RunConfig, console: Console) -> None:
         _print(console, point.describe(config))
         if point.is_complete(config):
             return
+        require_readable(config.telemetry.run_dir)
     start_up = StartUp(console)
     with start_up.stage("checks"):
         findings = preflight(config, waits_for_servers=True)
@@ -128,10 +130,10 @@ def run(config: RunConfig, console: Console) -> None:
 
     from launch.cluster import Cluster
     from launch.driver import train
+    from launch.ledger import require_same_step
     from launch.local import LocalRun
     from launch.pipeline import one_ahead, one_at_a_time
     from launch.runtime.checkpoints import Checkpoints
-    from launch.runtime.telemetry import Telemetry
     from shared.schedule import RunSchedule
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
@@ -163,6 +165,8 @@ def run(config: RunConfig, console: Console) -> None:
         wall_s = time.monotonic() - started_s
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])
+        if point is not None and point.step:
+            require_same_step(config, point, learner.last_report())
         checkpoints = Checkpoints(config, learner, telemetry, point)
         if point is not None:
             telemetry.go_on(point)
@@ -179,6 +183,9 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    with explained(make_console()):
+    console = make_console()
+    with explained(console):
         sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()
+    with explained(console):
+        run_trials(console)

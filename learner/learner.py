@@ -238,7 +238,7 @@ class Learner:
             weights: str | None = None
             if self._config.telemetry.ledger:
                 # Not a sync's: not every step has one, and its buckets are the transport's.
-                weights = f"{_checksum(self.optimizer.masters) % 2**64:016x}"
+                weights = self._digest_of_weights()
             step.metrics.mark("finish step", started_s)
             # Only now: a checkpoint that is written after an interruption is of finished updates.
             self.num_updates = step.plan.step + 1
@@ -408,6 +408,13 @@ class Learner:
                 ]
             )
         self.optimizer.load_tensors(tensors)
+        saved = None if state.report is None else state.report.digests.get("weights")
+        if saved is not None and saved != (found := self._digest_of_weights()):
+            raise ConfigError(
+                f"resume.run: {checkpoint} has not the weights of its step: their checksum is"
+                f" {found}, and was {saved}; restore it from another copy, or resume another"
+                " checkpoint (checkpoints.json lists them)"
+            )
         self.optimizer.num_skipped = state.num_skipped
         self.num_updates = state.step
         self._packing.carry(state.carried)
@@ -419,6 +426,10 @@ class Learner:
         self._answers_ahead = state.answers_ahead
         self._state = state
         state.random.restore(self.loaded.device)
+
+    def _digest_of_weights(self) -> str:
+        """Return the checksum of the weights that this rank trains, for the ledger."""
+        return f"{_checksum(self.optimizer.masters) % 2**64:016x}"
 
     def _fingerprints(self) -> dict[str, str]:
         """Return what has to be the same on resume and no key tells, by the nearest key: digests of

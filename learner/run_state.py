@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from learner.algorithms.advantages import TokenAdvantages
@@ -121,41 +121,12 @@ class RankState:
             state = _from_text(path.read_bytes())
             tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
         except Exception as error:  # what damaged JSON raises as it is built is of any kind
-            problem = _is_pickled(folder, rank) or f"cannot be read ({error})"
             raise ConfigError(
-                f"resume.run: {path.parent} {problem}; every learner rank reads it: it has to be"
-                " whole, written by this version, and on a disk that all nodes share; where it is"
-                " damaged, resume an earlier checkpoint (checkpoints.json lists them)"
+                f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
+                " it has to be whole, written by this version, and on a disk that all nodes share;"
+                " if it is damaged, resume an earlier checkpoint (checkpoints.json lists them)"
             ) from error
         return state, tensors
-
-
-def damage(folder: Path, world_size: int, *, has_own_tensors: bool) -> str | None:
-    """Say which of the ranks' files in a checkpoint is damaged; None: all can be loaded.
-
-    Of tensors their list and the length of their file are read: enough for one that was cut off.
-
-    Raises:
-        ConfigError: the disk refuses a file, which says nothing about its content.
-    """
-    for rank in range(world_size):
-        path = _path(folder, rank, "json")
-        try:
-            _from_text(path.read_bytes())
-            if rank == 0 or has_own_tensors:
-                path = _path(folder, rank, "safetensors")
-                with safe_open(path, framework="pt"):
-                    pass
-        except FileNotFoundError:
-            return _is_pickled(folder, rank) or f"{path.name} is missing"
-        except OSError as error:
-            raise ConfigError(
-                f"resume.run: {path} cannot be read ({error}); permit reading it, or wait until its"
-                " disk is back"
-            ) from error
-        except Exception as error:  # what damaged JSON raises as it is built is of any kind
-            return f"{path.name} is damaged: {error}"
-    return None
 
 
 def missing_parts(folder: Path, world_size: int) -> list[str]:
@@ -166,17 +137,6 @@ def missing_parts(folder: Path, world_size: int) -> list[str]:
 
 def _path(folder: Path, rank: int, suffix: str) -> Path:
     return folder / STATE_FOLDER / f"rank_{rank}.{suffix}"
-
-
-def _is_pickled(folder: Path, rank: int) -> str | None:
-    """Say that an older version wrote this rank's state; None: none did."""
-    path = _path(folder, rank, "pkl")
-    if not path.exists():
-        return None
-    return (
-        f"has {path.name}, a pickle of an older version, which could run any code and is not read"
-        " (check that version out to resume the run)"
-    )
 
 
 KINDS: Mapping[str, type[Any]] = {

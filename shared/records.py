@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None:
-    """Read a file of one JSON object into the dataclass `kind`; None where there is no file.
+    """Read a file of JSON into the dataclass `kind`, or a list of it; None if there is no file.
 
     Args:
         key: the key of the configuration by which the file was found.

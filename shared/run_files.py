@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from shared.errors import RecordError, StorageError
+from shared.errors import ConfigError, RecordError, StorageError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ FINAL_FOLDER = "checkpoint"
 """The checkpoint after the last step, in the run's folder."""
 STATE_FOLDER = "run_state"
 """A checkpoint with it is full: a run goes on from it (`learner.run_state`)."""
+SUMS = "SHA256SUMS"
+"""In a checkpoint: the sha256 of each of its other files, as `sha256sum -c` reads it."""
 RUN_FILE = "run.json"
 """In that folder: the driver's part (`launch.runtime.resume.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
@@ -231,7 +235,7 @@ def _name_event(kind: str, thread: int, name: str) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of JSON of a file that grows; none where it is not there.
+    """Return the lines of JSON of a file that grows; none if there is no such file.
 
     The last line of a run that was killed, or whose disk was full, may be half: it is left out.
     Raises OSError, and RecordError for a line that is damaged.
@@ -240,22 +244,40 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    entries = []
+    return [_read_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file whose lines are about steps. Raises as `read_lines` does."""
+    lines = read_lines(path)
     for number, line in enumerate(lines, 1):
-        try:
-            entries.append(json.loads(line))
-        except ValueError as error:
-            problem = f"is not JSON ({error})"
-            remedy = "restore the file from another copy of the run's folder"
-            raise RecordError(
-                problem, field="line", remedy=remedy, file=str(path), line=number
-            ) from error
-    return entries
+        if type(line.get("step")) is not int:
+            raise damaged_line(path, number, "has no number of a step")
+    return lines
+
+
+def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise damaged_line(path, number, f"is not JSON ({error})") from error
+    if not isinstance(entry, dict):
+        raise damaged_line(path, number, "is no JSON object")
+    return entry
+
+
+def damaged_line(path: Path, number: int, problem: str) -> RecordError:
+    """Make the error about a line, from 1, of a run's file."""
+    remedy = "restore the file from another copy of the run's folder, or remove the line"
+    return RecordError(problem, field="line", remedy=remedy, file=str(path), line=number)
 
 
 def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the lines of JSON that `keeps`, if there are any, and return them. Raises OSError."""
-    kept = [line for line in read_lines(path) if keeps(line)]
+    """Keep the lines about steps that `keeps`, if there are any, and return them.
+
+    Raises as `read_lines` does.
+    """
+    kept = [line for line in read_steps(path) if keeps(line)]
     if path.exists():
         replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
@@ -264,10 +286,10 @@ def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[
 def cut_timeline(path: Path, last: str) -> None:
     """Keep what was over when the span whose name begins with `last` ended, if the file is there.
 
-    Without such a span nothing is kept. The closing bracket goes. Raises OSError.
+    Without such a span nothing is kept. The closing bracket goes. Raises as `read_timeline` does.
     """
     if path.exists():
-        events = list(_events(path))
+        events = read_timeline(path)
         ends = [one["ts"] + one["dur"] for one in events if one["name"].startswith(last)]
         end = max(ends, default=0)
         kept = [one for one in events if one["ph"] == "M" or one["ts"] + one["dur"] <= end]
@@ -284,14 +306,85 @@ def replace_file(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a timeline, one a line; the last one of a killed run may be half."""
-    for line in path.read_text().splitlines():
-        text = line.rstrip(",")
-        if text.startswith("{") and text.endswith("}}"):
-            yield json.loads(text)
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a timeline, one a line; none if there is no such file.
+
+    The last line of a killed run may be half. Raises OSError, and RecordError for a line that is
+    damaged.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip(b",")
+        is_whole = number < len(lines) or text.endswith(b"}}")
+        if text in (b"", b"[", b"]") or not is_whole:
+            continue
+        event = _read_line(path, number, text)
+        times = [event.get("ts"), event.get("dur")] if event.get("ph") == "X" else []
+        args = event.get("args")
+        if not (
+            event.get("ph") in ("M", "X")
+            and isinstance(event.get("name"), str)
+            and isinstance(event.get("tid"), int)
+            and isinstance(args, dict)
+            and (event["name"] != "thread_name" or isinstance(args.get("name"), str))
+            and all(isinstance(time, int) for time in times)
+        ):
+            raise damaged_line(path, number, "is no event of this timeline")
+        events.append(event)
+    return events
 
 
 def _tracks_in(path: Path) -> dict[str, int]:
-    named = (event for event in _events(path) if event["name"] == "thread_name")
+    named = (event for event in read_timeline(path) if event["name"] == "thread_name")
     return {event["args"]["name"]: event["tid"] for event in named}
+
+
+def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
+    """Write the sha256 of files of a checkpoint into its file `name`, and return its path.
+
+    Raises OSError.
+    """
+    sums = folder / name
+    lines = zip(_digests(paths := sorted(files)), paths, strict=True)
+    sums.write_text("".join(f"{sha}  {path.relative_to(folder)}\n" for sha, path in lines))
+    return sums
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Say how a checkpoint's files differ from those that were saved; None: they do not.
+
+    Raises:
+        ConfigError: the disk refuses a file, which says nothing about its content.
+    """
+    try:
+        listed = (checkpoint / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+        sums = {name: sha for sha, _, name in (line.partition("  ") for line in listed)}
+        if f"{STATE_FOLDER}/{RUN_FILE}" not in sums or any(".." in name for name in sums):
+            return f"{SUMS} is damaged"
+        found = _digests([checkpoint / name for name in sums])
+    except FileNotFoundError as error:
+        missing = Path(error.filename).relative_to(checkpoint)
+        older = "; an older version of rollmatch wrote none" if missing.name == SUMS else ""
+        return f"{missing} is missing{older}"
+    except OSError as error:
+        raise ConfigError(
+            f"resume.run: {error.filename} cannot be read ({error.strerror}); permit reading it, or"
+            " wait until its disk is back"
+        ) from error
+    changed = [name for name, sha in zip(sums, found, strict=True) if sums[name] != sha]
+    return f"not as they were saved, by their sha256: {', '.join(changed)}" if changed else None
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """Return the sha256 of each file, several read at a time. Raises OSError."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(digest, paths))

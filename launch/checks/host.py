@@ -25,20 +25,87 @@ LONGEST_SOCKET_PATH = 107
 """Bytes; the kernel's limit."""
 RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The path of Ray's longest socket below its folder."""
+SCRATCH_BYTES = 64 * 2**20
+"""Space that a run needs for temporary files and for Ray's sockets and logs."""
 DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Check the run's folder and Ray's: occupied, not writable, full, or too long."""
+    """Check every folder that the run writes: occupied, not writable, full, or too long."""
     yield from _run_folder_problems(config)
-    folder = config.cluster.temp_dir
-    if folder is not None and config.cluster.address == "local":
-        length = len(os.fsencode(folder / RAY_SOCKET))
-        if length > LONGEST_SOCKET_PATH:
-            yield (
-                f"cluster.temp_dir: {folder} makes Ray's sockets {length} bytes long,"
-                f" {LONGEST_SOCKET_PATH} are possible; choose a shorter path, such as /tmp/ray"
-            )
+    if config.cluster.kind == "ray" and config.cluster.address == "local":
+        yield from _ray_folder_problems(config)
+    yield from _folder_problems("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp"), SCRATCH_BYTES)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        yield f"HOME: is not set, and user {os.getuid()} has no home; set it to a folder of yours"
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    yield from _folder_problems("XDG_CACHE_HOME", cache)
+    if needs_ray_token(config):
+        yield from _folder_problems("HOME", ray_token_file().parent)
+
+
+def ray_folder(config: RunConfig) -> Path:
+    """Return the folder of the sessions of a Ray of the run's own.
+
+    Ray lets everybody write to it, so its parent is a folder that only this user may enter.
+    """
+    base = config.cluster.temp_dir or Path(
+        os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    )
+    return base / f"rollmatch-{os.getuid()}" / "ray"
+
+
+def ray_token_file() -> Path:
+    """Return the file that Ray reads its token from, unless a variable has it or names another."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def needs_ray_token(config: RunConfig) -> bool:
+    """Tell whether a Ray of the run's own asks for a token that this user does not have yet."""
+    return (
+        config.cluster.kind == "ray"
+        and config.cluster.address == "local"
+        and os.environ.get("RAY_AUTH_MODE", "token") == "token"
+        and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+        and not ray_token_file().exists()
+    )
+
+
+def _ray_folder_problems(config: RunConfig) -> Iterator[str]:
+    folder = ray_folder(config)
+    key = "cluster.temp_dir" if config.cluster.temp_dir else "TMPDIR"
+    length = len(os.fsencode(folder / RAY_SOCKET))
+    if length > LONGEST_SOCKET_PATH:
+        yield (
+            f"{key}: {folder} makes Ray's sockets {length} bytes long, {LONGEST_SOCKET_PATH} are"
+            " possible; set cluster.temp_dir to a shorter path, such as /tmp"
+        )
+    private = folder.parent
+    if private.is_symlink() or (private.exists() and private.stat().st_uid != os.getuid()):
+        yield (
+            f"{key}: {private} is not a folder of this user, whose owner could take over Ray's"
+            " processes; remove it, or set cluster.temp_dir to a folder of yours"
+        )
+    yield from _folder_problems(key, private, SCRATCH_BYTES)
+
+
+def _folder_problems(key: str, folder: Path, needed: int = 0) -> Iterator[str]:
+    """Say that a folder cannot be written or made, or has too little space; by the key to set."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield (
+            f"{key}: {existing} permits no writing, and the run writes to {folder}; permit it, or"
+            f" set {key} to a folder that can be written"
+        )
+    elif (free := shutil.disk_usage(existing).free) < needed or not os.statvfs(existing).f_favail:
+        yield (
+            f"{key}: {existing} has {free // 2**20} MiB and {os.statvfs(existing).f_favail} files"
+            f" free, and the run needs {needed // 2**20} MiB there for sockets, logs and temporary"
+            f" files; free space, or set {key} to a folder on another disk"
+        )
 
 
 def run_folder_problem(config: RunConfig) -> str | None:

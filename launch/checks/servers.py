@@ -21,6 +21,7 @@ from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.environments.training.runner import load_tokenizer
 from rollout_actors.environments.training.teacher import MODELS, Teacher, TeacherSettings
+from rollout_actors.server.lease import run_name
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError, UnreachableError
@@ -73,7 +74,8 @@ def ask_servers(
     """
     section = rollout_servers(config)
     assert section is not None
-    addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
+    run = run_name(config.telemetry.run_dir)
+    addresses = [replace(one, timeout_s=ANSWER_S) for one in server_addresses(section, run)]
 
     async def ask_all() -> list[ServerFacts | str | None]:
         asked = (_ask(index, one, settings, inspect_s) for index, one in enumerate(addresses))

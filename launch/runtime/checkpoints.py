@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,10 +30,13 @@ from shared.errors import (
     WeightSyncError,
 )
 from shared.protocols import PerRank
+from shared.records import read_record
 from shared.run_files import FINAL_FOLDER, Span, cannot_write
 
 if TYPE_CHECKING:
     from launch.runtime.telemetry import Telemetry
+
+INDEX = "checkpoints.json"
 
 
 class RetentionReason(StrEnum):
@@ -61,6 +64,16 @@ class KeptCheckpoint:
     score: float | None = None
     """The headline of the held-out report; None before a report, or without one."""
     reasons: tuple[RetentionReason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _IndexEntry:
+    """A `KeptCheckpoint` as JSON, its folder relative to the run's."""
+
+    folder: str
+    step: int
+    score: float | None
+    reasons: tuple[RetentionReason, ...]
 
 
 class SavingLearner(Protocol):
@@ -435,15 +448,17 @@ class Checkpoints:
         # Only what is complete: a folder gets its name last of all.
         complete = [kept for kept in self._entries() if kept.folder.is_dir()]
         entries = [
-            {
-                "folder": str(kept.folder.relative_to(self._run_dir)),
-                "step": kept.step,
-                "score": kept.score,
-                "reasons": kept.reasons,
-            }
+            asdict(
+                _IndexEntry(
+                    str(kept.folder.relative_to(self._run_dir)),
+                    kept.step,
+                    kept.score,
+                    kept.reasons,
+                )
+            )
             for kept in complete
         ]
-        index = self._run_dir / "checkpoints.json"
+        index = self._run_dir / INDEX
         partial = index.with_suffix(".json.partial")
 
         def write() -> None:
@@ -458,18 +473,15 @@ class Checkpoints:
 
 
 def read_index(run_dir: Path) -> list[KeptCheckpoint]:
-    """Read `checkpoints.json`; empty where there is none."""
-    try:
-        entries = json.loads((run_dir / "checkpoints.json").read_bytes())
-    except FileNotFoundError:
-        return []
+    """Read `checkpoints.json`; empty if there is none. Raises ConfigError if it is damaged."""
+    remedy = (
+        "restore it from another copy of the run's folder; or remove it, and keep elsewhere what"
+        " you need of its checkpoints: only the one that the run resumes stays"
+    )
+    index = run_dir / INDEX
+    entries = read_record(index, list[_IndexEntry], key="resume.run", remedy=remedy) or []
     return [
-        KeptCheckpoint(
-            entry["step"],
-            run_dir / entry["folder"],
-            entry["score"],
-            tuple(RetentionReason(reason) for reason in entry["reasons"]),
-        )
+        KeptCheckpoint(entry.step, run_dir / entry.folder, entry.score, entry.reasons)
         for entry in entries
     ]
 

@@ -205,6 +205,10 @@ class StartUp:
         line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in all"
         self._console.print(line, markup=False, highlight=False)
 
+    def note(self, line: str) -> None:
+        """Show a line between the stages."""
+        self._console.print(line, markup=False, highlight=False)
+
 
 class StepBar:
     """The bar below a run's lines, on a terminal alone: its steps, what is left, and the wait.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
 from launch.runtime.placement import Resources
 from shared.config import RunConfig
 from shared.errors import ConfigError
@@ -21,6 +24,10 @@ LISTEN_S = 5.0
 """Limit of a connection to the address."""
 ANSWER_S = 60.0
 """Limit of the cluster's answer, once Ray is imported (timeouts.start_s)."""
+_CHECK_OWN = (
+    "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
+    " process (cluster=local)"
+)
 _CHECK_CLUSTER = (
     "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
     " RAY_AUTH_MODE=token, or use local"
@@ -78,15 +85,27 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
     return [Resources.of(node) for node in json.loads(done.stdout.splitlines()[-1])]
 
 
-def connect(config: RunConfig, **options: Any) -> Path:
-    """Call `ray.init` at the configured address, and return the folder of this session's logs.
+class Session(NamedTuple):
+    """A connection to Ray, for the people who watch it."""
+
+    logs: Path
+    """The folder of the logs of Ray's processes, on this node."""
+    lines: tuple[str, ...]
+    """The dashboard's address, and who gets in."""
+
+
+def connect(config: RunConfig, **options: Any) -> Session:
+    """Call `ray.init` at the configured address.
+
+    The processes of a cluster of the run's own do not hear a signal to this process's group, and
+    its sockets lie where only this user gets to.
 
     Raises ConfigError if that gives no cluster.
-
-    The processes of a cluster of the run's own do not hear a signal to this process's group.
     """
     address = config.cluster.address
-    if address != "local":
+    if address == "local":
+        options["_temp_dir"] = str(_private_ray_folder(config))
+    else:
         _require_listener(address)
     import ray
     from ray.exceptions import AuthenticationError, RayError
@@ -110,7 +129,55 @@ def connect(config: RunConfig, **options: Any) -> Path:
             "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
             " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
-    return Path(context.address_info["session_dir"]) / "logs"
+    logs = Path(context.address_info["session_dir"]) / "logs"
+    return Session(logs, tuple(who_gets_in(context.dashboard_url)))
+
+
+def _private_ray_folder(config: RunConfig) -> Path:
+    """Make the folder of Ray's sessions, and this user's token. Raises ConfigError."""
+    folder = ray_folder(config)
+    private, token = folder.parent, ray_token_file()
+    try:
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if private.is_symlink() or private.stat().st_uid != os.getuid():
+            raise ConfigError(
+                f"cluster.temp_dir: {private} is not a folder of this user; remove it, or set"
+                " cluster.temp_dir to a folder of yours"
+            )
+        private.chmod(0o700)
+        if needs_ray_token(config):
+            token.parent.mkdir(mode=0o700, exist_ok=True)
+            # At once and with mode 0600: another run may start at the same time.
+            with tempfile.NamedTemporaryFile("w", dir=token.parent) as part:
+                part.write(secrets.token_hex(32))
+                part.flush()
+                with suppress(FileExistsError):
+                    token.hardlink_to(part.name)
+        elif token.exists() and token.stat().st_uid == os.getuid():
+            token.chmod(0o600)  # Ray's own follows the umask
+    except OSError as error:
+        raise ConfigError(
+            f"cluster: {error.filename} cannot be written ({error.strerror}), and Ray's sockets and"
+            " token lie there; set cluster.temp_dir and HOME to folders of yours, or train in one"
+            " process (cluster=local)"
+        ) from error
+    return folder
+
+
+def who_gets_in(dashboard_url: str) -> list[str]:
+    """Return the console's lines about the dashboard, if there is one, and about Ray's token."""
+    is_open = os.environ.get("RAY_AUTH_MODE") == "disabled"
+    lines = []
+    if dashboard_url:
+        ray = Path(sys.executable).parent / "ray"
+        how = "" if is_open else f"; it asks for a token, which `{ray} get-auth-token` prints"
+        lines.append(f"dashboard http://{dashboard_url}{how}")
+    if is_open:
+        lines.append(
+            "warning   RAY_AUTH_MODE=disabled: whoever reaches Ray's ports can run code as this"
+            " user; unset it on a machine or in a network that others use"
+        )
+    return lines
 
 
 @contextmanager
@@ -177,7 +244,7 @@ def _require_listener(address: str) -> None:
 
 
 def _no_cluster(address: str, reason: str) -> ConfigError:
-    remedy = _CHECK_CLUSTER
+    remedy = _CHECK_OWN if address == "local" else _CHECK_CLUSTER
     if "authenticat" in reason.lower():
         remedy = (
             "set RAY_AUTH_MODE=token here and give this machine the cluster's token"

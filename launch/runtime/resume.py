@@ -8,6 +8,7 @@ A checkpoint is full where it has `run_state/`, of which `run.json` is the drive
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,7 @@ from shared.config import RunConfig
 from shared.config.base import leaves
 from shared.errors import ConfigError
 from shared.records import read_record
-from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER, read_lines
+from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER, damage, read_steps
 from shared.schedule import RunSchedule
 
 MAY_CHANGE = {
@@ -123,7 +124,7 @@ class ResumePoint:
             return False
         if config.checkpoint.save_final and self.checkpoint.name != FINAL_FOLDER:
             return False
-        reports = read_lines(config.telemetry.run_dir / "evaluations.jsonl")
+        reports = read_steps(config.telemetry.run_dir / "evaluations.jsonl")
         is_reported = any(report["step"] == self.step for report in reports)
         return is_reported or not schedule.evaluates_before(self.step)
 
@@ -230,7 +231,14 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if state is None:
         raise ConfigError(
             f"resume.run: {checkpoint} is no full checkpoint of {run}; give the run's folder, or"
-            f" one of {', '.join(str(folder.relative_to(run)) for folder in states) or 'none'}"
+            f" one of {_names(run, states)}"
+        )
+    # With `auto` it has been looked into.
+    reason = None if is_auto else _wrong_name(checkpoint, state) or damage(checkpoint)
+    if reason is not None:
+        raise ConfigError(
+            f"resume.run: {checkpoint} is damaged ({reason}); restore it from another copy, or"
+            f" resume another one ({_names(run, set(states) - {checkpoint})})"
         )
     problems = list(_changes(state, config))
     if state.step > config.training.max_steps:
@@ -254,12 +262,10 @@ def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
 
 
 def _sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
-    """Return the full checkpoints but for those that are damaged, and what these have.
+    """Return the full checkpoints without those that are damaged, and the damage of these.
 
-    Looked into are the newest ones, down to one that is sound.
+    The newest ones are looked into, down to one that is sound.
     """
-    from learner.run_state import damage
-
     states: dict[Path, RunState] = {}
     damaged: dict[Path, str] = {}
     for folder in _whole_folders(run):
@@ -271,19 +277,29 @@ def _sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]
                 raise
             damaged[folder] = f"{RUN_FILE} is damaged"
             continue
-        if state is not None:
+        if state is not None and (reason := _wrong_name(folder, state)) is not None:
+            damaged[folder] = reason
+        elif state is not None:
             states[folder] = state
     while states:
         newest = _newest(states)
-        learner = states[newest].config["learner"]
-        reason = damage(
-            newest, learner["world_size"], has_own_tensors=learner["parallel"] == "fsdp"
-        )
+        reason = damage(newest)
         if reason is None:
             break
         damaged[newest] = reason
         del states[newest]
     return states, damaged
+
+
+def _wrong_name(checkpoint: Path, state: RunState) -> str | None:
+    number = re.search(r"_(\d{6,})(\.old)?$", checkpoint.name)
+    if number is None or int(number[1]) == state.step:
+        return None
+    return f"its state is of step {state.step}"
+
+
+def _names(run: Path, checkpoints: Iterable[Path]) -> str:
+    return ", ".join(sorted(str(one.relative_to(run)) for one in checkpoints)) or "none"
 
 
 def _newest(states: Mapping[Path, RunState]) -> Path:

@@ -1,38 +1,90 @@
 """Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2
 training.learning_rate=1e-3,2e-3`.
 
-Trials are commands, one after the other, so that one that fails does not end the others. Their
-folders are `trial_N` in `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
+Hydra composes the trials; then each runs as a command of its own, so that one that fails does not
+end the others, and as many side by side as this machine's GPUs and CPUs permit. Their folders are
+`trial_N` in `telemetry.run_dir`; `trials.jsonl` there gets a line at the end of each.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import chain
+from collections import deque
+from collections.abc import Sequence
+from concurrent import futures
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from launch.cli import as_mapping
+from launch.demo.once import make_missing_demo_files
+from launch.reports.trials import settings_of, tables
 from launch.runtime.console import make_console
-from shared.config import load_config
+from launch.runtime.placement import Resources, plan_placement
+from shared.config import RunConfig, load_config
+from shared.config.derive import rollout_servers
 from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError
+from shared.protocols import PR_SET_PDEATHSIG
+from shared.run_files import read_lines
 
 TRIALS = "trials.jsonl"
 MARGIN_S = 60.0
 """Seconds for an interrupted trial's processes to end, beyond its `timeouts.interrupt_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One configuration of a sweep."""
+
+    number: int
+    overrides: tuple[str, ...]
+    shown: tuple[str, ...]
+    """Its overrides without secrets."""
+    folder: Path
+    config: RunConfig | None
+    """None: it is refused. The trial itself reports why."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds that it has to end after the sweep was interrupted."""
+        return MARGIN_S + (self.config.timeouts.interrupt_s if self.config else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of this machine that a trial has. Example: `Share(4.0, ("0", "1"))`."""
+
+    cpus: float
+    gpus: tuple[str, ...]
+    """As `CUDA_VISIBLE_DEVICES` names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A trial that runs."""
+
+    trial: Trial
+    share: Share
+    process: subprocess.Popen[bytes]
+    started_s: float
+
+
+_trials: list[Trial] = []
+"""What Hydra has composed so far."""
 
 
 def is_sweep() -> bool:
@@ -40,76 +92,235 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_trial(composed: DictConfig, console: Console) -> None:
-    """Run the trial that Hydra is at, and record how it ended.
+def add_trial(composed: DictConfig, console: Console) -> None:
+    """Take the trial that Hydra is at into the sweep.
 
     Raises:
-        KeyboardInterrupt: the trial has been ended and recorded.
+        ConfigError: there is a sweep in the folder already, and this one does not continue it.
     """
-    trial = HydraConfig.get()
-    overrides = list(trial.overrides.task)
-    folder = Path(trial.runtime.output_dir)
-    shown = _without_secrets(composed, overrides, folder.parent / "multirun.yaml")
-    _print(console, f"trial     {trial.job.num}: {' '.join(shown)}")
-    started_s = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"]
-    )
-    interrupted = False
-    try:
-        process.wait()
-    except KeyboardInterrupt:
-        interrupted = True
-        process.send_signal(signal.SIGTERM)
+    job = HydraConfig.get()
+    folder = Path(job.runtime.output_dir)
+    continues = OmegaConf.select(composed, "resume.run") == "auto"
+    if continues and "${now" in OmegaConf.to_yaml(composed.telemetry):
+        raise ConfigError(
+            "resume.run: auto looks for the sweep in telemetry.run_dir, which has a new name at"
+            " every start; set telemetry.run_dir=FOLDER"
+        )
+    if not continues and (folder.parent / TRIALS).exists():
+        raise ConfigError(
+            f"telemetry.run_dir: {folder.parent} holds a sweep already; continue it with"
+            " resume=auto, choose another folder, or move that sweep away"
+        )
+    config = None
+    with suppress(ConfigError):  # which the trial itself reports
+        mapping = as_mapping(composed)
+        hide(mapping)
+        config = load_config(mapping)
+    hydras = folder.parent / "multirun.yaml"
+    if hydras.exists():
+        hydras.write_text(redacted(hydras.read_text()))
+    if config is not None:
+        # Two trials would make them at the same time.
+        make_missing_demo_files(config, lambda line: _print(console, line))
+    overrides = tuple(job.overrides.task)
+    shown = tuple(redacted(override) for override in overrides)
+    _trials.append(Trial(job.job.num, overrides, shown, folder, config))
+
+
+def run_trials(console: Console) -> None:
+    """Run the trials, if there are any, and print the results; exit status 1 if some failed.
+
+    Raises:
+        KeyboardInterrupt: the trials that ran have been ended and recorded.
+    """
+    if not _trials:
+        return
+    folder = _trials[0].folder.parent
+    ended = last_lines(folder)
+    waiting = deque(trial for trial in _trials if not _is_complete(trial, ended))
+    for trial in _trials:
+        if trial not in waiting:
+            _print(console, f"trial     {trial.number}: complete, {trial.folder}")
+    if waiting:
+        (folder / TRIALS).touch()
         try:
-            process.wait(timeout=end_s(composed))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _run(waiting, Room.of_machine(waiting), console)
+        except KeyboardInterrupt:
+            print_summary(folder, len(_trials))
+            raise
+    if print_summary(folder, len(_trials)):
+        sys.exit(1)
+
+
+def _is_complete(trial: Trial, ended: dict[int, dict[str, Any]]) -> bool:
+    line = ended.get(trial.number)
+    if line is None or line["exit_code"] != 0:
+        return False
+    return settings_of(line["overrides"]) == settings_of(trial.shown)
+
+
+def _run(waiting: deque[Trial], room: Room, console: Console) -> None:
+    running: dict[futures.Future[int], Running] = {}
+    has_logs = room.holds_several(waiting)
+    with futures.ThreadPoolExecutor(len(waiting)) as threads:
+        try:
+            while waiting or running:
+                while waiting and (share := room.take(waiting[0])) is not None:
+                    started = _start(waiting.popleft(), share, console, has_log=has_logs)
+                    running[threads.submit(started.process.wait)] = started
+                done, _ = futures.wait(running, return_when=futures.FIRST_COMPLETED)
+                for future in done:
+                    one = running.pop(future)
+                    room.give_back(one.share)
+                    _record(one, interrupted=False)
+                    status = one.process.returncode
+                    line = f"trial     {one.trial.number}: ended with exit status {status}"
+                    _print(console, line)
+        finally:  # there are some if the sweep is interrupted
+            for one in running.values():
+                one.process.send_signal(signal.SIGTERM)
+            end_s = time.monotonic() + max((one.trial.end_s for one in running.values()), default=0)
+            for future, one in running.items():
+                try:
+                    future.result(timeout=end_s - time.monotonic())
+                except futures.TimeoutError:
+                    one.process.kill()
+                    future.result()
+                _record(one, interrupted=one.process.returncode != 0)
+
+
+def _start(trial: Trial, share: Share, console: Console, *, has_log: bool) -> Running:
+    log = trial.folder.with_suffix(".log")
+    where = f", on GPU {', '.join(share.gpus)}" if share.gpus else ""
+    where += f", output in {log}" if has_log else ""
+    _print(console, f"trial     {trial.number}: {' '.join(trial.shown)}{where}")
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} if share.gpus else {}
+    libc = ctypes.CDLL(None)
+    with log.open("ab") if has_log else nullcontext() as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "launch.train", *trial.overrides),
+                f"++telemetry.run_dir={trial.folder}",
+            ],
+            env=os.environ | environment,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            # If the sweep is killed, the trial saves its weights and ends.
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+    return Running(trial, share, process, time.monotonic())
+
+
+def _record(one: Running, *, interrupted: bool) -> None:
+    """Append the line of a trial that has ended: its last report, or its last loss without one."""
+    trial = one.trial
     line = {
-        "trial": trial.job.num,
-        "overrides": shown,
-        "folder": str(folder),
-        "exit_code": process.returncode,
+        "trial": trial.number,
+        "overrides": trial.shown,
+        "folder": str(trial.folder),
+        "exit_code": one.process.returncode,
         "interrupted": interrupted,
-        "wall_s": time.monotonic() - started_s,
+        "wall_s": time.monotonic() - one.started_s,
     }
-    with suppress(FileNotFoundError):
-        reports = (folder / "evaluations.jsonl").read_text().splitlines()
-        if reports:
-            line |= json.loads(reports[-1])
-    with (folder.parent / TRIALS).open("a") as file:
+    steps = read_lines(trial.folder / "metrics.jsonl")
+    if steps:
+        line |= {"step": steps[-1]["step"], "loss": steps[-1]["loss/total"]}
+    reports = read_lines(trial.folder / "evaluations.jsonl")
+    if reports:
+        line |= reports[-1]
+    with (trial.folder.parent / TRIALS).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    if interrupted:
-        # Hydra calls no callback then.
-        print_summary(folder.parent)
-        raise KeyboardInterrupt
 
 
-def _without_secrets(composed: DictConfig, overrides: Sequence[str], saved: Path) -> list[str]:
-    """Mask the configuration's secrets in the overrides, and in the file that Hydra has saved."""
-    with suppress(ConfigError):  # the trial reports it
-        hide(as_mapping(composed))
-    if saved.exists():
-        saved.write_text(redacted(saved.read_text()))
-    return [redacted(override) for override in overrides]
+class Room:
+    """What running trials leave free of this machine.
+
+    Example: of 8 GPUs two trials of 3 actors and a learner have 4 each, and a third waits.
+    """
+
+    def __init__(self, here: Resources, gpus: Sequence[str], limit: int | None) -> None:
+        self._here = here
+        self._limit = limit
+        self._cpus = here.cpus
+        self._gpus = tuple(gpus)
+        self._num_running = 0
+        self._is_shared = True
+
+    @classmethod
+    def of_machine(cls, trials: Sequence[Trial]) -> Room:
+        """Count the cores and the GPUs that this process may use."""
+        import torch
+
+        count = torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        here = Resources(float(len(os.sched_getaffinity(0))), float(count))
+        limits = [one.config.cluster.trials_at_once for one in trials if one.config]
+        return cls(here, visible.split(",")[:count], limits[0] if limits else None)
+
+    def take(self, trial: Trial) -> Share | None:
+        """Return what becomes the trial's own; None: it has to wait. One trial always runs."""
+        needs = self._needs(trial)
+        if self._num_running:
+            if needs is None or not self._is_shared or self._num_running == self._limit:
+                return None
+            if needs.gpus > len(self._gpus) or (self._limit is None and needs.cpus > self._cpus):
+                return None
+        self._num_running += 1
+        self._is_shared = needs is not None
+        needs = needs or Resources(0.0, 0.0)
+        share = Share(needs.cpus, self._gpus[: int(needs.gpus)])
+        self._cpus -= share.cpus
+        self._gpus = self._gpus[len(share.gpus) :]
+        return share
+
+    def give_back(self, share: Share) -> None:
+        """Take the share of a trial that has ended."""
+        self._num_running -= 1
+        self._is_shared = True
+        self._cpus += share.cpus
+        self._gpus = share.gpus + self._gpus
+
+    def holds_several(self, trials: Sequence[Trial]) -> bool:
+        """Tell whether two trials that follow each other can run side by side."""
+        for pair in zip(trials, list(trials)[1:], strict=False):
+            room = Room(self._here, self._gpus, self._limit)
+            if all(room.take(trial) is not None for trial in pair):
+                return True
+        return False
+
+    def _needs(self, trial: Trial) -> Resources | None:
+        """Return what the trial needs of this machine; None: it runs without others."""
+        config = trial.config
+        if config is None or rollout_servers(config) is not None:
+            return None
+        if config.cluster.kind == "ray" and config.cluster.address != "local":
+            return None if self._limit is None else Resources(0.0, 0.0)
+        try:
+            placement = plan_placement(config, [self._here])
+        except ConfigError:  # which the trial itself reports
+            return None
+        reserved = Resources.sum(placement.bundles)
+        cpus = reserved.cpus
+        if config.environment is not None:
+            cpus += config.environment.num_actors * config.environment.cpus_per_actor
+        if not reserved.gpus:
+            # Torch computes with all cores otherwise.
+            cpus = max(cpus, config.learner.cpu_threads or self._here.cpus)
+        return Resources(cpus, float(math.ceil(reserved.gpus)))
 
 
-def end_s(composed: DictConfig) -> float:
-    """Return the seconds that the trial has to end after the sweep was interrupted."""
-    try:
-        config = load_config(as_mapping(composed))
-    except ConfigError:
-        return MARGIN_S  # the trial reports it, and has nothing to save
-    return config.timeouts.interrupt_s + MARGIN_S
+def last_lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the last line of each trial that has ended, by its number."""
+    lines = {line["trial"]: line for line in read_lines(folder / TRIALS)}
+    return dict(sorted(lines.items()))
 
 
-def print_summary(folder: Path) -> int:
-    """Print a line for every trial that has begun, and a table of settings and results.
+def print_summary(folder: Path, num_trials: int) -> int:
+    """Print a line for every trial that has ended, and tables of settings and results.
 
     Returns the number of trials that failed.
     """
-    trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
+    trials = list(last_lines(folder).values())
     console = make_console()
     for trial in trials:
         if trial["interrupted"]:
@@ -120,77 +331,21 @@ def print_summary(folder: Path) -> int:
             end = f"no {trial['headline']}: too much of the last report failed"
         elif "headline" in trial:
             end = f"{trial['headline']} {trial['score']:.3f}"
+        elif "loss" in trial:
+            end = f"no held-out report, loss {trial['loss']:.4f}"
         else:
             end = "no held-out report"
         line = f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}"
         _print(console, line)
-    for row in _trial_table(trials):
+    for row in tables(trials):
         _print(console, row)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
-    finished = f"{len(trials) - failed} of {len(trials)} trials finished"
-    _print(console, f"sweep     {finished}; {folder / TRIALS}")
+    finished = len(trials) - failed
+    remedy = "" if finished >= num_trials else "; resume=auto continues the others"
+    line = f"{finished} of {num_trials} trials finished{remedy}; {folder / TRIALS}"
+    _print(console, f"sweep     {line}")
     return failed
-
-
-def _has_score(trial: Mapping[str, Any], name: str) -> bool:
-    """Tell whether the trial's last report has this headline, and a score of it."""
-    return trial.get("headline") == name and trial["score"] is not None
-
-
-def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tabulate the keys in which trials differ, their last reports' updates and headlines."""
-    names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
-    if not names:
-        return []
-    settings = [
-        dict(override.lstrip("+").partition("=")[::2] for override in trial["overrides"])
-        for trial in trials
-    ]
-    keys = [
-        key
-        for key in dict.fromkeys(chain(*settings))
-        if len({setting.get(key) for setting in settings}) > 1
-    ]
-    best = {
-        name: max(
-            (trial["score"] for trial in trials if _has_score(trial, name)),
-            default=None,
-        )
-        for name in names
-    }
-    rows = [["trial", *keys, "steps", *names]]
-    for trial, setting in zip(trials, settings, strict=True):
-        row = [str(trial["trial"]), *(setting.get(key, "-") for key in keys)]
-        row.append(str(trial.get("step", "-")))
-        for name in names:
-            if not _has_score(trial, name):
-                row.append("-")
-                continue
-            is_best = len(trials) > 1 and trial["score"] == best[name]
-            row.append(f"{trial['score']:.3f}" + (" (best)" if is_best else ""))
-        rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _print(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False)
-
-
-class SweepSummary(Callback):
-    """Refuses a folder that holds a sweep, and prints the results; exit status 1 if some failed."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if (Path(config.hydra.sweep.dir) / TRIALS).exists():
-            print(
-                f"telemetry.run_dir: {config.hydra.sweep.dir} holds a sweep already; choose another"
-                " folder, or move that sweep away"
-            )
-            sys.exit(2)
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if print_summary(Path(config.hydra.sweep.dir)):
-            sys.exit(1)

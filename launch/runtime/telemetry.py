@@ -29,6 +29,7 @@ from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
+from launch.runtime.checkpoints import read_index
 from launch.runtime.console import StepBar, keep_lost_console
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
@@ -53,7 +54,9 @@ from shared.run_files import (
     cannot_write,
     cut_lines,
     cut_timeline,
-    read_lines,
+    damaged_line,
+    read_steps,
+    read_timeline,
     replace_file,
     write_run_file,
 )
@@ -103,17 +106,32 @@ class EvaluationRecord:
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Return the reports that a run has made so far; none where there is no such file."""
-    metrics = ("class_f1", "lenient_f1")
-    names = [field.name for field in fields(EvaluationRecord) if field.name not in metrics]
-    return [
-        EvaluationRecord(
-            **{name: line[name] for name in names},
-            class_f1=line.get("val/class_f1"),
-            lenient_f1=line.get("val/lenient_f1"),
-        )
-        for line in read_lines(folder / "evaluations.jsonl")
-    ]
+    """Return the reports that a run has made so far; none if there is no such file.
+
+    Raises OSError, and RecordError for a line that is damaged.
+    """
+    file = folder / "evaluations.jsonl"
+    metrics = {"class_f1": "val/class_f1", "lenient_f1": "val/lenient_f1"}
+    records = []
+    for number, line in enumerate(read_steps(file), 1):
+        names = {one.name: metrics.get(one.name, one.name) for one in fields(EvaluationRecord)}
+        values: dict[str, Any] = {name: line.get(key) for name, key in names.items()}
+        if any(key not in line for key in names.values() if key not in metrics.values()):
+            raise damaged_line(file, number, "is no held-out report")
+        records.append(EvaluationRecord(**values))
+    return records
+
+
+def require_readable(folder: Path) -> None:
+    """Read all that a resumed run reads again, before anything is changed.
+
+    Raises OSError, ConfigError, and RecordError for a line that is damaged.
+    """
+    for name in ("metrics.jsonl", "plan.jsonl"):
+        read_steps(folder / name)
+    read_evaluations(folder)
+    read_timeline(folder / "timeline.json")
+    read_index(folder)
 
 
 def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
@@ -125,8 +143,9 @@ def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
     Returns:
         The last step whose metrics are there; 0 where there is none.
 
-    Raises OSError.
+    Raises as `require_readable` does.
     """
+    require_readable(folder)
     metrics = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
     last = int(metrics[-1]["step"]) if metrics else 0
     cut_lines(folder / "plan.jsonl", lambda line: line["step"] <= step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 
 from learner.model.checkpoint import flush
 from learner.model.ranks import Ranks
-from shared.run_files import cannot_write
+from shared.run_files import SUMS, cannot_write, write_sums
 
 Write = Callable[[Path], None]
 """Writes a part of a checkpoint into a folder."""
@@ -132,7 +133,16 @@ class CheckpointSave:
     def _write_part(self) -> None:
         self.started_s = time.time()
         self._write(self._partial)
+        # In this thread, because it reads all that was written again.
+        own = [path for path in self._partial.rglob("*") if self._is_own(path)]
+        flush(write_sums(self._partial, own, f"{SUMS}.{self._ranks.rank}"))
         self.ended_s = time.time()
+
+    def _is_own(self, path: Path) -> bool:
+        """Tell whether this rank wrote the file: `rank_N.*`, and rank 0 all others."""
+        rank = re.match(r"rank_(\d+)\.", path.name)
+        is_part = path.name.startswith(f"{SUMS}.")  # of a rank that was faster
+        return path.is_file() and not is_part and self._ranks.rank == int(rank[1] if rank else 0)
 
     def _raise_error(self) -> None:
         error = self._error
@@ -143,9 +153,17 @@ class CheckpointSave:
     def _give_name(self) -> None:
         if self._ranks.rank != 0:
             return
+        written = set(self._partial.rglob("*"))
         if self._finish is not None:
             self._finish(self._partial)
-            flush(*self._partial.rglob("*"))
+        parts = sorted(self._partial.glob(f"{SUMS}.*"))
+        more = [path for path in self._partial.rglob("*") if path not in written]
+        parts.append(write_sums(self._partial, more, f"{SUMS}.more"))
+        sums = "".join(part.read_text(encoding="utf-8") for part in parts)
+        for part in parts:
+            part.unlink()
+        (self._partial / SUMS).write_text(sums, encoding="utf-8")
+        flush(self._partial / SUMS, *more)
         # One of them is whole at every moment.
         old = self.folder.with_name(f"{self.folder.name}.old")
         if self.folder.exists():

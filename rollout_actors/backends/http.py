@@ -11,6 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from rollout_actors.engine.settings import EngineSettings
+from rollout_actors.server.lease import RUN_HEADER, encoded
+from rollout_actors.server.token_file import find_token
 from shared.config.rollout import ServerSection, is_loopback
 from shared.config.secrets import hide
 from shared.errors import ConfigError, RolloutError, UnreachableError
@@ -33,6 +36,7 @@ POLL_S = 0.5
 WATCH_S = 10.0
 """Time between two looks whether a working server answers and makes progress."""
 CONNECT_S = 10.0
+TELL_S = 2.0
 STILL_LOADING = (502, 503, 504)
 """Statuses of a server, or of the proxy before it, that loads."""
 STARTED_AGAIN = "was started again in the midst of the run, and holds the checkpoint's weights"
@@ -52,6 +56,9 @@ class ServerAddress:
     """None: no limit, and the server is watched instead."""
     kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
+    """None: that of the server's token file, if it has one."""
+    run: str = ""
+    """The run that asks, as `lease.run_name`; empty: none."""
 
     @property
     def health_route(self) -> str:
@@ -60,8 +67,11 @@ class ServerAddress:
         return "/health" if self.kind == "vllm" else "/health/"
 
 
-def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
+def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddress, ...]:
     """Return the servers in order, with the token of this process's environment.
+
+    Args:
+        run: the run that asks.
 
     Raises ConfigError where the token's variable is not set.
     """
@@ -77,6 +87,7 @@ def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
             infer_timeout_s=limit_s,
             kind=section.kind,
             token=token,
+            run=run,
         )
         for index, entry in enumerate(section.servers)
     )
@@ -156,12 +167,32 @@ class HttpClient:
         url = self.address.base_url
         return message if self.name == url else f"{url} {message}"
 
+    def tell(self, route: str) -> None:
+        """Call a route and wait for no more than `TELL_S`; a server that is gone need not know."""
+        with suppress(httpx.HTTPError):
+            httpx.post(
+                self.address.base_url + route,
+                headers=self._headers(),
+                verify=self._tls,
+                trust_env=self._trust_env,
+                timeout=TELL_S,
+            )
+
+    def _headers(self) -> dict[str, str]:
+        headers = {}
+        # Looked for each time: a server that was started again has another.
+        if token := self.address.token or find_token(self.address.base_url):
+            headers["Authorization"] = f"Bearer {token}"
+        if self.address.run:
+            headers[RUN_HEADER] = encoded(self.address.run)
+        return headers
+
     async def _call(
         self, method: str, route: str, body: bytes | None, timeout_s: float | None
     ) -> bytes:
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        if self.address.token is not None:
-            headers["Authorization"] = f"Bearer {self.address.token}"
+        headers = self._headers()
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         # A new one each time: a server may close an idle one, and the next call would fail.
         connection = httpx.AsyncClient(
             verify=self._tls,

@@ -185,6 +185,11 @@ class ServerClient(HttpEngine):
             self.version = report.version
         return report
 
+    def close(self) -> None:
+        """Tell the server that the run has ended."""
+        if self._http.address.run:
+            self._http.tell("/end_lease/")
+
     async def _num_tokens(self) -> int | None:
         health = self._read(
             messages.Health, await self._http.get(self._http.address.health_route), "generate"
@@ -229,6 +234,8 @@ class ServerClient(HttpEngine):
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
     """Yield each setting of the server that the run cannot use, with the remedy."""
+    if info.taken:
+        yield info.taken
     family = model_type(expected.model_path)
     if info.model_type != family:
         kinds = f"model_type is {info.model_type} ({info.model}), the run's is {family}"

@@ -15,6 +15,7 @@ from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
 from rollout_actors.environments.types import Message, Messages, State
+from shared.config.secrets import redacted
 
 
 class ToolEnv(MultiTurnEnv):
@@ -135,7 +136,8 @@ class ToolEnv(MultiTurnEnv):
     def _refusal(self, error: Exception, state: State | None) -> str:
         if state is not None:
             state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
-        return self.error_formatter(error) or type(error).__name__
+        # The model reads it, and the log of rollouts keeps it.
+        return redacted(self.error_formatter(error)) or type(error).__name__
 
     _fills_in = False
     """True if `update_tool_args` may add what the model has left out."""

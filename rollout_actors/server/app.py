@@ -6,6 +6,7 @@
     POST /infer/              `messages.InferCall` -> `messages.InferAnswer`
     POST /init_communicator/  phase rendezvous of a sync: `SyncCall` -> `SyncAnswer`
     POST /sync/{phase}/       its other phases
+    POST /end_lease/          the run of the header `X-Rollmatch-Run` has ended -> ServerInfo
     /v1/...                   `openai_routes`
 
 Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form. 400: the call is wrong; 401: no
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rollout_actors.server import messages
-from rollout_actors.server.calls import check_token, read_body, while_there
+from rollout_actors.server.calls import check_token, read_body, run_of, while_there
 from rollout_actors.server.openai_routes import (
     PREFIX,
     OpenAIRoute,
@@ -69,7 +70,9 @@ def make_app(
 
     def add(method: str, path: str, route: Route, *, is_open: bool = False) -> None:
         async def endpoint(request: Request) -> Response:
-            check_token(request, None if is_open else token)
+            has_token = check_token(request, token, is_needed=not is_open)
+            if has_token:
+                service.lease.renew(run_of(request))
             answer = await route(request)
             return answer if isinstance(answer, Response) else _json(200, answer)
 
@@ -85,7 +88,16 @@ def make_app(
     add_get("/health", service.health)
     add_get("/get_world_size", lambda: messages.WorldSize(world_size=service.world_size))
     add_get("/version", lambda: messages.Version(version=service.info().version))
-    add_get("/info", service.info)
+
+    async def info(request: Request) -> messages.WireMessage:
+        return service.info(run_of(request))
+
+    async def end_lease(request: Request) -> messages.WireMessage:
+        service.lease.end(run_of(request))
+        return service.info()
+
+    add("GET", "/info", info)
+    add("POST", "/end_lease", end_lease)
     routes = _PostRoutes(service)
     add("POST", "/infer", routes.infer)
     add("POST", "/init_communicator", partial(routes.run_phase, SyncPhase.RENDEZVOUS))
@@ -121,11 +133,12 @@ class _PostRoutes:
     async def run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:
         call = await self._read(messages.SyncCall, request)
         # Shielded: a caller may go, and half a phase is worse than all of it. It has a limit.
-        report = await asyncio.shield(self._service.run_sync_phase(phase, call))
+        work = self._service.run_sync_phase(phase, call, run_of(request))
+        report = await asyncio.shield(work)
         return messages.SyncAnswer(report=report)
 
     async def _read(self, form: type[messages.M], request: Request) -> messages.M:
-        body = await read_body(request, self._service.limits.max_request_bytes)
+        body = await read_body(request, self._service)
         try:
             return await asyncio.to_thread(messages.read, form, body)
         except ValueError as error:
@@ -153,6 +166,7 @@ async def _error_answer(request: Request, error: Exception) -> Response:
             status = 500
             kind = messages.ErrorKind.FAILED
             message = f"{type(error).__name__}: {error}"
+    message = messages.shortened(message)
     if request.url.path.startswith(PREFIX):
         answer: Response = JSONResponse(error_content(status, message), status)
     else:

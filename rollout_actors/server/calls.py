@@ -11,7 +11,8 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from rollout_actors.server.service import RefusalError
+from rollout_actors.server.lease import RUN_HEADER, decoded
+from rollout_actors.server.service import RefusalError, RolloutService
 
 T = TypeVar("T")
 
@@ -23,17 +24,30 @@ GONE_S = 1.0
 """How often a working call looks whether its caller is still there."""
 
 
-def check_token(request: Request, token: str | None) -> None:
-    """Raise RefusalError unless the call brings the token; None: none is needed."""
+def check_token(request: Request, token: str | None, *, is_needed: bool = True) -> bool:
+    """Tell whether the call brings the token; None: all do. Raises RefusalError where it must."""
     sent = request.headers.get("authorization", "").encode()
     # compare_digest: the time it takes does not tell how much of a guess was right.
-    if token is not None and not hmac.compare_digest(sent, f"Bearer {token}".encode()):
-        why = "this server asks for its bearer token; send it as `Authorization: Bearer ...`"
-        raise RefusalError(401, f"{why} (a run: rollout_matching.vllm.server.token_env)")
+    if token is None or hmac.compare_digest(sent, f"Bearer {token}".encode()):
+        return True
+    if is_needed:
+        raise RefusalError(
+            401,
+            "this server asks for its bearer token; send it as `Authorization: Bearer ...` (runs of"
+            " its user on its machine find it in its token file, others in the variable that"
+            " rollout_matching.vllm.server.token_env names)",
+        )
+    return False
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of JSON of at most `limit` bytes. Raises RefusalError."""
+def run_of(request: Request) -> str:
+    """Return the name of the run that calls; empty: none."""
+    return decoded(request.headers.get(RUN_HEADER))
+
+
+async def read_body(request: Request, service: RolloutService) -> bytes:
+    """Read a body of JSON within the server's limits. Raises RefusalError."""
+    limit = service.limits.max_request_bytes
     # Required by name: a page in a browser may send any other type to any address unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -62,6 +76,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         # One line: a traceback for each of thousands would keep the server from its other callers.
         _LOGGER.warning("a caller of %r has gone after %d bytes of its body", path, len(body))
         raise RefusalError(499, "the caller has gone") from None
+    service.require_small(body)
     return bytes(body)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from rollout_actors.server.service import RefusalError
 
@@ -47,7 +48,8 @@ class Grammar:
     text: str
 
 
-Compile = Callable[[Grammar], object]
+Compile = Callable[[Grammar], bool]
+"""Returns False for a grammar that no answer can begin. May raise anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,21 @@ class XgrammarSpec:
             ]
             return compiler.compile_structural_tag(items, tag["triggers"])
 
-        by_kind: dict[GrammarKind, Callable[[str], object]] = {
+        by_kind: dict[GrammarKind, Callable[[str], Any]] = {
             GrammarKind.JSON_SCHEMA: compiler.compile_json_schema,
             GrammarKind.REGEX: compiler.compile_regex,
             GrammarKind.EBNF: compiler.compile_grammar,
             GrammarKind.LARK: compiler.compile_lark,
             GrammarKind.STRUCTURAL_TAG: compile_tag,
         }
-        return lambda grammar: by_kind[grammar.kind](grammar.text)
+
+        def compile_one(grammar: Grammar) -> bool:
+            matcher = xgrammar.GrammarMatcher(by_kind[grammar.kind](grammar.text))
+            allowed = xgrammar.allocate_token_bitmask(1, self.vocab_size)
+            matcher.fill_next_token_bitmask(allowed)
+            return bool(allowed.any())
+
+        return compile_one
 
 
 class GrammarTrial:
@@ -138,11 +147,12 @@ class GrammarTrial:
         pipe = self._connected()
         try:
             pipe.send(grammar)
-            has_ended = pipe.poll(self._compile_s) and pipe.recv() is None
+            allows = pipe.recv() if pipe.poll(self._compile_s) else None
         except (EOFError, OSError):  # its process has died of it
-            has_ended = False
-        if has_ended:
-            return ""
+            allows = None
+        if allows is not None:
+            # Of one that allows nothing vLLM would sample a token and then fail.
+            return "" if allows else f"the {grammar.kind} of this call allows no answer; correct it"
         self._end()
         limit = f"{self._compile_s:g} s or too much memory"
         why = f"the {grammar.kind} of this call takes more than {limit} to compile"
@@ -178,7 +188,9 @@ class GrammarTrial:
 
 
 def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_s: float) -> None:
-    """Answer None when ready, and for each grammar, until the process that started it has ended."""
+    """Answer None when ready and, until the process that started this one has ended, for each
+    grammar whether it allows an answer.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compile_one = make_compile()
     pipe.send(None)
@@ -190,8 +202,9 @@ def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_
         # The server that would end this process may have been killed. The system then does, and
         # whatever this process is busy with.
         signal.setitimer(signal.ITIMER_REAL, 2 * compile_s)
+        allows = True
         # vLLM finds whatever is wrong with a grammar, too, and tells its caller.
         with suppress(Exception):
-            compile_one(grammar)
+            allows = compile_one(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send(None)
+        pipe.send(allows)

@@ -14,6 +14,8 @@ import asyncio
 import base64
 import binascii
 import json
+import math
+import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,8 +36,21 @@ PREFIX = "/v1/"
 VERSION_HEADER = "X-Weight-Version"
 URL_FIELDS = ("url", "image_url", "video_url", "audio_url")
 """Fields of a message's parts in which vLLM looks for an address."""
+CLOSED_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+)
+"""Fields of vLLM's that change how images are read, or are for parts that this engine has not."""
+MAX_KEYS = 10_000
+"""Most keys of one object."""
 DEEP_MODES = ("I", "F")
 """First letters of Pillow's modes of more than 8 bits. vLLM's code shows all above 255 as white."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character's escape, or the whole of a rare one."""
+LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 class OpenAIRoute(StrEnum):
@@ -79,7 +94,7 @@ class OpenAIRoutes:
         # Before the body is read: a caller who has to come again need not send all of it.
         admission = self._service.admit()
         limits = self._service.limits
-        body = await read_body(request, limits.max_request_bytes)
+        body = await read_body(request, self._service)
         call = await asyncio.to_thread(_read_call, body, limits)
         number = _num_sequences(call)
         if number > limits.max_requests:
@@ -125,33 +140,74 @@ def _read_call(body: bytes, limits: CallLimits) -> dict[str, Any]:
         # NaN as a temperature would end the engine.
         raise ValueError(f"{constant} is no JSON")
 
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise ValueError(f"{text[:100]} is too large a number")
+        return number
+
+    def whole(text: str) -> int:
+        if not -(2**63) <= (number := int(text)) < 2**63:
+            raise ValueError(f"{text[:100]} is too large a number")
+        return number
+
+    def small(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > MAX_KEYS:
+            raise ValueError(f"an object has {len(pairs)} keys, it may have {MAX_KEYS}")
+        return dict(pairs)
+
     try:
-        call = json.loads(body, parse_constant=refuse)
+        call = json.loads(
+            body.decode(),
+            parse_constant=refuse,
+            parse_float=finite,
+            # Millions of token ids are read without it.
+            parse_int=whole if LONG_NUMBER.search(body) else None,
+            object_pairs_hook=small,
+        )
+        if SURROGATE.search(body):
+            # Half of a pair has no bytes, so no answer could repeat it.
+            json.dumps(call, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         why = f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API"
         raise RefusalError(400, why) from error
     if not isinstance(call, dict):
         raise RefusalError(400, f"the body is a JSON {type(call).__name__}; send an object")
-    for holder, name in _addresses(call.get("messages")):
-        url = holder[name]
+    if closed := [name for name in CLOSED_FIELDS if call.get(name) is not None]:
+        raise RefusalError(400, f"{', '.join(closed)}: not served here; leave it out")
+    for part in _parts(call.get("messages")):
+        # vLLM would take it for the picture's key in its caches, which all callers share.
+        if part.get("uuid") is not None:
+            raise RefusalError(400, "messages: a part has a uuid; leave it out and send its data")
+        for holder in (part, *part.values()):
+            if isinstance(holder, dict):
+                _require_sent(holder, limits)
+    return call
+
+
+def _require_sent(holder: dict[str, Any], limits: CallLimits) -> None:
+    """Make images of a part, or of a mapping in it, what the learner sees. Raises RefusalError."""
+    for name in URL_FIELDS:
+        url = holder.get(name)
+        if not isinstance(url, str):
+            continue
         # As on /infer/. vLLM itself would fetch it from anywhere, in this server's name.
         if url[:5].lower() != "data:":
             why = f"messages: name {url[:100]!r}, and this server fetches nothing"
             raise RefusalError(403, f"{why}; send images as data:image/png;base64,...")
+        if not url.partition(",")[0].lower().endswith(";base64"):
+            why = f"messages: {url[:100]!r} is not base64"
+            raise RefusalError(400, f"{why}; send images as data:image/png;base64,...")
         holder[name] = _as_learner_sees(url, limits)
-    return call
 
 
-def _addresses(conversation: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each mapping in the messages' parts that holds an address, with the key of it."""
+def _parts(conversation: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all messages: texts, images and so on."""
     # Messages of another form are vLLM's to refuse.
     for message in conversation if isinstance(conversation, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
-            for holder in (part, *part.values()) if isinstance(part, dict) else ():
-                if isinstance(holder, dict):
-                    names = [name for name in URL_FIELDS if isinstance(holder.get(name), str)]
-                    yield from ((holder, name) for name in names)
+            if isinstance(part, dict):
+                yield part
 
 
 def _as_learner_sees(url: str, limits: CallLimits) -> str:
@@ -160,9 +216,8 @@ def _as_learner_sees(url: str, limits: CallLimits) -> str:
     Raises RefusalError for one that is too large, by its header alone, or cannot be shown.
     """
     # Only pictures of more than 8 bits and turned ones change; what is no picture is left to vLLM.
-    head, _, body = url.partition(",")
     try:
-        data = base64.b64decode(body) if head.lower().endswith(";base64") else b""
+        data = base64.b64decode(url.partition(",")[2])
         image = open_image(data)
     except binascii.Error:
         return url
@@ -191,7 +246,7 @@ def _num_sequences(call: Mapping[str, Any]) -> int:
     number = 1 if call.get("n") is None else call["n"]
     if not isinstance(number, int) or isinstance(number, bool):
         # vLLM would read "3" and 3.0 as numbers.
-        raise RefusalError(400, f"n: must be a whole number, got {number!r}")
+        raise RefusalError(400, f"n: must be a whole number, got {number!r:.100}")
     # Text, or the token ids of one prompt, or several of either.
     if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         return len(prompt) * number

@@ -6,13 +6,15 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from rollout_actors.engine.sampling import open_image
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server import messages
+from rollout_actors.server.lease import LEASE_S, Lease
 from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
@@ -35,8 +37,11 @@ MAX_INT = 2**31 - 1
 """Largest token id and count of vLLM's processes."""
 MAX_SEED = 2**63 - 1
 """Largest seed of vLLM, which takes -1 for none at all."""
-MAX_PROBLEMS = 20
-"""Most problems that an answer tells."""
+MAX_PARTS = 500_000
+"""Most objects, lists and keys, and most commas, of a body that needs no more for its requests: an
+object or a key that is wrong takes 500 bytes while the body is read."""
+PARTS_PER_REQUEST = 100
+"""More than a request has, but for the tokens of its prompt."""
 OWN_SERVERS = "give every run servers of its own"
 
 
@@ -134,8 +139,9 @@ def _problems(
         ("decode.stop_token_ids", decode.stop_token_ids),
         ("decode.banned_token_ids", decode.banned_token_ids),
     ):
-        if wrong := [token_id for token_id in token_ids if not 0 <= token_id <= MAX_INT]:
-            yield f"{key}: has {wrong[0]}, which is no token; send ids of the model's tokenizer"
+        wrong = next((one for one in token_ids if not 0 <= one <= MAX_INT), None)
+        if wrong is not None:
+            yield f"{key}: has {wrong}, which is no token; send ids of the model's tokenizer"
     if decode.mode is DecodeMode.BEAM:
         remedy = "send greedy or sample, or decode beams with hf or colocate"
         yield f"decode.mode: 'beam' is not served; {remedy}"
@@ -205,6 +211,8 @@ class RolloutService:
     """Resolved folder of images that may be named by path; None: images come as data."""
     image_token_id: int | None = None
     """The model's placeholder of an image; None: it has none."""
+    lease: Lease = field(default_factory=lambda: Lease(LEASE_S))
+    """The run whose weights it takes."""
 
     def __post_init__(self) -> None:
         self._world_size: int | None = None
@@ -249,7 +257,8 @@ class RolloutService:
             num_tokens=self.engine.num_tokens,
         )
 
-    def info(self) -> messages.ServerInfo:
+    def info(self, run: str = "") -> messages.ServerInfo:
+        """Describe the server to a caller of this run; empty: of none."""
         settings = self.settings
         return messages.ServerInfo(
             name=self.name,
@@ -266,7 +275,19 @@ class RolloutService:
             limits=self.limits,
             version=self.version,
             process=self._process,
+            taken=self.lease.taken(run),
         )
+
+    def require_small(self, body: bytes | bytearray) -> None:
+        """Raise RefusalError for JSON that would take many times its size while it is read."""
+        num_parts = sum(body.count(sign) for sign in (b"{", b"[", b":"))
+        of_request = PARTS_PER_REQUEST
+        for name, number in (("objects, lists and keys", num_parts), ("commas", body.count(b","))):
+            limit = max(MAX_PARTS, of_request * self.limits.max_requests)
+            if number > limit:
+                why = f"body: has {number} {name}, a call may have {limit}"
+                raise RefusalError(400, f"{why}; send less at a time")
+            of_request += self.settings.max_model_len
 
     def admit(self, run: str | None = None, version: int | None = None) -> Admission:
         """Let in a call of this run that asks for this version. Raises RefusalError."""
@@ -295,13 +316,13 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
         admission = self.admit(call.run, call.version)
-        problems = list(request_problems(call.requests, self.settings, self.image_token_id))
         if len(call.requests) > self.limits.max_requests:
             limit = f"one call may have {self.limits.max_requests}"
             remedy = "split it, or start the server with max_requests=N"
-            problems.append(f"requests: has {len(call.requests)}, {limit}; {remedy}")
-        if problems:
-            raise RefusalError(400, "\n".join(problems[:MAX_PROBLEMS]))
+            raise RefusalError(400, f"requests: has {len(call.requests)}, {limit}; {remedy}")
+        problems = request_problems(call.requests, self.settings, self.image_token_id)
+        if first := list(islice(problems, messages.MAX_PROBLEMS)):
+            raise RefusalError(400, "\n".join(first))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         await self._guard_by(call.repeat_terminate)
         # Nothing may be awaited in between: a call with another rule looks at these numbers.
@@ -318,12 +339,20 @@ class RolloutService:
         admission.check()
         return rollouts
 
-    async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
+    async def run_sync_phase(
+        self, phase: SyncPhase, call: messages.SyncCall, run: str = ""
+    ) -> SyncReport | None:
         """Run a phase; when it fails the sync has to begin anew.
 
-        Raises RefusalError for a phase that is not due, and what the engine raises.
+        Args:
+            run: takes the lease; empty: a caller of no run, which needs none while there is none.
+
+        Raises RefusalError for a phase that is not due or where another run has the lease, and what
+        the engine raises.
         """
         num_workers = self.world_size
+        if taken := self.lease.take(run):
+            raise RefusalError(409, f"{self.name} takes no weights of {run or 'no run'}: {taken}")
         if call.offer is not None and isinstance(call.offer.terms, FullOffer):
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -35,13 +35,12 @@ from rollout_actors.server.grammars import (
     GrammarTrial,
     XgrammarSpec,
 )
+from rollout_actors.server.messages import MAX_PROBLEMS, brief_validator, shortened
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
 from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
 from shared.rollouts import REPETITION_PENALTIES
 
-MAX_PROBLEMS = 10
-"""Most problems that an answer tells."""
 OVERLONG = "context_length_exceeded"
 UNKNOWN_MODEL = "model_not_found"
 """OpenAI's codes, by which its callers tell what is wrong. Other errors keep vLLM's, the status."""
@@ -123,13 +122,16 @@ class VllmOpenAI:
         except (RefusalError, EngineDeadError):
             raise
         except ValidationError as error:
-            problems = error.errors(include_url=False)[:MAX_PROBLEMS]
+            problems = error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]
             lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems]
             answer = create_error_response("\n".join(lines))
         except Exception as error:  # vLLM turns each kind into a status, as on its own routes
             answer = create_error_response(error)
         if isinstance(answer, ErrorResponse):
-            error_fields = answer.error.model_dump() | {"code": _error_code(answer, call)}
+            error_fields = answer.error.model_dump() | {
+                "code": _error_code(answer, call),
+                "message": shortened(answer.error.message),
+            }
             return OpenAIAnswer(answer.error.code, {"error": error_fields})
         if isinstance(answer, AsyncGenerator):
             return OpenAIAnswer(200, answer)
@@ -142,7 +144,13 @@ class VllmOpenAI:
             # vLLM would leave out of account a field that has perhaps only been misspelled.
             return create_error_response(f"no such field: {', '.join(unknown)}")
         _require_small_grammars(call)
-        request = FORMS[route].model_validate(call)
+        form: type[BaseModel] = FORMS[route]
+        try:
+            request = brief_validator(form).validate_python(call)
+        # vLLM's checks take some fields for mappings before their kinds are known.
+        except (AttributeError, KeyError, TypeError) as error:
+            why = f"a field is of another kind than the API's: {error}"
+            raise VLLMValidationError(why) from error
         is_chat = isinstance(request, ChatCompletionRequest)
         if is_chat and request.tool_choice not in (None, "none") and not self.reads_tool_calls:
             # vLLM would name arguments of its own server's.
@@ -204,9 +212,9 @@ def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
         if info.alias is not None:
             known.add(info.alias)
     unknown = []
-    for name in [name for name in call if name not in known][:MAX_PROBLEMS]:
+    for name in [name[:100] for name in call if name not in known][:MAX_PROBLEMS]:
         near = get_close_matches(name, sorted(known), n=1)
-        unknown.append(name[:100] + (f" (did you mean {near[0]}?)" if near else ""))
+        unknown.append(name + (f" (did you mean {near[0]}?)" if near else ""))
     return unknown
 
 

@@ -72,15 +72,16 @@ def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomEr
     return PydanticCustomError("refused", "{wrong}; {remedy}", context)
 
 
-def _not_empty(path: Any) -> Any:
+def _path(path: Any) -> Any:
     if isinstance(path, str) and not path.strip():
         wrong = "must not be empty, which would be the current folder"
         raise refusal(wrong, "write a path, or remove the key")
-    return path
+    return Path(path).expanduser() if isinstance(path, str) else path
 
 
-ConfigPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
-"""A path written as text, relative to the working directory; it need not exist."""
+ConfigPath = Annotated[Path, BeforeValidator(_path), Field(strict=False)]
+"""A path written as text, relative to the working directory, `~` its user's home; it need not
+exist."""
 
 
 def _whole(gpus: float) -> float:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import Timeout
@@ -20,10 +27,15 @@ class ClusterSection(Section):
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
     temp_dir: ConfigPath | None = None
-    """Ray's folder for sockets and logs, short, since a socket's path has at most 107 bytes; null:
-    Ray's."""
+    """The folder for Ray's sockets and logs, in `rollmatch-UID/ray` of it, which other users cannot
+    enter; short, because a socket's path has at most 107 bytes. null: that of RAY_TMPDIR or TMPDIR,
+    or /tmp."""
     dashboard: bool = True
     """Start Ray's dashboard with a cluster of the run's own."""
+    trials_at_once: PositiveInt | None = None
+    """Most trials of a sweep that run side by side; null: as many as this machine has GPUs and
+    cores for, one after the other on servers or on a cluster at an address. On CPU a trial takes
+    all cores, or `learner.cpu_threads`; a number here counts no cores."""
 
 
 class TimeoutsSection(Section):

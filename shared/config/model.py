@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -50,7 +51,9 @@ class AdapterSection(Section):
 
 
 class ModelSection(Section):
-    path: Annotated[str, Field(min_length=1, examples=["outputs/demo/model"])]
+    path: Annotated[
+        str, Field(min_length=1, examples=["outputs/demo/model"]), AfterValidator(expanduser)
+    ]
     """Local directory of an ordinary checkpoint with tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of all forwards. Under bfloat16 the optimizer keeps float32 master weights."""

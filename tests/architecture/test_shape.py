@@ -1,6 +1,7 @@
 """The shape of the source: its folders, its class names and its README stay small."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -33,3 +34,20 @@ def test_the_readme_is_read_on_a_page_or_two():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert [line for line in lines if len(line) > 100] == []
+
+
+UNPICKLING = re.compile(
+    r"pickle\.loads?\(|(?<!safetensors\.)torch\.load\(|(allow_pickle|trust_remote_code)=True"
+    r"|\bimport (cloudpickle|dill|joblib|marshal|shelve)|yaml\.(unsafe_|full_)?load\((?!.*BaseLoader)"
+)
+
+
+def test_nothing_unpickles_a_file_or_runs_code_that_one_names():
+    """Run folders, checkpoints and data may be a stranger's (docs/security.md)."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in SOURCES
+        for line in path.read_text().splitlines()
+        if UNPICKLING.search(line)
+    ]
+    assert found == []

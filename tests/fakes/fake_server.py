@@ -30,6 +30,7 @@ from rollout_actors.backends.http import HttpEngine, ServerAddress
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
+from rollout_actors.server.connections import PromptProtocol
 from rollout_actors.server.messages import CallLimits, SyncCall
 from rollout_actors.server.service import RolloutService
 from shared.records import ImageRef
@@ -214,9 +215,9 @@ def make_service(engine, expected, *, max_request_bytes=1 << 20, image_root=None
     return RolloutService(engine, **names, settings=expected, limits=limits, image_root=image_root)
 
 
-def make_address(url, *, timeout_s=5.0, infer_timeout_s=5.0, token=None, kind="rollmatch"):
+def make_address(url, *, timeout_s=5.0, infer_timeout_s=5.0, token=None, kind="rollmatch", run=""):
     path = "rollout_matching.vllm.server.servers[0]"
-    return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token)
+    return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token, run)
 
 
 class Run:
@@ -277,7 +278,8 @@ def serving(app, port=0):
     free port.
     """
     with socket.create_server(("127.0.0.1", port)) as listening:
-        server = QuickServer(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        config = uvicorn.Config(app, http=PromptProtocol, log_level="critical", lifespan="off")
+        server = QuickServer(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from pydantic import Field
 from ray.exceptions import RayTaskError
@@ -206,7 +207,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(capsys):
     assert "count=1      How many." in printed
 
 
-@pytest.mark.parametrize("text", ["5", "true", "1e3", "[a", "a=b", " x ", "2026-11-21", "~"])
+@pytest.mark.parametrize("text", ["5", "true", "1e3", "[a", "a=b", " x ", "2026-11-21"])
 def test_text_and_paths_are_taken_as_they_are_written(text):
     options = read_arguments(Options, [f"name={text}", f"title={text}", f"folder={text}"])
     assert (options.name, options.title, options.folder) == (text, text, Path(text))
@@ -252,6 +253,34 @@ def test_a_key_inside_a_list_is_refused_with_its_path() -> None:
         f"{objective}[0].weight: {cannot.format(objective)}",
         f"a[1]: {cannot.format('a')}",
     )
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read_arguments(Options, ["folder=~/x"]).folder == Path("/home/me/x")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/a/b", "/a=b", "/a (1)/b", "/a[1]/b", "[x]/b", "{x}/b", "~/runs", "/a b/ü", "/a,b"),
+        *("/it's", "/a\\", "/a\\'b", '/a"b', "a#b", "/50%/x", "3", "true", "/choice(1,2)"),
+    ],
+)
+def test_a_run_is_resumed_whatever_characters_its_path_has(path: str) -> None:
+    (override,) = as_schema_overrides([f"resume={path}"])
+    read = OverridesParser.create().parse_override(override)
+    assert (read.key_or_group, read.value(), read.is_sweep_override()) == (
+        "resume.run",
+        path,
+        False,
+    )
+
+
+def test_a_value_that_hydra_cannot_read_becomes_a_text_and_structures_stay() -> None:
+    overrides = ["data.train=/x (1)/ü.jsonl", "a.b=[1,2]", "a.c={d: 1}", "seed=1,2", "e=${f.g}"]
+    quoted = "++data.train='/x (1)/ü.jsonl'"
+    assert as_schema_overrides(overrides) == [quoted, *(f"++{one}" for one in overrides[1:])]
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -340,6 +342,39 @@ def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
     (problem,) = path_problems(config(telemetry={"run_dir": str(file / "run")}))
     remedy = f"cannot be made, {file} permits no writing; choose another folder, or permit it"
     assert remedy in problem
+
+
+def test_every_folder_that_a_run_writes_is_looked_at(config, tmp_path, monkeypatch):
+    for name in ("RAY_TMPDIR", "XDG_CACHE_HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert list(path_problems(config(cluster__temp_dir="/tmp"))) == []
+    (tmp_path / "file").write_text("")  # in the way of everybody, root too
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    problems = list(path_problems(config(cluster__temp_dir="/tmp")))
+    assert keys(problems) == ["XDG_CACHE_HOME", "HOME"]
+    assert all(f"{tmp_path / 'file'} permits no writing" in problem for problem in problems)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 20)))
+    (problem,) = path_problems(config())
+    assert problem.startswith("TMPDIR: ") and "107 are possible; set cluster.temp_dir" in problem
+    (tmp_path / f"rollmatch-{os.getuid()}").symlink_to("/")
+    (*_, problem) = path_problems(config(cluster__temp_dir=str(tmp_path)))
+    assert "is not a folder of this user" in problem
+
+
+def test_a_full_folder_for_temporary_files_is_told(config, monkeypatch):
+    full = "/dev/shm"
+    monkeypatch.setenv("TMPDIR", full)
+    usage = shutil.disk_usage
+    left = {full: 2**20}
+    monkeypatch.setattr(
+        "shutil.disk_usage",
+        lambda path: usage(path)._replace(free=left.get(str(path), 2**40)),
+    )
+    problems = list(path_problems(config()))
+    assert keys(problems) == ["TMPDIR", "TMPDIR"]  # Ray's folder lies there, too
+    assert all("has 1 MiB" in problem and "needs 64 MiB" in problem for problem in problems)
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):

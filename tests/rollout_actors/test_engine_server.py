@@ -21,6 +21,7 @@ from serve_process import OneServer, ServeProcess, serve_process
 
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.server import messages
+from rollout_actors.server.token_file import find_token
 from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import sync_weights
@@ -48,6 +49,14 @@ def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
     assert pool.start() == 1
     yield pool
     pool.close()
+
+
+def test_a_server_has_a_token_that_its_users_runs_find(
+    server: ServeProcess, pool: OneServer
+) -> None:
+    assert find_token(server.url)
+    assert httpx.get(f"{server.url}/info/", **HERE).status_code == 401
+    assert pool.version == 0
 
 
 def test_server_mode_produces_token_ids_suitable_for_strict_alignment(

@@ -16,6 +16,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments.types import Message, Messages, SamplingArgs
+from shared.config.secrets import redacted
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ async def ask(
             if attempt == tries:
                 raise
             pause_s = max(PAUSE_S * 2 ** (attempt - 1), retry_after_s(error))
-            what = f"{type(error).__name__}: {error}"
+            what = redacted(f"{type(error).__name__}: {error}")
             failure = "call %d of %d failed (%s); again in %.1f s"
             _LOGGER.warning(failure, attempt, tries, what, pause_s)
             await asyncio.sleep(pause_s)

@@ -5,8 +5,11 @@ is started.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,6 +112,42 @@ def test_the_run_s_own_connection_says_the_same(
     problem = refusal(connect, at("auto"))
     assert problem.startswith("cluster.address: auto gives no Ray cluster (")
     assert problem.endswith(f"; {remedy}")
+
+
+def test_ray_s_sockets_and_token_are_for_this_user_alone(
+    at: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray lets everybody write to its folder, and makes its token as the umask says."""
+    for name in ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    init = Mock(side_effect=RuntimeError("not started"))
+    monkeypatch.setattr("ray.init", init)
+    tokens = []
+    for mode in (0o600, 0o644):  # the second time there is one already
+        assert "not started" in refusal(connect, at("local"))
+        private = tmp_path / f"rollmatch-{os.getuid()}"
+        assert init.call_args.kwargs["_temp_dir"] == str(private / "ray")
+        token = tmp_path / "home" / ".ray" / "auth_token"
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (private, token.parent, token)]
+        assert modes == [0o700, 0o700, 0o600], mode
+        tokens.append(token.read_text())
+        token.chmod(0o644)
+    assert len(tokens[0]) == 64 and tokens[0] == tokens[1]
+    shutil.rmtree(private)
+    private.symlink_to(tmp_path / "home")
+    assert "is not a folder of this user" in refusal(connect, at("local"))
+
+
+def test_who_gets_in_is_told_with_the_way_to_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    (line,) = ray_connection.who_gets_in("127.0.0.1:8265")
+    assert line.startswith("dashboard http://127.0.0.1:8265") and "get-auth-token" in line
+    assert ray_connection.who_gets_in("") == []
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "can run code as this user" in ray_connection.who_gets_in("")[0]
 
 
 def test_what_ray_starts_does_not_hear_that_the_terminal_is_closed() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 from config_support import configuration, trajectory_config
 from resumable_run import Interruption, differences, kill_and_resume, ledger, start
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from launch.runtime.resume import MAY_CHANGE, RunState, config_of_run, resumed
 from launch.runtime.telemetry import Telemetry
 from shared.config.algorithm import TeacherSection
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, RecordError, RolloutError
+from shared.run_files import SUMS, write_sums
 
 STEPS = 6
 TIMEOUT_S = 300.0
@@ -214,6 +217,7 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(saved, config
             "fp_end_weight"
         ]
         file.write_text(json.dumps(state))
+        seal(file.parents[1])
     _, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and "point_tolerance" not in point.state.config["rollout_matching"]
     changed = {"rollout_matching__trim_trailing_false_positives": True}
@@ -379,7 +383,7 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
     at, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and point.checkpoint == sound
     told = point.describe(at)
-    assert any(f"warning   {newest} is damaged (rank_0.safetensors" in line for line in told)
+    assert any(f"warning   {newest} is damaged (not as they were saved" in line for line in told)
     assert newest.is_dir() and interrupted.is_dir(), "nothing has started yet"
     again = start(config_of("channels A and B", run, resume={"run": "auto"}))
     assert_same(weights, again)
@@ -391,27 +395,156 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
     assert resumed(config_of("channels A and B", run, resume={"run": "auto"}))[1] is not None
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def edit(file: Path, key: str, value: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+
+
+def with_part_of(part: str):
+    """Replace a part of the newest checkpoint by that of the one before it."""
+
+    def damage(newest: Path, before: Path) -> None:
+        if (before / part).is_dir():
+            shutil.rmtree(newest / part)
+            shutil.copytree(before / part, newest / part)
+        else:
+            shutil.copy(before / part, newest / part)
+
+    return damage
+
+
+DAMAGES = {
+    "the state of an earlier step": (with_part_of("run_state"), "its state is of step 2"),
+    "the weights of an earlier step": (with_part_of("model.safetensors"), "model.safetensors"),
+    "masters and moments of an earlier step": (
+        with_part_of("run_state/rank_0.safetensors"),
+        "rank_0.safetensors",
+    ),
+    "all of an earlier step": (with_part_of("."), "its state is of step 2"),
+    "an edited run.json": (
+        lambda newest, _: edit(newest / "run_state/run.json", "sync_fallback", "x"),
+        "run_state/run.json",
+    ),
+    "a flipped bit": (
+        lambda newest, _: flip_a_bit(newest / "run_state/rank_0.safetensors"),
+        "rank_0.safetensors",
+    ),
+    "a file that is cut off": (
+        lambda newest, _: cut_off(newest / "run_state/rank_0.json"),
+        "rank_0.json",
+    ),
+    "a file that is gone": (
+        lambda newest, _: (newest / "tokenizer.json").unlink(),
+        "tokenizer.json is missing",
+    ),
+    "no sums": (lambda newest, _: (newest / SUMS).unlink(), f"{SUMS} is missing"),
+    "damaged sums": (lambda newest, _: cut_off(newest / SUMS), ""),
+}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["rank_0.safetensors", "rank_0.json", "run.json"])
-def test_what_is_cut_off_or_gone_is_damaged_and_an_explicit_resumption_is_refused_it(
-    file, saved, config_of, tmp_path
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused_and_auto_takes_the_one_before_it(
+    damage, saved, config_of, tmp_path
 ):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
-    states = sorted(run.glob("**/run_state"))
-    for state in states:
-        cut_off(state / file)
+    *_, before, newest = sorted((run / "checkpoints").glob("step_*"))
+    spoil, told = DAMAGES[damage]
+    spoil(newest, before)
+    left = tree(run)
+    with pytest.raises(ConfigError, match=rf"{newest} is damaged \(.*{told}"):
+        resumed(config_of("channels A and B", run, resume={"run": str(newest)}))
+    _, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
+    assert point is not None and point.checkpoint == before
+    assert list(point.damaged) == [newest]
+    assert tree(run) == left
+
+
+@pytest.mark.slow
+def test_where_no_checkpoint_is_sound_auto_does_not_begin_anew(saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    for state in run.glob("**/run_state"):
+        flip_a_bit(state / "rank_0.json")
     auto = config_of("channels A and B", run, resume={"run": "auto"})
-    with pytest.raises(ConfigError, match=rf"no checkpoint of .* is sound .*{file} is damaged"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* is sound .*rank_0\.json"):
         resumed(auto)
-    with pytest.raises(ConfigError, match=r"cannot be read \("):
-        start(config_of("channels A and B", run, resume={"run": str(run)}))
-    for state in states:
-        (state / file).unlink()
-    # A checkpoint without run.json is no full one.
-    missing = r"is no full checkpoint" if file == "run.json" else rf"{file} is missing"
-    with pytest.raises(ConfigError, match=missing):
-        resumed(auto)
+
+
+@pytest.mark.slow
+def test_a_whole_checkpoint_of_another_run_is_told_by_the_ledger(saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    other = tmp_path / "other"
+    changed = {"training__seed": 5, "training__max_steps": 3}
+    start(config_of("channels A and B", other, **changed))
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    shutil.rmtree(newest)
+    shutil.copytree(other / "checkpoints" / newest.name, newest)
+    insists = {"run": str(newest), "allow": ["training.seed"]}
+    left = tree(run)
+    config = config_of("channels A and B", run, resume=insists)
+    with pytest.raises(ConfigError, match=r"is not of this run.*weights of step 3 are not those"):
+        start(config)
+    # What the attempt says about itself, and nothing else.
+    assert {name for name, content in tree(run).items() if left.get(name) != content} == {
+        "error.txt",
+        "timeline.json",
+    }
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_those_of_the_step_are_refused_whatever_the_sums_say(
+    saved, config_of, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    file = newest / "run_state" / "rank_0.safetensors"
+    tensors = load_file(file)
+    master = next(name for name in tensors if name.endswith("/master"))
+    tensors[master].view(-1)[0] += 1.0
+    save_file(tensors, file)
+    seal(newest)
+    with pytest.raises(ConfigError, match="has not the weights of its step"):
+        start(config_of("channels A and B", run, resume={"run": str(newest)}))
+
+
+GARBAGE = {
+    "metrics.jsonl": [b"garbage", b"[1]", b'{"loss/total": 1.0}', b'{"step": "3"}', b"\xff\x00"],
+    "plan.jsonl": [b"{", b"3"],
+    "evaluations.jsonl": [b"nan", b'{"step": 2}'],
+    "timeline.json": [b"garbage", b'{"ph": "X", "name": "step 3 (A)"},', b"[]", b"{}"],
+    "checkpoints.json": [b"garbage"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", GARBAGE)
+def test_a_line_that_is_garbage_is_named_before_anything_is_changed(
+    file, saved, config_of, tmp_path
+):
+    for number, garbage in enumerate(GARBAGE[file]):
+        run = tmp_path / f"run {number}"
+        shutil.copytree(saved, run)
+        lines = (run / file).read_bytes().split(b"\n")
+        (run / file).write_bytes(b"\n".join([lines[0], garbage, *lines[1:]]))
+        left = tree(run)
+        place = str(run / file) + (":2: line: " if file != "checkpoints.json" else " cannot be")
+        with pytest.raises((ConfigError, RecordError), match=re.escape(place)):
+            start(config_of("channels A and B", run, resume={"run": str(run)}))
+        assert tree(run) == left
 
 
 @pytest.mark.slow
@@ -424,6 +557,12 @@ def test_a_file_that_the_disk_refuses_is_no_damage(file, saved, config_of, tmp_p
     refused.mkdir()
     with pytest.raises(ConfigError, match=rf"{file} cannot be read \(.*Is a directory"):
         resumed(config_of("channels A and B", run, resume={"run": "auto"}))
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the sums that fit what is there."""
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS]
+    write_sums(checkpoint, files, SUMS)
 
 
 def _state(checkpoint: Path) -> str:

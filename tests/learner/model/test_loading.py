@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from config_support import configuration
+from jinja2.exceptions import SecurityError
 from learner_support import finish_step, make_learner
 from tiny_qwen import make_stock_model
 
@@ -174,3 +175,23 @@ def test_packed_weights_are_refused_by_their_method(config, demo_checkpoint, tmp
     (folder / "config.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=r"quantization_config: awq in config\.json"):
         load_tokens(config(model__path=str(folder)))
+
+
+def test_code_and_templates_of_a_checkpoint_run_nothing(config, demo_checkpoint, tmp_path):
+    """transformers asks a terminal whether to run such code, unless the kind is one of its own."""
+    folder = tmp_path / "hostile"
+    shutil.copytree(demo_checkpoint, folder)
+    executed = tmp_path / "executed"
+    (folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    kinds = ["Config", "Tokenizer", "Processor", "ImageProcessor", "ModelForImageTextToText"]
+    auto_map = {f"Auto{kind}": f"evil.{kind}" for kind in kinds}
+    auto_map["AutoTokenizer"] = ["evil.Tokenizer", None]
+    for file in folder.glob("*config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
+    (folder / "chat_template.jinja").write_text(
+        "{{ cycler.__init__.__globals__.os.system('touch " + str(executed) + "') }}"
+    )
+    loaded = load_model(config(model__path=str(folder)), torch.device("cpu"))
+    with pytest.raises(SecurityError):
+        loaded.processor.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert not executed.exists()

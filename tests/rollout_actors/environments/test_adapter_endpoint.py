@@ -16,6 +16,7 @@ from engine_support import SmallLearner, small_settings
 from serve_process import OneServer, serve_process
 
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
+from rollout_actors.server.token_file import find_token
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import sync_weights
 
@@ -33,7 +34,7 @@ def served(
     with serve_process(arguments, tmp_path_factory.mktemp("serve")) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=settings))
         assert pool.start() == 1
-        yield Endpoint(one.url, "policy"), pool
+        yield Endpoint(one.url, "policy", find_token(one.url) or ""), pool
         pool.close()
 
 

@@ -48,6 +48,7 @@ from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
+from rollout_actors.server.token_file import find_token
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.trajectory import TrainingExample
@@ -97,7 +98,7 @@ def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
 
 @pytest.fixture(scope="module")
 def ours(server: ServeProcess, pool: OneServer) -> Endpoint:
-    return Endpoint(server.url, "demo")
+    return Endpoint(server.url, "demo", find_token(server.url) or "")
 
 
 @pytest.fixture(scope="module")

@@ -218,6 +218,12 @@ def test_the_error_formatter_says_what_the_model_is_told():
     assert contents_after([call], error_formatter=lambda error: "") == ["KeyError"]
 
 
+def test_the_model_is_told_no_secret_of_this_process(monkeypatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "sk-LEAK1")
+    (content,) = contents_after([("fail", {"reason": "401 for sk-LEAK1"})])
+    assert "401 for <secret>" in content
+
+
 def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
     seen: list[Any] = []
 

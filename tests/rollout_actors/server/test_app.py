@@ -23,7 +23,7 @@ from fake_server import (
     serving_engine,
 )
 
-from rollout_actors.server import calls, messages
+from rollout_actors.server import calls, connections, messages
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import ErrorKind
 from shared.errors import RolloutError, WeightSyncError
@@ -203,6 +203,12 @@ class TestBodies:
             "a caller of '/infer/' has stalled for 0.2 s after 4 bytes of its body"
         ]
 
+    def test_a_body_of_wrong_items_gets_a_short_answer(self, engine, expected):
+        body = b'{"seed": 1, "requests": [' + b"0," * 200_000 + b"0]}"
+        with serving_engine(engine, expected) as url:
+            answer = Caller(url).post("/infer/", body)
+        assert (answer.status_code, len(answer.content) < 500) == (400, True)
+
     @pytest.mark.slow
     def test_a_body_that_ends_half_sent_is_a_line_in_the_log_and_no_error_of_the_server(
         self, engine, expected, caplog
@@ -241,6 +247,52 @@ class TestBodies:
         assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [
             ("a caller of '/infer/' has gone after 4 bytes of its body", None)
         ] * 3
+
+
+def connect(caller):
+    host, _, port = caller.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+class TestConnections:
+    @pytest.mark.parametrize("is_new", [True, False])
+    @pytest.mark.parametrize("sent", [b"", b"POST /infer/ HTTP/1.1\r\nHost: a\r\n"])
+    def test_one_that_asks_for_nothing_is_closed(self, caller, monkeypatch, is_new, sent):
+        monkeypatch.setattr(connections, "HEAD_S", 0.2)
+        with connect(caller) as connection:
+            if not is_new:
+                connection.sendall(b"GET /health/ HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            connection.sendall(sent)
+            assert connection.recv(65536) == b""
+
+    def test_one_that_waits_for_its_answer_stays(self, caller, engine, monkeypatch):
+        monkeypatch.setattr(connections, "HEAD_S", 0.05)
+        engine.latency_s = 0.5
+        assert caller.post("/infer/", INFER).status_code == 200
+
+    def test_a_head_without_end_is_not_read(self, caller):
+        head = b"GET /health/ HTTP/1.1\r\n" + b"X: xxxxxxxxxx\r\n" * 1_000_000
+        with connect(caller) as connection, pytest.raises(OSError):
+            connection.sendall(head)
+        assert caller.get("/health/").status_code == 200
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            b"GET /health/ HTTP/1.1\r\nHost: [\r\n\r\n",
+            b"GET /%ff%00 HTTP/1.1\r\nHost: a\r\n\r\n",
+            b"POST /infer/ HTTP/1.1\r\nHost: [\r\nContent-Length: 2\r\n\r\n{}",
+            b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\n",
+            b"GET http://[/v1/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        ],
+    )
+    def test_an_odd_head_is_no_error_of_the_server(self, caller, caplog, head):
+        with connect(caller) as connection:
+            connection.sendall(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.split()[1] in (b"200", b"400", b"404", b"415")
+        assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_server_that_may_be_called_by_one_name_answers_to_no_other(engine, expected):

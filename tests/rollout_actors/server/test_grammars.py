@@ -50,6 +50,14 @@ def test_one_that_has_passed_is_not_tried_again_unless_it_is_of_another_kind(tmp
     assert (tmp_path / "compiled").read_text().split() == ["a", "a"]
 
 
+def test_one_that_allows_no_answer_is_refused(tmp_path):
+    trial = GrammarTrial(HostileSpec(tmp_path / "compiled"))
+    for _ in range(2):
+        with pytest.raises(RefusalError, match="allows no answer; correct it") as caught:
+            asyncio.run(trial.require([regex("nothing")]))
+        assert caught.value.status == 400
+
+
 def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(
     tmp_path, monkeypatch
 ):
@@ -87,3 +95,6 @@ def test_of_the_engines_own_kinds_one_that_compiles_too_long_is_refused_and_usua
     hostile = {"type": "object", "properties": {f"p{number}": {} for number in range(7000)}}
     with pytest.raises(RefusalError, match="the JSON schema of this call takes more than 1 s"):
         asyncio.run(trial.require([Grammar(GrammarKind.JSON_SCHEMA, json.dumps(hostile))]))
+    nothing = Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}')
+    with pytest.raises(RefusalError, match="the JSON schema of this call allows no answer"):
+        asyncio.run(trial.require([nothing]))

@@ -182,6 +182,23 @@ def test_all_problems_are_said_at_once():
     assert len(str(caught.value).splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        (b'{"requests": [' + b"0," * 100_000 + b'0], "seed": 1}', "requests[0]: input should be"),
+        (b"{" + b",".join(b'"k%d": 0' % n for n in range(100)) + b"}", "k17: extra inputs"),
+        (b"{" + b",".join(b'"k%d": 0' % n for n in range(2000)) + b"}", "body: has 2002 problems"),
+        (b'{"' + b"k" * 100_000 + b'": 0, "requests": [], "seed": 1}', "k" * 9000),
+    ],
+)
+def test_of_very_many_problems_twenty_are_said_and_of_a_list_the_first_wrong_items(body, last):
+    with pytest.raises(ValueError) as caught:
+        messages.read(messages.InferCall, body)
+    lines = messages.shortened(str(caught.value)).splitlines()
+    assert (len(lines) <= 20, lines[-1].startswith(last)) == (True, True)
+    assert sum(map(len, lines)) < 11_000
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{'a", b"\x80\x04\x95pickle", b"null"])
 def test_what_is_no_json_object_is_refused(body):
     with pytest.raises(ValueError, match="body: "):

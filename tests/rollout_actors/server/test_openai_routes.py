@@ -40,7 +40,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 IMAGE_PLACES = [
     {"type": "image_url", "image_url": {"url": "URL"}},
     {"type": "image_url", "image_url": "URL"},
-    {"image_url": "URL", "uuid": "1"},
+    {"image_url": "URL"},
     {"type": "input_image", "image_url": "URL"},
     {"type": "video_url", "video_url": {"url": "URL"}},
     {"type": "audio_url", "audio_url": {"url": "URL"}},
@@ -179,6 +179,10 @@ def test_an_answer_tells_the_version_of_the_weights_in_its_header_and_in_itself(
         (b"\xff", 400, "cannot be read as JSON"),
         (b"[" * 4000, 400, "cannot be read as JSON"),
         (b'{"temperature": NaN}', 400, "cannot be read as JSON: NaN is no JSON"),
+        (b'{"temperature": 1e999}', 400, "cannot be read as JSON: 1e999 is too large a number"),
+        (b'{"top_k": 18446744073709551616}', 400, "18446744073709551616 is too large a number"),
+        (b'{"model": "\\ud800"}', 400, "cannot be read as JSON: 'utf-8' codec can't encode"),
+        (b'{"model": "\xed\xa0\x80"}', 400, "cannot be read as JSON: 'utf-8' codec can't decode"),
         (b"[]", 400, "is a JSON list; send an object"),
         (b" " * 5001, 413, "larger than max_request_bytes = 5000"),
         ({"prompt": "a", "n": 9}, 400, "asks for 9 answers, one call may ask for 8"),
@@ -191,6 +195,31 @@ def test_an_answer_tells_the_version_of_the_weights_in_its_header_and_in_itself(
 def test_what_is_too_much_or_no_call_is_refused(caller, body, status, words):
     assert words in said(caller.post("/v1/completions", body), status)
     assert not caller.serving.asked
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mm_processor_kwargs": {"size": {"longest_edge": 10**8}}},
+        {"media_io_kwargs": {"image": {"image_mode": "1"}}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+        {"kv_transfer_params": {}, "ec_transfer_params": {}},
+        {"messages": [{"role": "user", "content": [IMAGE_PLACES[0] | {"uuid": "0" * 64}]}]},
+        {"messages": [{"role": "tool", "content": [{"type": "image_url", "uuid": ""}]}]},
+        {"messages": [{"role": "user", "content": [{"image_url": "data:image/png,AA"}]}]},
+        {"logit_bias": {str(token): 1.0 for token in range(10_001)}},
+    ],
+)
+def test_what_would_reach_vllms_caches_or_end_in_an_error_of_its_own_is_refused(tmp_path, fields):
+    serving_ = ObedientServing()
+    with serving_engine(
+        ObedientEngine(), make_settings(tmp_path / "model"), openai=serving_
+    ) as url:
+        caller = OpenAICaller(url, serving_)
+        assert said(caller.post(OpenAIRoute.CHAT, CHAT | fields), 400)
+        nothing = dict.fromkeys(fields) | {"messages": CHAT["messages"]}
+        assert caller.post(OpenAIRoute.CHAT, CHAT | nothing).status_code == 200
+    assert len(serving_.asked) == 1
 
 
 def test_one_prompt_of_many_tokens_is_one_answer(caller):

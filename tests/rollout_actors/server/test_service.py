@@ -12,7 +12,12 @@ from fake_server import ObedientEngine, image_bomb, make_offer, make_png, make_r
 
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.messages import InferCall, SyncCall
-from rollout_actors.server.service import RefusalError, SyncState, request_problems
+from rollout_actors.server.service import (
+    MAX_PARTS,
+    RefusalError,
+    SyncState,
+    request_problems,
+)
 from shared.errors import WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode
@@ -137,6 +142,19 @@ def test_an_image_that_no_placeholder_stands_for_is_refused():
         " placeholder for each image"
     )
     assert too_many.startswith("requests[2].images: has 3, the server takes 2; start it with")
+
+
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read():
+    def service(max_requests, max_model_len):
+        made = make_service(ObedientEngine(), replace(SETTINGS, max_model_len=max_model_len))
+        made.limits = replace(made.limits, max_requests=max_requests)
+        return made
+
+    small, large = service(8, 64), service(1024, 4096)
+    for one, body in ((small, b"[]" * MAX_PARTS), (large, b"," * (1024 * 4196))):
+        one.require_small(body)
+        with refused(400, "; send less at a time"):
+            one.require_small(body + body[:1])
 
 
 class Service:

@@ -191,6 +191,21 @@ def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route, penalty):
     assert error["message"] == f"repetition_penalty: is {float(penalty)}; {wanted}"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": True},
+        {"messages": [[]] * 1000},
+        {"tools": [{"type": "function", "function": {"name": 5}}] * 1000},
+        {"logit_bias": dict.fromkeys(map(str, range(5000)), "x")},
+        {"m" * 50_000 + str(number): 0 for number in range(25)},
+    ],
+)
+def test_odd_fields_are_refused_in_a_few_words(fields):
+    message = refusal(answered(None, **fields))["message"]
+    assert (0 < len(message.splitlines()) <= 20, len(message) < 5000) == (True, True)
+
+
 def tool(parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 

@@ -1,0 +1,69 @@
+"""Connections of a rollout server: one on which nothing is asked does not stay open."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_S = 10.0
+"""Longest wait for the head of a call, on a new connection and after an answer."""
+MAX_HEAD_BYTES = 1 << 16
+
+
+class PromptProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of time and of size for the head of a call.
+
+    uvicorn would keep a connection that says nothing, or half a head, for as long as the peer does,
+    and a head of any size. The body has a limit of its own (`calls.read_body`).
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes: int | None = None
+    """None: no head has begun, or it has ended."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._num_head_bytes is not None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._num_head_bytes = None
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # A call that had come before the answer was complete is at work now.
+        if self.cycle.response_complete:
+            self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def open_many_files() -> None:
+    """Let this process open as many files, and so connections, as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

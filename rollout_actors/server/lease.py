@@ -1,0 +1,83 @@
+"""The lease of a server: it takes the weights of one run at a time."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from rollout_actors.server.messages import shortened
+
+LEASE_S = 300.0
+"""Time without a call of a run after which another may take its server."""
+RUN_HEADER = "X-Rollmatch-Run"
+"""Header in which the calls of a run say whose they are, percent-encoded."""
+
+
+def run_name(folder: Path) -> str:
+    """Return the name under which a run holds a lease, which a restart of it has again."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = str(os.getuid())
+    return f"{folder.absolute()} of {user}@{socket.gethostname()}"
+
+
+def encoded(run: str) -> str:
+    """Return the header's text."""
+    return quote(run)
+
+
+def decoded(header: str | None) -> str:
+    """Return the run of the header; empty: the call is of no run."""
+    return shortened(unquote(header or ""))
+
+
+class Lease:
+    """Is taken with the first phase of a sync and renewed with every call of its run.
+
+    It is free again when the run ends it, or `limit_s` after the run's last call.
+    """
+
+    def __init__(self, limit_s: float, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock_s = clock_s
+        self._run = ""
+        self._since_s = 0.0
+        self._called_s = 0.0
+
+    def renew(self, run: str) -> None:
+        """Note a call of this run."""
+        if run and run == self._run:
+            self._called_s = self._clock_s()
+
+    def end(self, run: str) -> None:
+        """Free the lease if this run has it."""
+        if run == self._run:
+            self._run = ""
+
+    def taken(self, run: str) -> str:
+        """Return why this run cannot have it; empty: it can."""
+        quiet_s = self._clock_s() - self._called_s
+        if self._run in ("", run) or quiet_s > self._limit_s:
+            return ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._since_s))
+        return (
+            f"it serves the run {self._run} since {since} (last call {quiet_s:.0f} s ago); give"
+            " this run servers of its own, or wait until that one has ended, or has asked for"
+            f" nothing for lease_s = {self._limit_s:g} s"
+        )
+
+    def take(self, run: str) -> str:
+        """Give it to this run, unless another has it; return why it cannot have it, or nothing."""
+        if reason := self.taken(run):
+            return reason
+        if run != self._run:
+            self._since_s = time.time()
+            self._run = run
+        self.renew(run)
+        return ""

@@ -1,0 +1,71 @@
+"""The token of a server of this machine, in a file that only its user's processes can read.
+
+A server writes it at its start and removes it at its end::
+
+    ~/.cache/rollmatch/servers/HOST-127.0.0.1-8000.token
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shared.config.rollout import is_loopback
+from shared.errors import ConfigError
+
+
+def token_folder() -> Path:
+    """Return the folder of the user's own that holds the files: mode 0700."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(cache) / "rollmatch" / "servers"
+
+
+def token_file(address: str, port: int) -> Path:
+    """Return the file of a server at this address. A home may be shared by several machines."""
+    return token_folder() / f"{socket.gethostname()}-{address}-{port}.token"
+
+
+def write_token(file: Path) -> str:
+    """Write a new token, for the user's eyes alone, and return it. Raises ConfigError."""
+    folder = file.parent
+    remedy = "set XDG_CACHE_HOME to a folder of yours, or token_env to a variable with a token"
+    token = secrets.token_urlsafe(32)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"token: {folder} is not a folder of this user's; {remedy}")
+        folder.chmod(0o700)
+        # Such a file is made with mode 0600.
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
+            part.write(token)
+        Path(part.name).replace(file)
+    except OSError as error:
+        raise ConfigError(f"token: cannot write {file} ({error.strerror}); {remedy}") from error
+    return token
+
+
+def remove_token(file: Path, token: str) -> None:
+    """Remove the file unless a later server at this address has written its own."""
+    with suppress(OSError):
+        if file.read_text(encoding="ascii") == token:
+            file.unlink()
+
+
+def find_token(url: str) -> str | None:
+    """Return the token of the user's server at a URL of this machine; None: there is no file."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if not is_loopback(host):
+        return None
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
+        try:
+            return token_file(address, port).read_text(encoding="ascii")
+        except OSError:  # none, or none of this user's
+            continue
+    return None
