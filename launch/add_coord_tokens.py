@@ -27,7 +27,7 @@ from transformers.utils import logging
 from launch.checks.weights import weight_warnings
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
 from learner.model.loading import load_complete, model_type_problem
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
         options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
         logging.disable_progress_bar()
-        print("\n".join(make_coord_model(options)))
+        print(escaped("\n".join(make_coord_model(options))))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import runpy
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from rich.console import Console
 
-from launch.runtime.console import outlive_console
+from launch.runtime.console import EscapedRecord, outlive_console
 from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
@@ -73,6 +74,7 @@ def explained(console: Console) -> Iterator[None]:
     interrupted.
     """
     outlive_console()
+    logging.setLogRecordFactory(EscapedRecord)
     end_on_signals()
     try:
         yield

@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.cli import explained
 from launch.ledger import check_ledger
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from launch.runtime.saved_run import read_run
 from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "diff_runs: needs the folders of two runs; write `python -m launch.diff_runs A B`"
             )
         lines, parts = diff_runs(*map(Path, words))
-    print("\n".join(lines))
+    print(escaped("\n".join(lines)))
     sys.exit(int(parts))
 
 

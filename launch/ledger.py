@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import explained
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from launch.runtime.resume import PACKAGES, ResumePoint, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if lines:
         first, last = lines[0]["step"] + 1, lines[-1]["step"]
         whole = f"whole, steps {first} to {last}, last hash {lines[-1]['hash']}"
-    print(problem or whole)
+    print(escaped(problem or whole))
     sys.exit(int(problem is not None))
 
 

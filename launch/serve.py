@@ -21,7 +21,7 @@ import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from launch.cli import ending_signals, explained, read_arguments
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,
@@ -248,7 +248,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
 
     if is_trained(settings.model_path):
         for warning in weight_warnings(options.model, key="model", for_engines=True):
-            print(f"warning   {warning}", flush=True)
+            print(escaped(f"warning   {warning}"), flush=True)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def make_engine() -> ServedEngine:

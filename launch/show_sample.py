@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import explained, read_arguments
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from launch.runtime.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages
@@ -324,7 +324,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
         options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
-        print(show_sample(options))
+        print(escaped(str(show_sample(options))))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ patches or tiles, D their values.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ from learner.targets import Target
 from shared.config import RunConfig
 from shared.errors import RecordError
 from shared.grounding.json_list import PictureResize
-from shared.prompts import Prompts, detection_messages, on_white
+from shared.prompts import Prompts, detection_messages, on_white, open_picture
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
 from shared.seeds import request_seed
@@ -268,12 +267,12 @@ def decode_image(image: ImageRef) -> Image:
     Raises RecordError when the file is gone, changed, or no image (which is only found here where
     `data.check_images` is off).
     """
-    import PIL.Image  # runs of text models need no Pillow
+    import PIL  # runs of text models need no Pillow
 
     data = image.with_data().data
     assert data is not None
     try:
-        return on_white(PIL.Image.open(io.BytesIO(data)))
+        return on_white(open_picture(data))
     except MemoryError:
         raise
     except Exception as error:

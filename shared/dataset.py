@@ -23,7 +23,7 @@ from shared.data.file_rows import (
     RowTable,
     TableBuilder,
     decode_row,
-    readable,
+    lines_of,
 )
 from shared.errors import BadRows, RecordError, UnlearnedGeometryError
 from shared.records import DEFAULT_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample
@@ -165,9 +165,11 @@ def load_dataset(
     skipped: list[str] = []
     line_of: dict[str, int] = {}
     oddities = Oddities()
-    for number, offset, line in _lines(path):
+    for line in lines_of(path):
+        number = line.number
         try:
-            mapping = decode_row(path, line)
+            line.require_short()
+            mapping = decode_row(path, line.content)
             sample = rules.sample(
                 path, number, mapping, image_size=image_size, known_images=known_images
             )
@@ -188,7 +190,7 @@ def load_dataset(
                 skipped.append(note_skipped(located))
             continue
         line_of[sample.sample_id] = number
-        table.add(offset, line, number, sample, mapping["images"])
+        table.add(line.offset, line.content, number, sample, mapping["images"])
         oddities.add(number, sample)
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
@@ -201,24 +203,14 @@ def load_dataset(
 def image_names(path: Path) -> set[str]:
     """Collect the image paths of a JSONL file of records; `load_dataset` reports bad rows."""
     names: set[str] = set()
-    for _, _, line in _lines(path):
+    for line in lines_of(path):
         try:
-            images = json.loads(line)["images"]
+            images = json.loads(line.content)["images"] if line.problem is None else ()
             if isinstance(images, list):
                 names.update(name for name in images if isinstance(name, str) and name.strip())
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return names
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number (from 1), offset and bytes, without their ends, of lines that are not blank."""
-    offset = 0
-    with readable(path), path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, offset, line.rstrip(b"\r\n")
-            offset += len(line)
 
 
 class SampleStream(Iterator[int]):

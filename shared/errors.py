@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_SHOWN = 2_000
+"""Characters that a message shows of a problem."""
 LEARNER = "learner"
 ENGINES = "rollout engines"
 """The source of an error that is all engines' together."""
@@ -82,21 +84,28 @@ class RecordError(PortableError, ValueError):
         line: from 1.
         more: lines about further bad rows of the same file.
         """
-        self.problem = problem
-        self.field = field
+        self.problem = _shortened(problem)
+        self.field = _shortened(field)
         self.remedy = remedy
         self.file = file
         self.line = line
         self.more = tuple(more)
         where = ":".join(str(part) for part in (file, line) if part is not None)
         prefix = f"{where}: " if where else ""
-        super().__init__("\n".join((f"{prefix}{field}: {problem}; {remedy}", *self.more)))
+        super().__init__("\n".join((f"{prefix}{self.field}: {self.problem}; {remedy}", *self.more)))
 
     def at(self, file: str | None, line: int | None, more: Sequence[str] = ()) -> RecordError:
         """Return the same problem at its place in a file, with lines about others."""
         return type(self)(
             self.problem, field=self.field, remedy=self.remedy, file=file, line=line, more=more
         )
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most `MAX_SHOWN` characters: a row may quote megabytes."""
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN - 40]} ... ({len(text)} characters)"
 
 
 class UnlearnedGeometryError(RecordError):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared.data.limits import MAX_PIXELS, above
 from shared.errors import RecordError
 
 if TYPE_CHECKING:
@@ -100,6 +103,25 @@ WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
 BITS_PER_SAMPLE = 258
 """Tag of a TIFF file; 12 bits are read as 16."""
 EXIF_ORIENTATION = 0x0112
+
+
+def open_picture(source: bytes | Path) -> Image:
+    """Open an encoded image, or an image file, by its header alone.
+
+    Raises:
+        ValueError: it has more than `MAX_PIXELS`.
+        Exception: whatever Pillow raises for damaged files.
+    """
+    from PIL import Image  # runs of text models need no Pillow
+
+    refusal = f"it has {above('MAX_PIXELS', MAX_PIXELS)}; scale it down"
+    try:
+        picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except Image.DecompressionBombError as error:
+        raise ValueError(refusal) from error
+    if picture.width * picture.height > MAX_PIXELS:
+        raise ValueError(f"{refusal}: {picture.width} x {picture.height}")
+    return picture
 
 
 def on_white(picture: Image) -> Image:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import stat
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +15,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shared.data.annotations import Annotation, IgnoredRegion, load_annotated, load_ignored
+from shared.data.limits import (
+    MAX_COORDINATES,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
+    MAX_TEXT,
+    above,
+    read_file,
+)
 from shared.errors import ConfigError, RecordError, UnlearnedGeometryError
 from shared.model_families import CONTROL_TOKENS
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
@@ -218,12 +224,19 @@ def load_record(
         if key not in mapping:
             _refuse(key, "is missing", "every row needs images, width, height and objects")
     paths = _list("images", mapping["images"], "a list with at least one path", least=1)
+    if len(paths) > MAX_IMAGES:
+        problem = f"has {len(paths)} paths, {above('MAX_IMAGES', MAX_IMAGES)}"
+        _refuse("images", problem, "split the row")
     width = _size("width", mapping["width"])
     height = _size("height", mapping["height"])
     values = _list("objects", mapping["objects"], "a list of objects; [] for none")
     objects = tuple(
         _load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)
     )
+    num_coordinates = sum(len(one.bins) for one in objects)
+    if num_coordinates > MAX_COORDINATES:
+        problem = f"have {num_coordinates} coordinates, {above('MAX_COORDINATES', MAX_COORDINATES)}"
+        _refuse("objects", problem, "split the row, or simplify its polygons")
     annotated: Sequence[Annotation] = ()
     if "annotated" in mapping:
         annotated = load_annotated(mapping["annotated"], len(objects))
@@ -353,7 +366,10 @@ def _text(mapping: Mapping[str, Any], field: str) -> str | None:
 
 
 def _require_words(field: str, text: str) -> None:
-    """Refuse a text that would end a turn or stand for an image."""
+    """Refuse a text that would end a turn or stand for an image, or that no context holds."""
+    if len(text) > MAX_TEXT:
+        problem = f"has {len(text)} characters, {above('MAX_TEXT', MAX_TEXT)}"
+        _refuse(field, problem, "shorten it")
     token = next((token for token in CONTROL_TOKENS if token in text), None)
     if token is not None:
         remedy = "remove it, or write it in words"
@@ -386,24 +402,14 @@ def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
 
 
 def read_image(path: Path) -> bytes:
-    """Return the bytes of an image file. Raises OSError.
-
-    A pipe, a socket or a device is not opened: reading it might never end.
-    """
-    kinds = {
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    kind = stat.S_IFMT(path.stat().st_mode)
-    if kind in kinds:
-        raise OSError(errno.EINVAL, f"it is {kinds[kind]}, not a file")
-    return path.read_bytes()
+    """Return the bytes of an image file, a regular one of bounded size. Raises OSError."""
+    return read_file(path, "MAX_IMAGE_BYTES", MAX_IMAGE_BYTES)
 
 
 def _normalised_alike(path: Path) -> str | None:
     """Return the name of a file that differs from this one's in Unicode normalisation alone."""
+    if path.name.isascii():  # which has no other one: the folder may be large
+        return None
     wanted = unicodedata.normalize("NFC", path.name)
     names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     same = [name for name in names if unicodedata.normalize("NFC", name) == wanted]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
+from launch.runtime.console import escaped
 from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
 from rollout_actors.engine.settings import model_type
@@ -278,6 +279,6 @@ def load_checked(config: RunConfig, source: DataSource) -> Dataset:
         if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
             shown_s = time.monotonic()
             line = f"data      {done} of {total} images of {path.name} are checked"
-            print(f"{in_place_of_bar}{line}", flush=True)
+            print(f"{in_place_of_bar}{escaped(line)}", flush=True)
 
     return load_samples(config, source, show)

@@ -32,7 +32,7 @@ from launch.import_data.coco_files import (
 from launch.import_data.objects import SourceObject
 from launch.import_data.records import import_data, require_absent
 from launch.import_data.source import counted
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
@@ -133,13 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if command == "import":
             options = read_arguments(CocoImport, rest)
             report = import_data(options)
-            print(f"records   {options.records}\n{report.describe()}")
+            print(escaped(f"records   {options.records}\n{report.describe()}"))
         elif command == "export":
             to_export = read_arguments(ExportOptions, rest)
             exported = export_coco(to_export)
             unknown = exported.unknown_names
             print(f"results   {len(exported.results)} objects in {to_export.out}")
-            print(f"skipped   {sum(unknown.values())} objects of no category: {counted(unknown)}")
+            names = escaped(counted(unknown))
+            print(f"skipped   {sum(unknown.values())} objects of no category: {names}")
             if exported.num_points:
                 print(
                     f"skipped   {exported.num_points} points, which COCO results have no place for"

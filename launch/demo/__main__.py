@@ -15,7 +15,7 @@ from pathlib import Path
 from launch.cli import explained
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from launch.demo.picture import compare_runs
 
         with explained(make_console()):
-            print("\n".join(compare_runs(options.runs)))
+            print(escaped("\n".join(compare_runs(options.runs))))
         return
     if options.what == "data":
         is_new = make_demo_data(

@@ -23,7 +23,7 @@ from launch.import_data.source import ImportOptions
 from launch.import_data.swift import SwiftImport
 from launch.import_data.voc import VocImport
 from launch.import_data.yolo import YoloImport
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from shared.errors import ConfigError
 
 # The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rest = [word for word in words if word not in formats]
         options = read_arguments(FORMATS[name], rest)
         report = import_data(options)
-        print(f"records   {options.records}\n{report.describe()}")
+        print(escaped(f"records   {options.records}\n{report.describe()}"))
 
 
 if __name__ == "__main__":

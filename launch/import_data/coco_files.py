@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ from pydantic import (
 from launch.import_data.objects import HARMLESS_KEYS, finite, is_learnable
 from shared.config.base import dotted
 from shared.data.file_rows import require_utf8
+from shared.data.limits import MAX_FILE_BYTES, read_file
 from shared.errors import RecordError
 
 T = TypeVar("T")
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 class CocoEntry(BaseModel):
@@ -217,10 +222,10 @@ def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
     ]
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read the file without its byte order mark. Raises RecordError where that fails."""
+def read_bytes(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
+    """Read a file without its byte order mark, as `read_file`. Raises RecordError."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, name, limit)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise RecordError(
@@ -253,7 +258,7 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     # A union puts the type that it tried into `loc`: `list[list[float]]`, `dict[str,any]`.
     keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
     message = first["msg"].removeprefix("Value error, ")
-    shown = repr(first["input"])
+    shown = _SHORT.repr(first["input"])  # aliases may write out a thousandfold
     is_shown = len(shown) <= 60 and first["type"] != "missing"
     got = f", got {shown}" if is_shown else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

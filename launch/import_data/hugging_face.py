@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from PIL import Image
 from pydantic import Field
 
 from launch.import_data.objects import (
@@ -20,6 +18,7 @@ from launch.import_data.objects import (
 )
 from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from shared.errors import ConfigError
+from shared.prompts import open_picture
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -154,7 +153,7 @@ def _element(feature: Any) -> Any:
 def _write(content: bytes, folder: Path) -> Path:
     """Write a picture under the digest of its bytes, so that no other one is ever overwritten."""
     try:
-        with Image.open(io.BytesIO(content)) as picture:
+        with open_picture(content) as picture:
             suffix = (picture.format or "image").lower()
     except Exception:  # the writer of records finds it unreadable, and says so
         suffix = "image"

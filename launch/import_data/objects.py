@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from shared.data.limits import MAX_VERTICES
 from shared.grounding.coco import bins_of_coco_box, bins_of_coco_ring, has_area
 from shared.grounding.geometry import simplify_ring
 from shared.model_families import CONTROL_TOKENS
@@ -34,7 +35,7 @@ class WantedGeometry(StrEnum):
 
 
 class ObjectSkip(StrEnum):
-    """The reason why an annotation was left out; the last four are of polygons."""
+    """The reason why an annotation was left out; the last five are of polygons."""
 
     UNKNOWN_IMAGE = "unknown_image"
     IMAGE_SKIPPED = "image_skipped"
@@ -50,6 +51,7 @@ class ObjectSkip(StrEnum):
     NO_POLYGON = "no_polygon"
     RUN_LENGTH_CODE = "run_length_code"
     SEVERAL_RINGS = "several_rings"
+    TOO_MANY_VERTICES = "too_many_vertices"
     DEGENERATE_POLYGON = "degenerate_polygon"
 
 
@@ -214,6 +216,8 @@ def _polygon(
         return ObjectSkip.NO_POLYGON
     if len(rings) > 1:
         return ObjectSkip.SEVERAL_RINGS
+    if len(rings[0]) > 2 * MAX_VERTICES:
+        return ObjectSkip.TOO_MANY_VERTICES
     bins = bins_of_coco_ring(rings[0], *size)
     simplified = False
     if max_vertices is not None and len(bins) > 2 * max_vertices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from pydantic import Field, TypeAdapter
 
@@ -27,6 +27,7 @@ from launch.import_data.source import (
     require_folder,
 )
 from shared.config.base import ConfigPath
+from shared.data.limits import MAX_PICKLE_BYTES, MAX_VALUES, above
 from shared.errors import RecordError
 
 
@@ -77,7 +78,8 @@ class RefcocoImport(ImportOptions):
     def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")
         remedy = "correct the entry, or remove it"
-        refs = parse_json(self.refs, self._parse_refs, read_bytes(self.refs), remedy)
+        content = read_bytes(self.refs, "MAX_PICKLE_BYTES", MAX_PICKLE_BYTES)
+        refs = parse_json(self.refs, self._parse_refs, content, remedy)
         chosen = [ref for ref in refs if ref.split == self.split]
         if not chosen:
             splits = ", ".join(sorted({ref.split for ref in refs})) or "none"
@@ -122,15 +124,39 @@ class RefcocoImport(ImportOptions):
         refs = TypeAdapter(list[_Ref])
         if self.refs.suffix.lower() == ".json":
             return refs.validate_json(content)
+        remedy = "give refs(unc).p or its like, or the same list as a .json file"
         try:
             # Python 2 wrote the release: its strings are bytes.
             plain = _PlainUnpickler(io.BytesIO(content), encoding="utf-8", errors="replace").load()
         except Exception as error:
             # All of them: on damaged bytes the unpickler raises whatever it runs into.
             problem = f"is no pickle of lists, dictionaries, texts and numbers ({error})"
-            remedy = "give refs(unc).p or its like, or the same list as a .json file"
             raise RecordError(problem, field="refs", remedy=remedy, file=str(self.refs)) from error
+        found = _problem_of([plain])
+        if found is not None:
+            raise RecordError(found, field="refs", remedy=remedy, file=str(self.refs))
         return refs.validate_python(plain)
+
+
+_CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
+
+
+def _problem_of(value: Any) -> str | None:
+    """Tell what a file of refs never has: references may unfold without an end."""
+    waiting = [value]
+    num_values = 1
+    while waiting:
+        one = waiting.pop()
+        inner = one.values() if isinstance(one, dict) else one
+        num_values += len(inner)
+        if num_values > MAX_VALUES:
+            return f"unfolds into {above('MAX_VALUES', MAX_VALUES)}"
+        for value in inner:
+            if type(value) in _CONTAINERS:
+                waiting.append(value)
+            elif type(value) is int and value.bit_length() > 64:
+                return "has an integer of more than 64 bits"
+    return None
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
-from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
+from launch.import_data.coco_files import CocoEntry, parse_json
 from launch.import_data.objects import (
     HARMLESS_KEYS,
     ObjectSkip,
@@ -28,6 +29,8 @@ from launch.import_data.source import (
     require_folder,
 )
 from shared.config.base import ConfigPath
+from shared.data.file_rows import lines_of, require_utf8
+from shared.errors import RecordError
 
 REF = "<ref-object>"
 BOX = "<bbox>"
@@ -96,16 +99,22 @@ class SwiftImport(ImportOptions):
     def read(self) -> Source:
         if self.images is not None:
             require_folder("images", self.images, "the rows' paths start from")
-        return Source(self.source, self._images(read_bytes(self.source)))
+        return Source(self.source, self._images())
 
-    def _images(self, content: bytes) -> Iterator[SourceImage]:
-        for number, line in enumerate(content.splitlines(), 1):
-            if line.strip():
-                remedy = "correct the row, or remove it"
-                row = parse_json(self.source, _Row.model_validate_json, line, remedy, number)
-                folder = self.source.parent if self.images is None else self.images
-                path = folder / row.images[0] if row.images else self.source
-                yield _image(row, f"{self.source.stem}:{number}", path, self.reading)
+    def _images(self) -> Iterator[SourceImage]:
+        for line in lines_of(self.source):
+            number = line.number
+            try:
+                line.require_short()
+            except RecordError as error:
+                raise error.at(str(self.source), number) from None
+            require_utf8(line.content, self.source)
+            remedy = "correct the row, or remove it"
+            content = line.content.removeprefix(codecs.BOM_UTF8)
+            row = parse_json(self.source, _Row.model_validate_json, content, remedy, number)
+            folder = self.source.parent if self.images is None else self.images
+            path = folder / row.images[0] if row.images else self.source
+            yield _image(row, f"{self.source.stem}:{number}", path, self.reading)
 
 
 def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> SourceImage:

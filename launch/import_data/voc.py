@@ -25,6 +25,8 @@ from launch.import_data.source import (
 )
 from launch.import_data.yolo import IMAGE_SUFFIXES
 from shared.config.base import ConfigPath
+from shared.data.file_rows import readable
+from shared.data.limits import MAX_LABEL_BYTES, read_file
 from shared.errors import RecordError
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
@@ -95,7 +97,10 @@ class VocImport(ImportOptions):
                 yield SourceImage(file.stem, file, [], skip=ImageSkip.UNKNOWN_ANNOTATION)
                 continue
             try:
-                root = ElementTree.parse(file).getroot()
+                with readable(file):
+                    root = ElementTree.fromstring(
+                        read_file(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
+                    )
             except (ElementTree.ParseError, ValueError):  # ValueError: an encoding nobody knows
                 yield SourceImage(file.stem, file, [], skip=ImageSkip.MALFORMED_LABELS)
                 continue

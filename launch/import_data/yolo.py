@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Annotated, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
 from launch.import_data.objects import ObjectSkip, SourceObject, finite
 from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage, find_file
 from shared.config.base import ConfigPath
+from shared.data.limits import MAX_FOLDER_FILES, MAX_LABEL_BYTES, above
 from shared.errors import RecordError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -52,7 +53,7 @@ class YoloImport(ImportOptions):
     def read(self) -> Source:
         file = self.source / "data.yaml" if self.source.is_dir() else self.source
         remedy = "correct it"
-        data = parse_json(file, lambda raw: _parse(file, raw), read_bytes(file), remedy)
+        data = parse_json(file, lambda raw: _parse(file, raw), _content(file), remedy)
         splits = {"train": data.train, "val": data.val, "test": data.test}
         entries = splits[self.split]
         # Absolute, because a label file is found by the folder `/images/` in its image's path.
@@ -66,6 +67,10 @@ class YoloImport(ImportOptions):
             if not found:
                 remedy = f"correct it; tried {', '.join(map(str, dict.fromkeys(tried)))}"
                 problem = f"names {entry!r}, which is not there"
+                raise RecordError(problem, field=self.split, remedy=remedy, file=str(file))
+            if found[0].resolve() == Path(folder.anchor):
+                remedy = "name the folder of the images"
+                problem = f"names {entry!r}, the whole disk"
                 raise RecordError(problem, field=self.split, remedy=remedy, file=str(file))
             places.append(found[0])
         if not places:
@@ -85,14 +90,13 @@ class YoloImport(ImportOptions):
         poses = None if data.kpt_shape else _PoseEvidence()
         for place in places:
             if place.is_dir():
-                files = sorted(place.rglob("*"))
-                images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+                images = self._files(place, IMAGE_SUFFIXES)
             else:
                 images = [_listed(line.strip(), place.parent, root) for line in _lines(place)]
             for image in dict.fromkeys(images):
                 labels = _labels_of(image)
                 used.add(labels)
-                rows = [line.split() for line in _lines(labels)]
+                rows = [line.split() for line in _lines(labels, _content)]
                 objects = [_object(row, data, self.reading) for row in rows]
                 if poses is not None:
                     poses.add(rows, labels)
@@ -101,10 +105,10 @@ class YoloImport(ImportOptions):
         for place in places:
             folder = _labels_of(place / "any.jpg").parent
             if place.is_dir() and folder != place:
-                for labels in sorted(set(folder.rglob("*")) - used):
+                for labels in self._files(folder, (".txt",)):
                     # LabelImg writes its list of names there.
-                    if labels.suffix.lower() == ".txt" and labels.stem != "classes":
-                        yield Orphans(labels, len(_lines(labels)))
+                    if labels not in used and labels.stem != "classes":
+                        yield Orphans(labels, len(_lines(labels, _content)))
         if poses is not None and poses.are_poses:
             raise RecordError(
                 "is missing, and the rows of labels are poses: all points behind the first four"
@@ -114,12 +118,28 @@ class YoloImport(ImportOptions):
                 file=str(self.source),
             )
 
+    def _files(self, folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+        """Find the files of these suffixes in a folder and those in it. Raises RecordError."""
+        found: list[Path] = []
+        num_seen = 0
+        for place, _, names in os.walk(folder):
+            num_seen += len(names)
+            if num_seen > MAX_FOLDER_FILES:
+                raise RecordError(
+                    f"names {folder}, which holds {above('MAX_FOLDER_FILES', MAX_FOLDER_FILES)}",
+                    field=self.split,
+                    remedy="name the folder of the images, not one far above it",
+                    file=str(self.source),
+                )
+            found += [Path(place, name) for name in names if name.lower().endswith(suffixes)]
+        return sorted(found)
+
 
 def _parse(file: Path, content: bytes) -> _DataFile:
     try:
         # Every scalar is the text in the file: `no` is a name, not a boolean.
         raw = yaml.load(content, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
         raise RecordError(problem, field="file", remedy="correct it", file=str(file)) from error
     if isinstance(raw, dict):
@@ -134,7 +154,10 @@ def _parse(file: Path, content: bytes) -> _DataFile:
         if isinstance(names, list):
             raw["names"] = dict(enumerate(names))
         elif isinstance(names, dict):
-            raw["names"] = {int(id) if id.isdecimal() else id: name for id, name in names.items()}
+            raw["names"] = {
+                int(id) if id.isdecimal() and len(id) < 10 else id: name
+                for id, name in names.items()
+            }
     return _DataFile.model_validate(raw)
 
 
@@ -145,11 +168,16 @@ def _labels_of(image: Path) -> Path:
     return find_file(path.with_suffix(".txt"))
 
 
-def _lines(file: Path) -> list[str]:
+def _content(file: Path) -> bytes:
+    """Read `data.yaml`, or the labels of an image."""
+    return read_bytes(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
+
+
+def _lines(file: Path, read: Callable[[Path], bytes] = read_bytes) -> list[str]:
     """Return the lines that are not blank; an image without objects may have no file of labels."""
     if not file.is_file():
         return []
-    text = read_bytes(file).decode(errors="replace")
+    text = read(file).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]
 
 

@@ -24,6 +24,7 @@ from launch.loggers.events import (
 )
 from launch.loggers.packages import LOGGERS, Logger
 from launch.loggers.tables import rollout_table
+from launch.runtime.console import escaped
 
 NICENESS = 5
 """Steps go first."""
@@ -79,7 +80,7 @@ def hand_on(event: Event, logger: Logger) -> None:
                 table = rollout_table(event.path, event.kind)
             except (OSError, ValueError) as error:
                 # The run's own file: removed meanwhile, or not whole yet on a shared disk.
-                print(f"{event.path}: is not in this logger: {error}", flush=True)
+                print(escaped(f"{event.path}: is not in this logger: {error}"), flush=True)
                 return
             if table.rows:
                 logger.table(event.step, event.name, table)

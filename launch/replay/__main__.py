@@ -27,7 +27,7 @@ from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step, differences in replay(options):
             print(f"step {step:6d}  {'differs' if differences else 'equal, to the bit'}")
             for line in differences:
-                print(f"             {line}")
+                print(escaped(f"             {line}"))
             differs = differs or bool(differences)
     sys.exit(int(differs))
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from launch.cli import explained, read_arguments
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
@@ -90,7 +90,7 @@ def write_tokenizer(folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
         given = sys.argv[1:] if arguments is None else arguments
-        print(write_tokenizer(read_arguments(RexOmniOptions, given).model))
+        print(escaped(write_tokenizer(read_arguments(RexOmniOptions, given).model)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import select
@@ -31,6 +32,18 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 def escaped(text: str) -> str:
     """Write what a terminal would obey as `\\x1b` or `\\u202e`; newlines and tabs stay."""
     return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
+
+
+class EscapedRecord(logging.LogRecord):
+    """What is logged, with terminal controls escaped: `logging.setLogRecordFactory`."""
+
+    def __init__(self, *fields: Any, **more: Any) -> None:
+        super().__init__(*fields, **more)
+        if self.exc_info is not None and self.exc_info[0] is not None:
+            self.exc_text = escaped(logging.Formatter().formatException(self.exc_info))
+
+    def getMessage(self) -> str:
+        return escaped(super().getMessage())
 
 
 class _EscapingConsole(Console):

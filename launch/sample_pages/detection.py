@@ -30,7 +30,7 @@ from learner.rollout_logs.samples import (
     TargetEntry,
 )
 from learner.targets import TokenRole
-from shared.prompts import EXIF_ORIENTATION, on_white
+from shared.prompts import EXIF_ORIENTATION, on_white, open_picture
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
@@ -120,7 +120,7 @@ class Canvas:
 
 
 def _data_uri(data: bytes) -> str:
-    with Image.open(io.BytesIO(data)) as image:
+    with open_picture(data) as image:
         mime = _EMBEDDED.get(image.format or "")
         if mime is None or not _is_upright(image):
             file = io.BytesIO()

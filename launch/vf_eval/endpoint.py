@@ -17,6 +17,7 @@ import openai
 from openai.pagination import AsyncPage
 from tqdm import tqdm
 
+from launch.runtime.console import escaped
 from launch.vf_eval.arguments import KEY_VARIABLE
 from rollout_actors.server.token_file import find_token
 from shared.config.rollout import is_loopback
@@ -38,7 +39,7 @@ _NUM_SHOWN = 10
 
 def say(text: str) -> None:
     """Print a remark, above a progress bar where there is one."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(escaped(text), file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_actors.environments.datasets import field_of, plain
 from rollout_actors.environments.types import State
+from shared.data.limits import MAX_EXAMPLE_BYTES, file_lines
 from shared.errors import RecordError, StorageError
 from shared.run_files import RunFile
 
@@ -187,13 +188,15 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
     """Read every line. Raises RecordError at the first that is not a finished rollout."""
     rollouts: list[FinishedRollout] = []
     broken: list[tuple[int, ValidationError]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1) if path.exists() else ():
-        if not line.strip():
-            continue
+    limit = MAX_EXAMPLE_BYTES
+    for line in file_lines(path, "MAX_EXAMPLE_BYTES", limit) if path.exists() else ():
         try:
-            rollouts.append(FinishedRollout.model_validate_json(line))
+            line.require_short()
+            rollouts.append(FinishedRollout.model_validate_json(line.content))
+        except RecordError as error:
+            raise error.at(str(path), line.number) from None
         except ValidationError as error:
-            broken.append((number, error))
+            broken.append((line.number, error))
     if not broken:
         return rollouts
     remedy = "delete this line, and its rollout is made again"

@@ -15,7 +15,7 @@ import openai
 from rich.text import Text
 
 from launch.cli import EXPLAINED
-from launch.runtime.console import make_console
+from launch.runtime.console import escaped, make_console
 from launch.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
 from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models, say
 from launch.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder, read_evaluation
@@ -211,7 +211,7 @@ class EvalRun:
         console.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))
         for table in summary_tables(rollouts, solved_at=self._options.solved_at, wall_s=wall_s):
             console.print(table, highlight=False)
-        print(f"rollouts   {self.folder / NAME}")
+        print(escaped(f"rollouts   {self.folder / NAME}"))
         self._save(self.folder, rollouts, wall_s)
         num_failed = sum(rollout.error is not None for rollout in rollouts)
         if num_failed:
@@ -232,7 +232,7 @@ class EvalRun:
             say(f"-C: no rollout has {absent}; a dataset goes without")
         if self._options.save:
             results.save(folder, environment.make_dataset(results, state_columns=columns))
-            print(f"dataset    {folder / RESULTS}")
+            print(escaped(f"dataset    {folder / RESULTS}"))
         if self._options.push:
             name = self._options.dataset_name or f"{environment.name}-results"
             try:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launch.runtime.console import escaped
 from launch.vf_eval.record import EvaluationSettings
 from launch.vf_eval.results_file import FinishedRollout
 from rollout_actors.environments.answers.parsers import text_of
@@ -62,11 +63,11 @@ def show_rollout(rollout: FinishedRollout, console: Console) -> None:
     completion = rollout.completion or ""
     for title, messages in (("prompt", rollout.prompt), ("completion", completion)):
         console.print(Text(f"{title} of example {rollout.example_id}", style="bold"))
-        console.print(Text(_transcript(messages)))
+        console.print(Text(escaped(_transcript(messages))))
     end = f"reward {rollout.reward}, answer {rollout.answer!r}, ended by {rollout.stop_condition}"
     if rollout.error:
         end += f", error {rollout.error}"
-    console.print(Text(end, style="bold"))
+    console.print(Text(escaped(end), style="bold"))
 
 
 def _transcript(messages: Messages) -> str:
@@ -151,7 +152,7 @@ def summary_tables(
         table.add_column(head, justify="right")
     for name, score in scores.items():
         figures = ("-" if figure is None else f"{figure:.4f}" for figure in score)
-        table.add_row(Text(name), *figures)
+        table.add_row(Text(escaped(name)), *figures)
     return [table, _facts(examples, rollouts, solved_at, wall_s)]
 
 
@@ -164,7 +165,7 @@ def _facts(
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
 
     def add(name: str, fact: str) -> None:
-        table.add_row(name, Text(fact))
+        table.add_row(name, Text(escaped(fact)))
 
     add("rollouts", f"{len(rollouts)}, of {len(examples)} examples")
     fewest = min(map(len, examples))

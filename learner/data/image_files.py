@@ -6,18 +6,16 @@ broken one is found and reported by whoever loads its row.
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import PIL
-from PIL import Image
 
 from learner.data import kept
 from learner.data.kept import Fingerprint
-from shared.prompts import on_white, orientation_of
+from shared.prompts import on_white, open_picture, orientation_of
 from shared.records import ImageFacts, PictureSize, image_facts
 
 _FORMAT = ["3", PIL.__version__]
@@ -31,7 +29,7 @@ def image_size(data: bytes) -> PictureSize:
     """Decode an image and measure it as it is displayed. ValueError with the reason."""
     # Decoded to its end: a header tells nothing about a truncated file.
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             if image.format == "PNG":  # its EXIF block may follow the pixels
                 image.load()
             orientation = orientation_of(image)  # before a TIFF is loaded, which turns it
@@ -45,7 +43,7 @@ def image_size(data: bytes) -> PictureSize:
 def header_size(path: Path) -> PictureSize:
     """Measure an image file by its header alone. ValueError with the reason."""
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             size = PictureSize(*image.size, orientation_of(image))
             # Of a TIFF, Pillow tells the size as it is displayed; of others as it is stored.
             if image.format != "TIFF":

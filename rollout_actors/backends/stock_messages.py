@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image
 from pydantic import AliasPath, BaseModel, Field
 
 from rollout_actors.engine.completion import Completion
@@ -20,7 +18,7 @@ from rollout_actors.engine.sampling import (
     sampling_fields,
 )
 from shared.errors import RolloutError
-from shared.prompts import EXIF_ORIENTATION
+from shared.prompts import EXIF_ORIENTATION, open_picture
 from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 from shared.weight_sync.canary import CanaryProbe
@@ -136,7 +134,7 @@ def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
 def _plain_format(data: bytes) -> str | None:
     """Return the format of an upright RGB file, by its header alone; None for any other file."""
     try:
-        image = Image.open(io.BytesIO(data))
+        image = open_picture(data)
         is_upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
     # Damaged files and EXIF data raise anything; such a file's pixels are sent, if it has any.
     except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from shared.errors import RolloutError
-from shared.prompts import on_white
+from shared.prompts import on_white, open_picture
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
 
@@ -84,12 +84,12 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
 
 def open_image(data: bytes) -> Image.Image:
     """Open an image by its header alone, to measure it. Raises ValueError with the reason."""
-    return _read(lambda: Image.open(io.BytesIO(data)))
+    return _read(lambda: open_picture(data))
 
 
 def decode_image(data: bytes) -> Image.Image:
     """Decode to RGB, upright, on white where transparent. Raises ValueError with the reason."""
-    image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
+    image = _read(lambda: on_white(open_picture(data)))
     # vLLM would turn an image by an orientation that is left here.
     image.info = {}
     return image

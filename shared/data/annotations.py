@@ -104,9 +104,13 @@ def _numbers(value: object) -> list[float] | None:
     if not isinstance(value, list):
         return None
     for one in value:
-        if isinstance(one, bool) or not isinstance(one, (int, float)) or not math.isfinite(one):
+        if isinstance(one, bool) or not isinstance(one, (int, float)):
             return None
-    return [float(one) for one in value]
+    try:
+        numbers = [float(one) for one in value]
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def _refuse(field: str, problem: str) -> NoReturn:

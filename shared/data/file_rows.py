@@ -24,6 +24,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from shared.data.limits import FileLine, file_lines, require_file
 from shared.errors import RecordError
 from shared.records import (
     DEFAULT_GEOMETRY,
@@ -112,6 +113,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         with readable(path):
+            require_file(path)
             self.descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
 
@@ -279,6 +281,12 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def lines_of(path: Path) -> Iterator[FileLine]:
+    """Yield the lines of a file that are not blank. Raises RecordError."""
+    with readable(path):
+        yield from file_lines(path)
+
+
 def require_utf8(content: bytes, path: Path) -> None:
     """Raise RecordError for a text that begins as UTF-16 does, with a byte order mark or not."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
@@ -319,7 +327,7 @@ def _integer(digits: str) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise RecordError("is given twice in one object", field=twice, remedy="keep one")
     return mapping

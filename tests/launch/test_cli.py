@@ -364,3 +364,22 @@ def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.endswith(remedy) and "Traceback" not in done.stderr
+
+
+LOGS = """
+import logging
+from launch.cli import explained
+from launch.runtime.console import make_console
+with explained(make_console()):
+    try:
+        raise ValueError("\\x1b[31m")
+    except ValueError:
+        logging.getLogger("x").exception("row %s", "\\x1b]0;title\\x07")
+"""
+
+
+def test_what_is_logged_shows_terminal_controls_escaped():
+    command = [sys.executable, "-c", LOGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "\x1b" not in done.stderr
+    assert "row \\x1b]0;title\\x07" in done.stderr and "ValueError: \\x1b[31m" in done.stderr

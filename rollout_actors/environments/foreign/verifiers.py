@@ -45,6 +45,7 @@ from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import Rubric, give, scoring_limit
 from rollout_actors.environments.scope import bind_client, current_scope
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+from shared.data.limits import MAX_EXAMPLE_BYTES, file_lines
 
 VERSION = "0.3.1"
 """The last release with the interface that most environments are written for."""
@@ -235,8 +236,9 @@ class JsonRows:
         self._file = path.open("rb")  # it stays readable when its name is gone
         self._lock = threading.Lock()
         self._starts = array("Q", [0])
-        for line in self._file:
-            self._starts.append(self._starts[-1] + len(line))
+        for line in file_lines(path, "MAX_EXAMPLE_BYTES", MAX_EXAMPLE_BYTES):
+            line.require_short()
+            self._starts.append(line.offset + line.size)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
