@@ -46,6 +46,8 @@ TRIES = {
         f"{LAUNCH}/runtime/test_ray_connection.py::test_who_gets_in_is_told_with_the_way_to_the_token",
     ),
     "server": (
+        f"{SERVER}/test_token_file.py",
+        f"{SERVER}/test_lease.py",
         f"{SERVER}/test_app.py",
         f"{SERVER}/test_messages.py",
         f"{SERVER}/test_openai_routes.py",
@@ -63,7 +65,7 @@ TRIES = {
         f"{LAUNCH}/runtime/test_sweep.py::test_the_files_of_a_sweep_have_no_secret_of_its_configuration",
         "tests/rollout_actors/environments/test_tool.py::test_the_model_is_told_no_secret_of_this_process",
     ),
-    "data": (),
+    "data": ("tests/shared/test_limits.py", f"{LAUNCH}/import_data/test_hostile_sources.py"),
 }
 """Tests by area; a file stands for all of its tests."""
 
