@@ -309,8 +309,13 @@ def _quoted(argument: str) -> str:
             return argument
     except HydraException:
         pass
-    escaped = re.sub(r"(\\*)(?='|$)", lambda run: 2 * run[0], value).replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra's grammar reads it, whatever is in it."""
+    escaped = re.sub(r"(\\*)(?='|$)", lambda run: 2 * run[0], text).replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:

@@ -236,6 +236,22 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     file = token_file(host, port) if token is None and options.token == "file" else None
     if file is not None:
         token = write_token(file)
+    try:
+        _serve_at(listening, token, file, options, settings)
+    finally:
+        if file is not None and token is not None:
+            remove_token(file, token)
+
+
+def _serve_at(
+    listening: socket.socket,
+    token: str | None,
+    file: Path | None,
+    options: ServeOptions,
+    settings: EngineSettings,
+) -> None:
+    """Serve on a bound socket. `file`: the one that holds the token. Raises as `serve` does."""
+    host, port = listening.getsockname()[:2]
     # Before anything imports torch or vllm; /v1/ leaves the size of images to vLLM.
     os.environ.update(engine_environment(settings))
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
@@ -299,8 +315,6 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
         watch = EngineWatch(service, options.stall_s)
         interrupted = asyncio.run(_run(app, service, watch, listening))
     finally:
-        if file is not None and token is not None:
-            remove_token(file, token)
         if not service.is_up:
             # Its thread waits for these.
             _end_family()

@@ -70,7 +70,7 @@ def needs_ray_token(config: RunConfig) -> bool:
         and config.cluster.address == "local"
         and os.environ.get("RAY_AUTH_MODE", "token") == "token"
         and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-        and not ray_token_file().exists()
+        and not os.path.exists(ray_token_file())  # noqa: PTH110 (as in `_existing`)
     )
 
 
@@ -84,7 +84,8 @@ def _ray_folder_problems(config: RunConfig) -> Iterator[str]:
             " possible; set cluster.temp_dir to a shorter path, such as /tmp"
         )
     private = folder.parent
-    if private.is_symlink() or (private.exists() and private.stat().st_uid != os.getuid()):
+    is_there = _existing(private) == private
+    if os.path.islink(private) or (is_there and private.stat().st_uid != os.getuid()):  # noqa: PTH114
         yield (
             f"{key}: {private} is not a folder of this user, whose owner could take over Ray's"
             " processes; remove it, or set cluster.temp_dir to a folder of yours"
@@ -94,18 +95,28 @@ def _ray_folder_problems(config: RunConfig) -> Iterator[str]:
 
 def _folder_problems(key: str, folder: Path, needed: int = 0) -> Iterator[str]:
     """Say that a folder cannot be written or made, or has too little space; by the key to set."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield (
             f"{key}: {existing} permits no writing, and the run writes to {folder}; permit it, or"
             f" set {key} to a folder that can be written"
         )
-    elif (free := shutil.disk_usage(existing).free) < needed or not os.statvfs(existing).f_favail:
+        return
+    free = shutil.disk_usage(existing).free
+    files = os.statvfs(existing)
+    # A file system without a number of files, such as btrfs, says 0 for all and for the free ones.
+    if free < needed or (files.f_files and not files.f_favail):
         yield (
-            f"{key}: {existing} has {free // 2**20} MiB and {os.statvfs(existing).f_favail} files"
-            f" free, and the run needs {needed // 2**20} MiB there for sockets, logs and temporary"
-            f" files; free space, or set {key} to a folder on another disk"
+            f"{key}: {existing} has {free // 2**20} MiB and {files.f_favail} files free, and the"
+            f" run needs {needed // 2**20} MiB there for sockets, logs and temporary files; free"
+            f" space, or set {key} to a folder on another disk"
         )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the first one above it that this user can see."""
+    # `Path.exists` raises PermissionError below a folder that this user may not enter.
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
 
 
 def run_folder_problem(config: RunConfig) -> str | None:
@@ -124,7 +135,7 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
     if (problem := run_folder_problem(config)) is not None:
         yield problem
         return
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield (
             f"telemetry.run_dir: {folder} cannot be made, {existing} permits no writing; choose"

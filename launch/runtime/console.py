@@ -39,7 +39,8 @@ class EscapedRecord(logging.LogRecord):
 
     def __init__(self, *fields: Any, **more: Any) -> None:
         super().__init__(*fields, **more)
-        if self.exc_info is not None and self.exc_info[0] is not None:
+        # False, too: callers give `exc_info=` a condition.
+        if self.exc_info and self.exc_info[0] is not None:
             self.exc_text = escaped(logging.Formatter().formatException(self.exc_info))
 
     def getMessage(self) -> str:
@@ -132,7 +133,11 @@ def outlive_console() -> None:
                 io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False)),
                 encoding=stream.encoding if stream else "utf-8",
                 errors="backslashreplace",
-                line_buffering=os.isatty(descriptor) or name == "stderr",
+                line_buffering=(
+                    os.isatty(descriptor)
+                    or name == "stderr"
+                    or (stream is not None and stream.write_through)  # `python -u`
+                ),
             )
             setattr(sys, name, lasting)
     if null > 2:

@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from launch.cli import as_mapping
+from launch.cli import as_mapping, quoted
 from launch.demo.once import make_missing_demo_files
 from launch.reports.trials import settings_of, tables
 from launch.runtime.console import make_console
@@ -37,9 +37,9 @@ from launch.runtime.placement import Resources, plan_placement
 from shared.config import RunConfig, load_config
 from shared.config.derive import rollout_servers
 from shared.config.secrets import hide, redacted
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RecordError
 from shared.protocols import PR_SET_PDEATHSIG
-from shared.run_files import read_lines
+from shared.run_files import read_lines, read_steps
 
 TRIALS = "trials.jsonl"
 MARGIN_S = 60.0
@@ -200,7 +200,7 @@ def _start(trial: Trial, share: Share, console: Console, *, has_log: bool) -> Ru
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "launch.train", *trial.overrides),
-                f"++telemetry.run_dir={trial.folder}",
+                f"telemetry.run_dir={quoted(str(trial.folder))}",
             ],
             env=os.environ | environment,
             stdout=output,
@@ -222,12 +222,19 @@ def _record(one: Running, *, interrupted: bool) -> None:
         "interrupted": interrupted,
         "wall_s": time.monotonic() - one.started_s,
     }
-    steps = read_lines(trial.folder / "metrics.jsonl")
-    if steps:
-        line |= {"step": steps[-1]["step"], "loss": steps[-1]["loss/total"]}
-    reports = read_lines(trial.folder / "evaluations.jsonl")
-    if reports:
-        line |= reports[-1]
+    try:
+        steps = read_steps(trial.folder / "metrics.jsonl")
+        reports = read_steps(trial.folder / "evaluations.jsonl")
+    except (OSError, RecordError) as error:
+        # One trial's files must not end the others.
+        line["error"] = str(error)
+    else:
+        if steps:
+            line["step"] = steps[-1]["step"]
+            if "loss/total" in steps[-1]:
+                line["loss"] = steps[-1]["loss/total"]
+        if reports:
+            line |= reports[-1]
     with (trial.folder.parent / TRIALS).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -320,7 +327,8 @@ def print_summary(folder: Path, num_trials: int) -> int:
 
     Returns the number of trials that failed.
     """
-    trials = list(last_lines(folder).values())
+    # A continued sweep may have fewer trials than before.
+    trials = [line for line in last_lines(folder).values() if line["trial"] < num_trials]
     console = make_console()
     for trial in trials:
         if trial["interrupted"]:

@@ -141,8 +141,9 @@ class CheckpointSave:
     def _is_own(self, path: Path) -> bool:
         """Tell whether this rank wrote the file: `rank_N.*`, and rank 0 all others."""
         rank = re.match(r"rank_(\d+)\.", path.name)
-        is_part = path.name.startswith(f"{SUMS}.")  # of a rank that was faster
-        return path.is_file() and not is_part and self._ranks.rank == int(rank[1] if rank else 0)
+        # The sums of a rank that was faster, and what safetensors writes for one that is slower.
+        is_others = path.name.startswith((f"{SUMS}.", ".tmp"))
+        return not is_others and self._ranks.rank == int(rank[1] if rank else 0) and path.is_file()
 
     def _raise_error(self) -> None:
         error = self._error
@@ -156,7 +157,8 @@ class CheckpointSave:
         written = set(self._partial.rglob("*"))
         if self._finish is not None:
             self._finish(self._partial)
-        parts = sorted(self._partial.glob(f"{SUMS}.*"))
+        # By name: a share may list them late.
+        parts = [self._partial / f"{SUMS}.{rank}" for rank in range(self._ranks.world_size)]
         more = [path for path in self._partial.rglob("*") if path not in written]
         parts.append(write_sums(self._partial, more, f"{SUMS}.more"))
         sums = "".join(part.read_text(encoding="utf-8") for part in parts)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
 
@@ -71,9 +72,8 @@ def make_app(
     def add(method: str, path: str, route: Route, *, is_open: bool = False) -> None:
         async def endpoint(request: Request) -> Response:
             has_token = check_token(request, token, is_needed=not is_open)
-            if has_token:
-                service.lease.renew(run_of(request))
-            answer = await route(request)
+            with service.lease.call(run_of(request)) if has_token else nullcontext():
+                answer = await route(request)
             return answer if isinstance(answer, Response) else _json(200, answer)
 
         for form in (path, f"{path}/"):

@@ -32,8 +32,10 @@ class PromptProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        had_begun = self._num_head_bytes is not None
         super().data_received(data)
-        if self._num_head_bytes is not None:
+        # The part with which a head begins may be the end of a body, too.
+        if had_begun and self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.transport.close()
@@ -55,7 +57,8 @@ class PromptProtocol(HttpToolsProtocol):
 
     def _wait_for_head(self) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+        # Not `close`, which waits until the peer has read its last answer.
+        self._timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

@@ -6,7 +6,9 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -49,11 +51,24 @@ class Lease:
         self._run = ""
         self._since_s = 0.0
         self._called_s = 0.0
+        self._calls: Counter[str] = Counter()
+        """Calls of each run that are not answered yet."""
 
     def renew(self, run: str) -> None:
-        """Note a call of this run."""
+        """Note that this run calls, or has been answered."""
         if run and run == self._run:
             self._called_s = self._clock_s()
+
+    @contextmanager
+    def call(self, run: str) -> Iterator[None]:
+        """Renew it for a call of this run, which keeps it until it is answered."""
+        self.renew(run)
+        self._calls[run] += 1
+        try:
+            yield
+        finally:
+            self._calls[run] -= 1
+            self.renew(run)
 
     def end(self, run: str) -> None:
         """Free the lease if this run has it."""
@@ -63,7 +78,8 @@ class Lease:
     def taken(self, run: str) -> str:
         """Return why this run cannot have it; empty: it can."""
         quiet_s = self._clock_s() - self._called_s
-        if self._run in ("", run) or quiet_s > self._limit_s:
+        is_quiet = quiet_s > self._limit_s and not self._calls[self._run]
+        if self._run in ("", run) or is_quiet:
             return ""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._since_s))
         return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shared.config.base import leaves
@@ -18,7 +19,8 @@ MASK = "<secret>"
 """What stands in the place of a secret."""
 
 _SECRET = re.compile(
-    "secret|password|passwd|passphrase|credential|authorization|apikey|cookie|signature|sig"
+    ".*(secret|password|passwd|pwd|apikey|authtoken|accesskey|secretkey)"
+    "|auth|bearer|passphrase|credential|authorization|cookie|signature|sig"
 )
 _OF_DATA = re.compile(
     "answer|banned|bos|box|class|cls|column|coord|count|cut|dict|end|eos|example|field|foreign"
@@ -47,12 +49,14 @@ def is_secret(key: str) -> bool:
         return False
     *before, last = words
     one = last.removesuffix("s")
+    if ("private", "key") in pairwise(words):
+        return True
     if _SECRET.fullmatch(one):
         return True
     if one not in ("key", "token"):
         return False
     if one != last:
-        return bool(before) and before[-1] in ("access", "api", "auth", "private", "secret")
+        return bool(before) and before[-1] in ("access", "api", "auth", "hf", "private", "secret")
     return not before or not _OF_DATA.fullmatch(before[-1])
 
 

@@ -1,13 +1,14 @@
 """What is shown while a run starts."""
 
 import io
+import logging
 import re
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from launch.runtime.console import StartUp, StepBar, make_console
+from launch.runtime.console import EscapedRecord, StartUp, StepBar, make_console
 
 
 def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
@@ -85,3 +86,9 @@ def test_a_text_whose_controls_rich_would_drop_shows_them_and_colours_of_ours_st
     console = make_console(file=output, force_terminal=True, color_system="standard")
     console.print("[bold]x[/]a\a\b\r", highlight=False)
     assert output.getvalue() == "\x1b[1mx\x1b[0ma\\x07\\x08\\r\n"
+
+
+def test_a_record_is_escaped_and_a_condition_in_place_of_an_error_is_none():
+    record = EscapedRecord("a", logging.ERROR, "a.py", 1, "\x1b[31m%s", ("\x07",), exc_info=False)
+    assert record.getMessage() == "\\x1b[31m\\x07"
+    assert record.exc_text is None

@@ -55,6 +55,19 @@ def test_another_run_gets_the_lease_when_the_first_has_ended_it_or_has_not_calle
     assert lease.take(FIRST) == ""
 
 
+def test_a_call_that_is_not_answered_yet_keeps_the_lease_however_long_it_takes():
+    clock = Clock()
+    lease = Lease(60.0, clock_s=clock)
+    lease.take(FIRST)
+    with lease.call(FIRST):
+        clock.now_s += 1000
+        assert f"the run {FIRST} since" in lease.take(SECOND)
+    clock.now_s += 59
+    assert f"the run {FIRST} since" in lease.take(SECOND)
+    clock.now_s += 2
+    assert lease.take(SECOND) == ""
+
+
 def test_a_run_has_the_same_name_again_when_it_is_started_again_and_its_header_is_ascii(
     tmp_path, monkeypatch
 ):

@@ -16,6 +16,7 @@ from shared.errors import ConfigError
 SECRETS = (
     "api_key OPENAI_API_KEY apiKey X-Api-Key key token HF_TOKEN access_token api_keys password"
     " db_password passwd client_secret credentials Authorization AWS_SECRET_ACCESS_KEY private_key"
+    " auth bearer pwd MYSQL_PWD PGPASSWORD authtoken accesskey secretkey private_key_pem hf_tokens"
 )
 NONE = (
     "tokenizer token_env max_tokens num_tokens stop_tokens coord_tokens answer_key key_column keys"
