@@ -76,7 +76,8 @@ def _path(path: Any) -> Any:
     if isinstance(path, str) and not path.strip():
         wrong = "must not be empty, which would be the current folder"
         raise refusal(wrong, "write a path, or remove the key")
-    return Path(path).expanduser() if isinstance(path, str) else path
+    # As text: a path is none in JSON, whose values are strict.
+    return str(Path(path).expanduser()) if isinstance(path, str) else path
 
 
 ConfigPath = Annotated[Path, BeforeValidator(_path), Field(strict=False)]
