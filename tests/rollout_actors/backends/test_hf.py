@@ -90,7 +90,8 @@ def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_mode
     rollouts = backend.generate([beams(request, 4) for request in greedy])
     others = backend.generate(greedy)
     for request, rollout, other in zip(greedy, rollouts, others, strict=True):
-        assert sum(rollout.logprobs) >= sum(other.logprobs)
+        # Another batch adds up in another order, on some processors.
+        assert sum(rollout.logprobs) >= sum(other.logprobs) - 1e-4
         expanded, logits_TV = learner.logits(
             (*request.prompt_token_ids, *rollout.response_token_ids), request.images[0]
         )
