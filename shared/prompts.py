@@ -105,11 +105,15 @@ BITS_PER_SAMPLE = 258
 EXIF_ORIENTATION = 0x0112
 
 
+class PictureTooLargeError(ValueError):
+    """A picture's header says that it has more pixels than are decoded."""
+
+
 def open_picture(source: bytes | Path) -> Image:
     """Open an encoded image, or an image file, by its header alone.
 
     Raises:
-        ValueError: it has more than `MAX_PIXELS`.
+        PictureTooLargeError: it has more than `MAX_PIXELS`.
         Exception: whatever Pillow raises for damaged files.
     """
     from PIL import Image  # runs of text models need no Pillow
@@ -118,9 +122,9 @@ def open_picture(source: bytes | Path) -> Image:
     try:
         picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
     except Image.DecompressionBombError as error:
-        raise ValueError(refusal) from error
+        raise PictureTooLargeError(refusal) from error
     if picture.width * picture.height > MAX_PIXELS:
-        raise ValueError(f"{refusal}: {picture.width} x {picture.height}")
+        raise PictureTooLargeError(f"{refusal}: {picture.width} x {picture.height}")
     return picture
 
 

@@ -24,13 +24,12 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from PIL import Image
 
 from rollout_actors.engine.sampling import decode_image, open_image, png_of
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import Admission, RefusalError, RolloutService
-from shared.prompts import orientation_of
+from shared.prompts import PictureTooLargeError, orientation_of
 
 PREFIX = "/v1/"
 VERSION_HEADER = "X-Weight-Version"
@@ -222,7 +221,7 @@ def _as_learner_sees(url: str, limits: CallLimits) -> str:
     except binascii.Error:
         return url
     except ValueError as error:
-        if isinstance(error.__cause__, Image.DecompressionBombError):
+        if isinstance(error.__cause__, PictureTooLargeError):
             why = f"messages: an image is too large ({error}); send a smaller one"
             raise RefusalError(400, why) from error
         return url
