@@ -76,6 +76,10 @@ CONSOLE_LOG = "console.log"
 """The file of a run's folder that takes the console's lines once the console is lost."""
 
 
+FULL_S = 60.0
+"""Longest wait until a non-blocking console takes more; then it is lost."""
+
+
 class _ConsoleStream(io.TextIOWrapper):
     """Standard output or error of this process, which a lost console does not end.
 
@@ -103,9 +107,11 @@ class _ConsoleStream(io.TextIOWrapper):
         while True:
             try:
                 return super().flush()
-            except BlockingIOError:  # a full pipe that another process has made non-blocking
-                select.select([], [self.fileno()], [])
             except OSError as error:
+                # A full pipe that another process has made non-blocking may be read again.
+                is_full = isinstance(error, BlockingIOError)
+                if is_full and select.select([], [self.fileno()], [], FULL_S)[1]:
+                    continue
                 is_log_lost = self.fileno() in self.lost
                 self.lost[self.fileno()] = str(error)
                 _move(self.fileno(), None if is_log_lost else self.folder, str(error))

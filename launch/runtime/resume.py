@@ -190,8 +190,8 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     """Find where the run goes on; None where it is a new one.
 
     In the configuration that is returned `resume.run` is the checkpoint, and still `auto` where
-    there is none yet. With `auto`, behind which nobody may be, a checkpoint that is damaged is not
-    taken where an older one is sound.
+    there is none yet. With `auto`, which may run unwatched, a damaged checkpoint is not taken if an
+    older one is sound.
 
     Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
     """

@@ -57,8 +57,8 @@ class PromptProtocol(HttpToolsProtocol):
 
     def _wait_for_head(self) -> None:
         self._stop_waiting()
-        # Not `close`, which waits until the peer has read its last answer.
-        self._timer = self.loop.call_later(HEAD_S, self.transport.abort)
+        # Not `abort`: a slow peer may still be reading its last answer.
+        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

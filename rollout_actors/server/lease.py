@@ -21,7 +21,7 @@ RUN_HEADER = "X-Rollmatch-Run"
 
 
 def run_name(folder: Path) -> str:
-    """Return the name under which a run holds a lease, which a restart of it has again."""
+    """Return the name under which a run holds a lease, which its restart on this host has again."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name
