@@ -232,7 +232,8 @@ class Cluster:
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
-        addresses = server_addresses(section, run_name(self._config.telemetry.run_dir))
+        run = run_name(self._config.telemetry.run_dir, is_start=True)
+        addresses = server_addresses(section, run)
         nothing = Resources(cpus=0.0, gpus=0.0)
         names = [server_name(index) for index in range(len(addresses))]
         shell = ray.remote(EngineActor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import sys
@@ -22,6 +23,7 @@ from rollout_actors.backends.http import (
 )
 from rollout_actors.engine.settings import EngineSettings, model_type
 from rollout_actors.server import messages
+from rollout_actors.server.lease import HEARTBEAT_S
 from rollout_actors.server.messages import IMAGE_PIXELS, CallLimits, InferCall
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -129,6 +131,7 @@ class ServerClient(HttpEngine):
         # By this the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
         self._limits = CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)  # until it was asked
+        self._heartbeat: asyncio.Task[None] | None = None
 
     async def inspect(self) -> ServerFacts:
         info = await self._ask(messages.ServerInfo, "/info/")
@@ -185,8 +188,22 @@ class ServerClient(HttpEngine):
             self.version = report.version
         return report
 
+    async def _claim(self) -> None:
+        if self._http.address.run:
+            self._heartbeat = asyncio.create_task(self._renew_lease())
+
+    async def _renew_lease(self) -> None:
+        """Call the server as long as this process lives: a run can have nothing to ask for long."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            # A server that does not answer is noticed by whoever asks it for something.
+            with suppress(UnansweredError, HttpStatusError):
+                await self._http.get(self._http.address.health_route)
+
     def close(self) -> None:
         """Tell the server that the run has ended."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         if self._http.address.run:
             self._http.tell("/end_lease/")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import secrets
 import socket
 import time
 from collections import Counter
@@ -14,19 +15,40 @@ from urllib.parse import quote, unquote
 
 from rollout_actors.server.messages import shortened
 
-LEASE_S = 300.0
-"""Time without a call of a run after which another may take its server."""
+LEASE_S = 60.0
+"""Time without a call of a run after which another may take its server; a run that lives calls more
+often (`HEARTBEAT_S`).
+"""
+HEARTBEAT_S = 10.0
+"""Time between two calls with which a run renews its lease while it has nothing else to ask."""
+OWNER_FILE = "owner.txt"
+"""In a run's folder: who made it, and where, with random letters."""
 RUN_HEADER = "X-Rollmatch-Run"
 """Header in which the calls of a run say whose they are, percent-encoded."""
 
 
-def run_name(folder: Path) -> str:
-    """Return the name under which a run holds a lease, which its restart on this host has again."""
+def run_name(folder: Path, *, is_start: bool = False) -> str:
+    """Return the name under which a run holds a lease.
+
+    A restart has it again, also on another machine that has the folder.
+
+    Args:
+        is_start: writes `OWNER_FILE` into the folder if it is not there.
+    """
+    file = folder / OWNER_FILE
     try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name
-        user = str(os.getuid())
-    return f"{folder.absolute()} of {user}@{socket.gethostname()}"
+        owner = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a user without a name
+            user = str(os.getuid())
+        # Random letters: another machine may have another folder of the same path and user.
+        owner = f"{user}@{socket.gethostname()} {secrets.token_hex(4)}"
+        if is_start:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(owner, encoding="utf-8")
+    return f"{folder.absolute()} of {owner}"
 
 
 def encoded(run: str) -> str:

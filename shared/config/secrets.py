@@ -93,10 +93,10 @@ def redacted(text: str) -> str:
     """Replace the secrets that this process knows in a text."""
     of_variables = (value for name, value in os.environ.items() if is_secret(name))
     known = {value for value in (*_hidden, *of_variables) if len(value) >= _SHORTEST}
-    # The longest first: one may be a part of another.
-    for value in sorted(known, key=len, reverse=True):
-        text = text.replace(value, MASK)
-    return _without_url_secrets(text)
+    # The longest first, as one may be a part of another, and all at once, as one may be a part of
+    # the mask.
+    either = "|".join(re.escape(value) for value in sorted(known, key=len, reverse=True))
+    return _without_url_secrets(re.sub(either, MASK, text) if known else text)
 
 
 def _secrets_in(value: Any, in_secret: bool = False) -> Iterator[str]:

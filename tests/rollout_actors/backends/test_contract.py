@@ -42,6 +42,7 @@ from rollout_actors.backends.stock_server import StockClient
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.server.token_file import find_token
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -133,7 +134,7 @@ def server(learner, checkpoint):
             arguments, Path(name), program=program, variables=rows.variables
         ) as process:
             client = ServerClient("server", process.address(), index=0, expected=settings)
-            yield from served(client, process, rows, learner, key="none")
+            yield from served(client, process, rows, learner, key=find_token(process.url))
 
 
 @contextmanager

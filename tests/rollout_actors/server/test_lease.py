@@ -18,9 +18,10 @@ from fake_server import (
     serving_engine,
 )
 
+from rollout_actors.backends import rollmatch_server
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
-from rollout_actors.server.lease import RUN_HEADER, Lease, decoded, encoded, run_name
+from rollout_actors.server.lease import OWNER_FILE, RUN_HEADER, Lease, decoded, encoded, run_name
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase
 
@@ -68,13 +69,19 @@ def test_a_call_that_is_not_answered_yet_keeps_the_lease_however_long_it_takes()
     assert lease.take(SECOND) == ""
 
 
-def test_a_run_has_the_same_name_again_when_it_is_started_again_and_its_header_is_ascii(
+def test_a_run_has_its_name_again_on_any_machine_with_its_folder_and_its_header_is_ascii(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    name = run_name(Path("läufe/1"))
+    folder = Path("läufe/1")
+    before = run_name(folder)
+    assert not folder.exists() and run_name(folder) != before, "a check makes nothing"
+    name = run_name(folder, is_start=True)
     assert name.startswith(f"{tmp_path}/läufe/1 of ")
-    assert name == run_name(tmp_path / "läufe" / "1")
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert {run_name(folder), run_name(folder.absolute(), is_start=True)} == {name}
+    (folder / OWNER_FILE).unlink()
+    assert run_name(folder, is_start=True) != name, "another folder of this path"
     assert (encoded(name).isascii(), decoded(encoded(name)), decoded(None)) == (True, name, "")
 
 
@@ -126,3 +133,26 @@ def test_only_calls_with_the_token_renew_it_and_a_caller_of_no_run_needs_none(tm
             assert pauses(**header) == 200
         assert caller.post("/end_lease/", b"", **key, **header).status_code == 200
         assert pauses() == 200
+
+
+def test_a_run_that_asks_for_nothing_keeps_its_lease_as_long_as_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollmatch_server, "HEARTBEAT_S", 0.01)
+    clock = Clock()
+    settings = make_settings(tmp_path / "model")
+    service = make_service(ObedientEngine(), settings)
+    service.lease = Lease(60.0, clock_s=clock)
+    asyncio.run(service.start())
+
+    async def live(client):
+        await client.start()
+        for phase in SyncPhase:
+            await client.run_sync_phase(phase, make_offer())
+        clock.now_s += 1000
+        async with asyncio.timeout(60):
+            while not service.lease.taken(SECOND):
+                await asyncio.sleep(0.01)
+
+    with serving(make_app(service, token="t")) as url:
+        asyncio.run(live(Run(url, settings).make(token="t", run=FIRST)))
+        clock.now_s += 61
+        assert service.lease.taken(SECOND) == "", "it has died without a word"
