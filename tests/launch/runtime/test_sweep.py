@@ -38,14 +38,14 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
             warm_checkpoint,
             demo_data,
             *small,
-            "training.max_steps=-1,1,60,2",
+            "training.max_steps=-1,1,20,2",
             *options,
             experiment="stage2_hf",
             options=["-m"],
         )
 
     sweep = start()
-    sweep.wait_for("step    2/60")
+    sweep.wait_for("step    2/20")
     os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert sweep.process.wait(timeout=90) == 130, sweep.output
     sweep.assert_nothing_left()
@@ -79,10 +79,10 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     ends = [(one["trial"], one["exit_code"]) for one in rest.lines("trials.jsonl")[3:]]
     assert ends == [(0, 2), (2, 0), (3, 0)]
     assert (folders[1] / "metrics.jsonl").read_bytes() == written
-    for folder, num_steps in ((folders[2], 60), (folders[3], 2)):
+    for folder, num_steps in ((folders[2], 20), (folders[3], 2)):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, num_steps + 1))
-    assert re.search(r"resume    \S+trial_2 after \d+ of 60 steps", rest.output)
+    assert re.search(r"resume    \S+trial_2 after \d+ of 20 steps", rest.output)
     assert re.search(r"^trial  training\.max_steps  steps  loss$", rest.output, flags=re.MULTILINE)
     assert "sweep     3 of 4 trials finished; " in rest.output
 
