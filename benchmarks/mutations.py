@@ -325,7 +325,7 @@ MUTANTS = (
         "if since_warmup < 0:", "if since_warmup <= 0:", ("tests/shared/config/test_schedule.py",)),
     Mutant("engine-exactly-long-enough-refused", "shared/config/checks/engines.py",
         "longest < run.global_max_length", "longest <= run.global_max_length",
-        ("tests/shared/config/checks/test_checks.py", "tests/shared/config/test_scenarios.py")),
+        ("tests/shared/config/test_cases.py", "tests/shared/config/test_scenarios.py")),
     Mutant("report-before-the-warm-up", "shared/schedule.py",
         "step > 0 and step % every == 0", "step % every == 0", ("tests/shared/test_schedule.py",)),
 )

@@ -4,7 +4,16 @@ import pickle
 from types import MappingProxyType
 
 import pytest
-from config_changes import MATCHING, TEMPERATURE, VLLM, changed, load, load_trajectories
+from config_changes import (
+    ALIGNED,
+    MATCHING,
+    STAGE1,
+    TEMPERATURE,
+    VLLM,
+    changed,
+    load,
+    load_trajectories,
+)
 from pydantic import ValidationError
 
 from shared.config import RunConfig, load_config
@@ -50,6 +59,11 @@ def test_trajectories_have_no_step_but_of_channel_b():
     run = load_trajectories({"stage2_ab.schedule": {"b_ratio": 0.0, "warmup_steps": 99}})
     assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
     assert run.channel(0) is Channel.B
+
+
+def test_every_step_of_the_aligned_variant_is_channel_b_and_none_of_teacher_forced_training():
+    assert {load(ALIGNED).channel(step) for step in range(100)} == {Channel.B}
+    assert {load(STAGE1).channel(step) for step in range(100)} == {Channel.A}
 
 
 def test_any_mapping_is_read_and_none_is_changed():

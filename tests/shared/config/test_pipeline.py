@@ -143,11 +143,8 @@ def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indice
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_alias_is_refused_in_the_config_of_every_module(name, alias):
-    """In a module without the successor that is unknown too."""
-    line, *others = problems(lists_with_config(name, CONFIGS[name] | {alias: 1.0}))
-    assert line.startswith(f"{path(name)}.config.{alias}: ")
-    successor = line.rpartition("; use ")[2]
-    assert all(other.startswith(f"{successor}: is not a known") for other in others)
+    (line,) = problems(lists_with_config(name, CONFIGS[name] | {alias: 1.0}))
+    assert line.startswith(f"{path(name)}.config.{alias}: is not a known key; ")
 
 
 @pytest.mark.parametrize(
