@@ -6,7 +6,9 @@ from types import MappingProxyType
 import pytest
 from config_changes import (
     ALIGNED,
+    HF,
     MATCHING,
+    SERVERS,
     STAGE1,
     TEMPERATURE,
     VLLM,
@@ -111,6 +113,15 @@ def test_an_empty_mapping_names_every_missing_key():
         "custom.trainer_variant",
         "rollout_matching.pipeline",
     ]
+
+
+def test_rollouts_have_these_defaults():
+    matching = load({f"{MATCHING}.rollout_backend": ...}).rollout_matching
+    assert (matching.rollout_backend, matching.length_penalty) == ("vllm", 1.0)
+    decode = load(HF).rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
+    assert decode.length_penalty == 1.0
+    server = load(SERVERS).rollout_matching.vllm.server
+    assert (server.timeout_s, server.infer_timeout_s) == (240.0, None)
 
 
 def test_the_decode_mode_follows_the_temperature_where_it_is_not_written():
