@@ -37,7 +37,6 @@ from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
 from shared.weight_sync.transports import Device, TransportKind
 
-ROOT = Path(__file__).parents[2]
 SOUND = {
     "global_max_length": 512,
     "rollout_matching__max_new_tokens": 96,
