@@ -92,7 +92,8 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
 
 TRIAL = """#!/bin/sh
 # In place of Python: `-m launch.train seed=SEED telemetry.run_dir=FOLDER`.
-seed=${3#seed=} folder=${4#telemetry.run_dir=}
+seed=${3#seed=} folder=$(echo "${4#telemetry.run_dir=}" | tr -d "'")
+wait_for() { for _ in $(seq 1200); do "$@" && return; sleep 0.05; done; exit 9; }
 mkdir -p "$folder"
 echo "step    1/1"
 echo "{\\"step\\": 1, \\"loss/total\\": $seed.5}" > "$folder/metrics.jsonl"
@@ -129,9 +130,9 @@ def test_trials_that_leave_room_run_side_by_side_and_their_loss_is_summed_up_ove
     """Each of the first two waits for the other. The last one ends when both have ended."""
     meets = """
     case "$seed" in
-        1) until [ -e "$folder/../trial_1" ]; do sleep 0.05; done ;;
-        2) until [ -e "$folder/../trial_2" ]; do sleep 0.05; done ;;
-        3) until grep -q '"trial": 1' "$folder/../trials.jsonl"; do sleep 0.05; done ;;
+        1) wait_for [ -e "$folder/../trial_1" ] ;;
+        2) wait_for [ -e "$folder/../trial_2" ] ;;
+        3) wait_for grep -q '"trial": 1' "$folder/../trials.jsonl" ;;
     esac
     """
     console = trials_of(1, 2, 3, code=meets)
@@ -150,7 +151,7 @@ def test_trials_that_leave_room_run_side_by_side_and_their_loss_is_summed_up_ove
 @pytest.mark.slow
 def test_an_interrupted_sweep_begins_no_further_trial(trials_of, tmp_path, capsys):
     """A trial that is told to end may still save its weights."""
-    saves = "trap 'exit 130' TERM; kill -INT $PPID; while :; do sleep 0.05; done\n"
+    saves = "trap 'exit 130' TERM; kill -INT $PPID; wait_for false\n"
     console = trials_of(1, 2, code=saves, limit=1)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -51,7 +51,7 @@ def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCo
     seen: Counter[object] = Counter()
     for codec in codecs.values():
         damage = Damage(generator, codec)
-        for _ in range(6000 // len(codecs)):
+        for _ in range(3000 // len(codecs)):
             geometry = BOXES if generator.random() < 0.1 else ALL_GEOMETRY
             response = damage.response()
             appended = random_objects(generator, generator.choice([0, 1, 1, 2]), geometry)
