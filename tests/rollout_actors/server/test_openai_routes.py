@@ -48,26 +48,18 @@ IMAGE_PLACES = [
 
 
 class ObedientServing:
-    """An `OpenAIServing` that answers with the call itself, after `latency_s`, or with `num_events`
-    events where a stream is asked for.
-    """
+    """An `OpenAIServing` that answers with the call itself, after `latency_s`."""
 
     def __init__(self):
         self.latency_s = 0.0
         self.goes_on = threading.Event()
         """Answers at once, whatever the latency."""
-        self.num_events = 3
-        self.num_allowed = 1000
-        """Of the events; those behind them wait until it is more."""
         self.status = 200
         self.asked = []
         self.num_cancelled = 0
-        self.num_closed = 0
 
     async def answer(self, route, call):
         self.asked.append((route, call))
-        if call.get("stream"):
-            return OpenAIAnswer(200, self._events())
         try:
             until = time.monotonic() + self.latency_s
             while time.monotonic() < until and not self.goes_on.is_set():
@@ -76,17 +68,6 @@ class ObedientServing:
             self.num_cancelled += 1
             raise
         return OpenAIAnswer(self.status, {"id": "an answer", "object": str(route), "choices": []})
-
-    async def _events(self):
-        try:
-            for number in range(self.num_events):
-                await asyncio.sleep(self.latency_s)
-                while number >= self.num_allowed:
-                    await asyncio.sleep(0.01)
-                yield f'data: {{"id": "{number}", "choices": []}}\n\n'
-            yield "data: [DONE]\n\n"
-        finally:
-            self.num_closed += 1
 
 
 class OpenAICaller(Caller):
@@ -128,14 +109,13 @@ def said(answer, status):
     return error["message"]
 
 
-@pytest.fixture(params=["on the server's loop", "on the engine's"])
-def caller(tmp_path, request):
+@pytest.fixture
+def caller(tmp_path):
     serving_ = ObedientServing()
     thread = EngineThread(ObedientEngine, lambda _: serving_)
     service = make_service(thread, make_settings(tmp_path / "model"), max_request_bytes=5_000)
     asyncio.run(service.start())
-    openai_ = thread if request.param == "on the engine's" else serving_
-    with serving(make_app(service, openai=openai_)) as url:
+    with serving(make_app(service, openai=thread)) as url:
         yield OpenAICaller(url, serving_)
     thread.close()
 
@@ -337,9 +317,8 @@ def test_nothing_is_answered_while_a_sync_is_under_way_or_was_not_completed(call
     for phase in list(SyncPhase)[:num_done]:
         caller.phase(phase)
     shut = "serves no rollouts: its sync to version 1 is under way, or was not completed; complete"
-    for stream in (False, True):
-        with pytest.raises(openai.ConflictError, match=shut):
-            caller.client().chat.completions.create(**CHAT, stream=stream)
+    with pytest.raises(openai.ConflictError, match=shut):
+        caller.client().chat.completions.create(**CHAT)
     assert not caller.serving.asked
     caller.sync(2)
     assert caller.client().chat.completions.create(**CHAT).weight_version == 2
@@ -354,9 +333,6 @@ def test_what_runs_when_a_sync_begins_is_answered_under_the_weights_it_began_wit
     assert (answer.status_code, answer.json()["weight_version"]) == (200, 0)
 
 
-OTHER_WEIGHTS = "was given other weights than version 0 before it had answered; ask again"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_answer", [False, True])
 def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(caller, has_answer):
@@ -365,48 +341,20 @@ def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(calle
         caller.sync()
         if has_answer:
             caller.serving.goes_on.set()
-        assert OTHER_WEIGHTS in said(asking.result(), 409)
+        other = "was given other weights than version 0 before it had answered; ask again"
+        assert other in said(asking.result(), 409)
     assert caller.running() == 0
     if not has_answer:
         assert eventually(lambda: caller.serving.num_cancelled == 1)
 
 
 @pytest.mark.slow
-def test_a_stream_is_passed_on_event_by_event(caller):
-    # The next event is made when this one is here: who kept them together would wait for ever.
-    caller.serving.num_allowed = 1
-    seen = []
-    with caller.client().chat.completions.create(**CHAT, stream=True) as stream:
-        for event in stream:
-            seen.append(event.id)
-            assert event.id == "2" or caller.running() == 1
-            caller.serving.num_allowed += 1
-    assert seen == ["0", "1", "2"]
-    assert eventually(lambda: caller.running() == 0)
-
-
-@pytest.mark.slow
-def test_a_stream_ends_with_an_error_when_other_weights_arrive(caller):
-    caller.serving.num_allowed = 1
-    caller.serving.num_events = 100
-    stream = caller.client().chat.completions.create(**CHAT, stream=True)
-    assert next(stream).id == "0"
-    caller.sync()
-    caller.serving.num_allowed = 100
-    with pytest.raises(openai.APIError, match="was given other weights than version 0"):
-        list(stream)
-    assert eventually(lambda: caller.serving.num_closed == 1)
-    assert caller.running() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_work_for_a_caller_who_has_gone_is_ended(caller, stream):
+def test_the_work_for_a_caller_who_has_gone_is_ended(caller):
     caller.serving.latency_s = 60.0
     asked_and_gone(
         f"{caller.url}/v1/chat/completions",
-        json.dumps(CHAT | {"stream": stream}).encode(),
+        json.dumps(CHAT).encode(),
         lambda: len(caller.serving.asked) == 1,
     )
-    assert eventually(lambda: caller.serving.num_cancelled + caller.serving.num_closed == 1)
+    assert eventually(lambda: caller.serving.num_cancelled == 1)
     assert eventually(lambda: caller.running() == 0)
