@@ -6,7 +6,7 @@ from config_support import configuration
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import DeviceMemory, Needs
 from launch.checks.model_shape import ModelShape, VisionShape
-from launch.checks.proposals import proposals
+from launch.checks.proposals import _of_more_ranks, _of_one_rank, proposals
 from shared.weight_sync.transports import Device, TransportKind
 
 pytestmark = pytest.mark.slow
