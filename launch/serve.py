@@ -282,12 +282,14 @@ def _serve_at(
 
         assert isinstance(engine, VllmEngine)
         names = [name.strip() for name in (options.served_model_name or "").split(",")]
-        tools = f" --enable-auto-tool-choice --tool-call-parser {options.tool_call_parser}"
+        instead = stock_command(settings, url)
+        if options.tool_call_parser is not None:
+            instead += f" --enable-auto-tool-choice --tool-call-parser {options.tool_call_parser}"
         return VllmOpenAI.from_engine(
             engine,
             [name for name in names if name] or [str(options.model)],
             tool_call_parser=options.tool_call_parser,
-            stock_command=stock_command(settings, url) + tools * bool(options.tool_call_parser),
+            stock_command=instead,
         )
 
     engine = EngineThread(make_engine, make_openai)
