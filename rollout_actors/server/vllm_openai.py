@@ -138,7 +138,7 @@ class VllmOpenAI:
             # vLLM would leave out of account a field that has perhaps only been misspelled.
             return create_error_response(f"no such field: {', '.join(unknown)}")
         if refused := [name for name in STOCK_FIELDS if call.get(name) not in NEUTRAL]:
-            return create_error_response(_not_served(", ".join(refused), self.stock_command))
+            raise _not_served(", ".join(refused), self.stock_command)
         form: type[BaseModel] = FORMS[route]
         try:
             request = brief_validator(form).validate_python(call)
@@ -161,10 +161,10 @@ class VllmOpenAI:
         return await self.completion.create_completion(request)
 
 
-def _not_served(what: str, stock_command: str) -> str:
-    return (
-        f"{what}: not served here; leave it out, or start in this server's place: {stock_command}"
-    )
+def _not_served(what: str, stock_command: str) -> RefusalError:
+    # No error of vLLM's: that would have no paths in its message.
+    instead = f"start in this server's place: {stock_command}"
+    return RefusalError(400, f"{what}: not served here; leave it out, or {instead}")
 
 
 def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
@@ -238,7 +238,7 @@ class GuardedClient:
         # tools too, which the fields of a call do not show.
         if sampling_params.structured_outputs is not None:
             what = "a grammar for tool calls (tool_choice, strict, parallel_tool_calls)"
-            raise VLLMValidationError(_not_served(what, self._stock_command))
+            raise _not_served(what, self._stock_command)
         if sampling_params.prompt_logprobs is not None and self._dies_of_prompt_logprobs:
             why = "a server with enable_lora has none on CPU; leave it out (and echo with logprobs)"
             raise VLLMValidationError(f"prompt_logprobs: {why}")
