@@ -17,7 +17,7 @@ from damaged_responses import Damage, check_damaged, random_objects
 
 from shared.grounding.formats import FORMATS
 from shared.grounding.objects import DropReason, ParsedRollout
-from shared.grounding.serialize import serialize_append
+from shared.grounding.serialize import layout_append
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -38,7 +38,7 @@ def check_json(parsed: ParsedRollout, prefix: bytes, appended: list[GroundTruthO
         assert b"\\u" in written or one.desc == json.loads(b'"%b"' % written)
         outside = outside[: one.value[0]] + outside[one.value[1] :]
     start = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-    text = parsed.prefix_text + serialize_append(parsed.prefix_text, appended, start_index=start)
+    text = parsed.prefix_text + layout_append(parsed.prefix_text, appended, start_index=start).text
     if parsed.dropped or any(QUOTED_OR_BARE.findall(text)) or not ONLY_KEYS.fullmatch(outside):
         return
     keys = [key for key, _ in json.loads(text, object_pairs_hook=list)]
