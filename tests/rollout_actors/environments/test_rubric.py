@@ -15,7 +15,8 @@ from scripted_client import ScriptedClient, status_error
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Rubric, RubricGroup, relative_steps, settle
+from rollout_actors.environments.rewards import relative_steps, settle
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.types import State
 
 

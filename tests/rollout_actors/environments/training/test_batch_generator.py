@@ -8,9 +8,9 @@ import pytest
 from environment_support import rows, rubric_of, said_the_answer
 from scripted_client import ScriptedClient
 
-from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.training.batch_generator import AsyncBatchGenerator
 
 
 def echo(call):
