@@ -226,7 +226,7 @@ def remedy_for(value: Any) -> str:
 
 
 def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
-    """Fail rollouts whose rubric raised. It may have been half done, so its figures are discarded."""
+    """Fail rollouts whose rubric raised. What it did before is discarded."""
     for state in states:
         state["error"] = describe_error(error)
         state["metrics"] = {}
