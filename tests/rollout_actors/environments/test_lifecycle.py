@@ -4,6 +4,7 @@ import asyncio
 import signal
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 from environment_support import (
@@ -396,12 +397,10 @@ PROGRAM = """
 TORN = ["teardown", "plainly"]
 
 
-def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int, str]:
-    """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has
-    written `signal_at`.
-    """
+def program(body: str, **signalled: Any) -> tuple[list[str], int, str]:
+    """Lines that it wrote, how it ended, and what it complained of."""
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    lines, status, complaints = ran(code, signal_at=signal_at)
+    lines, status, complaints = ran(code, **signalled)
     return " ".join(lines).split(), status, complaints
 
 
@@ -456,25 +455,37 @@ WAITS = """async def ready(call):
 RUNS = """def ready(call):
         print("ready", flush=True)
         while True: pass"""
+DEFAULT = "signal.signal(signal.SIGINT, signal.default_int_handler)"
 EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "cleans"),
+    ("body", "cleans", "sign"),
     [
-        ("    env = Env(); print('ready', flush=True); time.sleep(60)", []),
-        (UNDER_WAY.format(handler="", ready=WAITS), ["cleanup"]),
-        (UNDER_WAY.format(handler="", ready=RUNS), ["cleanup"]),
-        (UNDER_WAY.format(handler=EXITS, ready=RUNS), ["cleanup"]),
+        ("    env = Env(); print('ready', flush=True); time.sleep(60)", [], signal.SIGTERM),
+        (UNDER_WAY.format(handler="", ready=WAITS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler="", ready=RUNS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler=EXITS, ready=RUNS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler=DEFAULT, ready=WAITS), ["cleanup"], signal.SIGINT),
     ],
-    ids=["nothing is under way", "a rollout waits", "its code runs", "with a handler that exits"],
+    ids=[
+        "nothing is under way",
+        "a rollout waits",
+        "its code runs",
+        "with a handler that exits",
+        "a Ctrl-C",
+    ],
 )
-def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown_which_is_called_once(
-    body, cleans
+def test_on_a_signal_rollouts_under_way_clean_up_before_the_teardown_which_is_called_once(
+    body, cleans, sign
 ):
-    lines, code, _ = program(body, signal_at="ready")
-    assert (lines, code) == (["ready", *cleans, *TORN], 128 + signal.SIGTERM)
+    lines, code, complaints = program(body, signal_at="ready", sign=sign)
+    assert lines == ["ready", *cleans, *TORN]
+    if sign is signal.SIGTERM:
+        assert code == 128 + signal.SIGTERM
+    else:
+        assert "KeyboardInterrupt" in complaints
 
 
 def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():
