@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -422,7 +422,6 @@ class Environment(ABC):
             _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
-    @wraps(generate)
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
         return await self.generate(*args, **kwargs)
 
@@ -457,15 +456,18 @@ class Environment(ABC):
         return results
 
     # RuntimeError if an event loop runs already.
-    @wraps(generate)
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
         _require_no_loop("generate")
         return asyncio.run(self.generate(*args, **kwargs))
 
-    @wraps(evaluate)
     def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
         _require_no_loop("evaluate")
         return asyncio.run(self.evaluate(*args, **kwargs))
+
+    # They take, and say that they take, the arguments of the methods that they call.
+    update_wrapper(a_generate, generate)
+    update_wrapper(generate_sync, generate)
+    update_wrapper(evaluate_sync, evaluate)
 
     def make_dataset(
         self,

@@ -234,17 +234,15 @@ def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit()
 
 
 @pytest.mark.slow
-@BOTH_WAYS
 def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(
-    interleave_scoring, release
+    release,
 ):
     def hangs(completion):
         release.wait(60)
         return 1.0
 
-    limits = {"scoring_timeout_s": 1.0, "interleave_scoring": interleave_scoring}
     env = SingleTurnEnv(rubric=Rubric([hangs], [0.0]))
-    results = generated(env, rows(1), ScriptedClient(echo), **limits)
+    results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=1.0)
     (state,) = results.state
     assert state["reward_errors"]["hangs"].startswith(
         "TimeoutError: reward function hangs is not done after scoring_timeout_s = 1 s"
