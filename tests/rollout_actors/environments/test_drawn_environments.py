@@ -62,8 +62,8 @@ async def cancels_its_own_task() -> None:
 RAISED = {
     "error": (lambda: RuntimeError("broken"), "RuntimeError: broken"),
     "exit": (lambda: SystemExit(3), "called exit()"),
-    "interrupt": (KeyboardInterrupt, "raised KeyboardInterrupt"),
-    "no Exception": (Gone, "raised Gone"),
+    "interrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
+    "no Exception": (Gone, "Gone"),
 }
 AWAITED = {
     "cancelled": (waits_for_a_cancelled_task, "CancelledError"),
@@ -78,8 +78,8 @@ FAULTS = {
     "put_away": (*RAISED, "cancelled", "hangs"),
     "client": ("error",),
     "plain reward": (*RAISED,),
-    "reward": (*RAISED, "cancelled", "hangs"),
-    "group reward": (*RAISED, "cancelled", "hangs"),
+    "reward": ("error", "exit", "interrupt", "cancelled", "hangs"),
+    "group reward": ("error", "exit", "interrupt", "cancelled", "hangs"),
     "rubric": (*RAISED, "cancelled"),
 }
 
