@@ -247,8 +247,7 @@ def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
             limit.count(waiting=-waiting, running=-running)
 
 
-@asynccontextmanager
-async def within(limit_s: float | None, late: str, remedy: str) -> AsyncIterator[None]:
+def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
     """Cancel the block at the limit and raise TimeoutError, even if the block swallows the end.
 
     Args:
@@ -256,9 +255,11 @@ async def within(limit_s: float | None, late: str, remedy: str) -> AsyncIterator
         late: the beginning of the error, up to the limit's name.
         remedy: the end of the error.
     """
-    if limit_s is None:
-        yield
-        return
+    return nullcontext() if limit_s is None else _within(limit_s, late, remedy)
+
+
+@asynccontextmanager
+async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(limit_s) as timeout:
             limit = PausableTimeout(timeout)
