@@ -129,6 +129,13 @@ def test_make_dataset_extracts_requested_state_columns_by_dotted_paths():
     assert "timing" not in environment.make_dataset(results).column_names
 
 
+def test_id_and_timing_are_recorded_per_rollout_and_are_available_for_inclusion_in_datasets():
+    environment, results = echoed([{"question": "a", "id": "x"}, {"question": "b", "id": "y"}])
+    table = environment.make_dataset(results, state_columns=["timing"])
+    assert table["id"][:] == [state["id"] for state in results.state] == ["x", "y"]
+    assert table["timing"][:] == [state["timing"] for state in results.state]
+
+
 @pytest.mark.parametrize(
     ("columns", "error", "problem"),
     [
