@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from started_processes import SESSION, StartedProcesses
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 if TYPE_CHECKING:
     from engine_support import EnginePool
