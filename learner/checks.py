@@ -112,7 +112,7 @@ class LogprobTolerance:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Sampled tokens of a step whose log-probabilities were compared, on this rank."""
+    """Tokens of a step whose log-probabilities were compared, on this rank."""
 
     num_tokens: int = 0
     num_outliers: int = 0
@@ -129,9 +129,9 @@ def check_logprobs(
     tolerance: LogprobTolerance,
     so_far: Compared,
 ) -> Compared:
-    """Compare the log-probabilities of a row's sampled tokens, and add them to `so_far`.
+    """Compare the log-probabilities of a row's tokens, and add them to `so_far`.
 
-    K are the sampled tokens of `segments`, concatenated.
+    K are the tokens to compare of `segments`, concatenated.
 
     Example: engine [-0.50, -2.10], learner [-0.50, -2.09], tolerance 1e-3: the second token is an
     outlier, and in float32, where none is permitted, ends the run.
@@ -154,7 +154,9 @@ def check_logprobs(
     if tolerance.permits(compared) and not len(not_a_number):
         return compared
     first = int((not_a_number if len(not_a_number) else outliers)[0])
-    pairs = ((segment, token) for segment in segments for token in segment.target.sampled_positions)
+    pairs = (
+        (segment, token) for segment in segments for token in segment.target.compared_positions
+    )
     segment, token = next(islice(pairs, first, None))
     share = tolerance.outlier_share
     permitted = f", and at most {share:g} of them may" if share else ""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learner.targets import Target
+from learner.targets import AdvantageTarget, Target
 from shared.config import RunConfig
 from shared.errors import RecordError
 from shared.grounding.json_list import PictureResize
@@ -69,7 +69,7 @@ class Segment:
     position: int
     """The sample's place in its step."""
     prompt: EncodedPrompt
-    target: Target
+    target: Target | AdvantageTarget
     step: int = 0
     """The step that drew the sample; a later one may learn the segment."""
     actor: str | None = None

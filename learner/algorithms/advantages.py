@@ -79,9 +79,6 @@ class TokenAdvantages:
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-NO_CREDIT = TokenAdvantages((), (), (), (), ())
-
-
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
     """Credits the tokens of an example, as `policy_gradient` is configured."""

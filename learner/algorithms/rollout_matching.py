@@ -26,10 +26,9 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.base import Ahead, generation_span
+from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.data.augment import Augmented, AugmentedAhead, Augmenter
 from learner.data.fitting import Fitting, fits_a_row, require_train_lengths
@@ -41,14 +40,7 @@ from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import patience_of_learner
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import (
-    Target,
-    TokenRole,
-    ground_truth_target,
-    rollout_target,
-    target_settings,
-    text_weights,
-)
+from learner.targets import AdvantageTarget, Target, target_settings, text_weights
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import maskiou_gate, policy_gradient
@@ -383,8 +375,8 @@ class RolloutMatchingStep:
                 group_rewards=rewards,
             )
             credit = algorithm.estimator.estimate(example, start=0, num_of_rollout=number)
-            neutral = np.full(number, TokenRole.NEUTRAL, dtype=np.uint8)
-            target = Target(rollout.sample_id, tuple(token_ids), neutral, (), (), (), credit=credit)
+            # Compared already, in the segment of its matched target.
+            target = AdvantageTarget(rollout.sample_id, tuple(token_ids), credit)
             yield Segment(
                 rollout.position,
                 scored.prompt,

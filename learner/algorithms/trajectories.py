@@ -40,7 +40,7 @@ from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import StepLog, patience_of_learner
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import Target, TokenRole
+from learner.targets import AdvantageTarget
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PolicyGradientEntry
@@ -77,7 +77,7 @@ class TrajectoryTarget(NamedTuple):
 
     prompt_token_ids: tuple[int, ...]
     """All before the first token that is learned."""
-    target: Target
+    target: AdvantageTarget
     """From there to the last token that is learned. Between the turns of a merged example it holds
     tokens that are only read.
     """
@@ -106,15 +106,11 @@ def trajectory_target(
             " learned, and is predicted from nothing; make examples with mask_prompts=True"
         )
     credit = estimator.estimate(example, start=start, num_of_rollout=num_of_rollout)
-    target = Target(
+    target = AdvantageTarget(
         str(example.example_id),
         tuple(example.token_ids[start:stop]),
-        np.full(stop - start, TokenRole.NEUTRAL, dtype=np.uint8),
-        coord_positions=(),
-        coord_targets=(),
-        box_slots=(),
-        sampled_logprobs=credit.engine_logprobs,
-        credit=credit,
+        credit,
+        compared_logprobs=credit.engine_logprobs,
     )
     return TrajectoryTarget(tuple(example.token_ids[:start]), target)
 
@@ -516,8 +512,7 @@ def _fixed_segment(
     zeros = (0.0,) * length
     weights = (1.0 / length,) * length
     credit = TokenAdvantages(tuple(range(length)), zeros, zeros, weights, (0,) * length)
-    roles = np.full(length, TokenRole.NEUTRAL, dtype=np.uint8)
-    return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
+    return Segment(0, prompt, AdvantageTarget("fixed", response, credit))
 
 
 def _fixed_image() -> ImageRef:

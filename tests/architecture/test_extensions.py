@@ -16,12 +16,13 @@ from tiny_qwen import stock_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
+from learner.algorithms.matched_targets import ground_truth_target
 from learner.data.samples import load_samples
 from learner.model.loading import load_model
 from learner.packing import packing_policy
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import ground_truth_target, target_settings
+from learner.targets import target_settings
 from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
 from shared.config.pipeline import Channel

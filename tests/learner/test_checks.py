@@ -35,7 +35,7 @@ def prompt(*token_ids):
 def segment(sample_id, *logprobs):
     ids = tuple(range(10, 10 + len(logprobs) + 1))
     roles = np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8)
-    target = Target(sample_id, ids, roles, (), (), (), sampled_logprobs=logprobs)
+    target = Target(sample_id, ids, roles, (), (), (), compared_logprobs=logprobs)
     return Segment(0, prompt(1), target, actor="rollout-actor-1")
 
 

@@ -17,7 +17,6 @@ from learner.algorithms.advantages import (
     token_advantages,
 )
 from learner.algorithms.trajectories import trajectory_target
-from learner.targets import TokenRole
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample, group_advantages
 
@@ -46,15 +45,14 @@ def test_a_target_goes_from_the_first_sampled_token_to_the_last_and_learns_and_c
     prompt_token_ids, target = of(TWO_TURNS)
     assert (prompt_token_ids, target.token_ids) == ((10, 11), (12, 13, 14, 15, 16))
     assert target.sample_id == "7"
-    assert target.credit.positions == target.sampled_positions == (0, 1, 4)
-    assert target.credit.engine_logprobs == target.sampled_logprobs == (-0.25, -0.5, -0.75)
+    assert target.credit.positions == target.compared_positions == (0, 1, 4)
+    assert target.credit.engine_logprobs == target.compared_logprobs == (-0.25, -0.5, -0.75)
     assert target.credit.advantages == (0.5, 0.5, 0.5)
-    assert set(target.roles.tolist()) == {TokenRole.NEUTRAL}
     assert (target.coord_positions, target.box_slots, target.reading) == ((), (), None)
     one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])).target
-    assert (one_turn.sampled_logprobs, one_turn.sampled_positions) == ((-0.25, -0.5), (0, 1))
-    of_older_weights = replace(target, sampled_logprobs=())
-    assert of_older_weights.sampled_positions == (), "nothing is compared"
+    assert (one_turn.compared_logprobs, one_turn.compared_positions) == ((-0.25, -0.5), (0, 1))
+    of_older_weights = replace(target, compared_logprobs=())
+    assert of_older_weights.compared_positions == (), "nothing is compared"
 
 
 @pytest.mark.parametrize(
