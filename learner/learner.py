@@ -45,7 +45,7 @@ from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
-from shared.config.derive import divides_by_tokens, is_sharded, rank_name
+from shared.config.derive import is_sharded, rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
@@ -207,7 +207,7 @@ class Learner:
             denominator = step.plan.num_samples
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)
-            if divides_by_tokens(self._config):
+            if self._config.rollout_matching.pipeline.divides_by_tokens:
                 # Rows were learned with weight 1 a token before the step's last rollout came; 0 of
                 # all ranks' tokens have a gradient of 0.
                 denominator = max(1, self._ranks.sum(step.metrics.num_credited))

@@ -43,7 +43,7 @@ from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget, Target, target_settings, text_weights
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import maskiou_gate, policy_gradient
+from shared.config.derive import maskiou_gate
 from shared.config.model import DataSource
 from shared.config.pipeline import Channel
 from shared.dataset import Draw, MixedStream
@@ -100,7 +100,7 @@ class RolloutMatching:
         )
         self.fixed_images: tuple[ImageRef, ...] = first.images
         self.estimator: AdvantageEstimator | None = None
-        objective = policy_gradient(config)
+        objective = config.rollout_matching.pipeline.policy_gradient
         if objective is not None:
             longest = config.rollout_matching.max_new_tokens
             self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)

@@ -43,7 +43,6 @@ from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.dataset import RowStream
 from shared.errors import RolloutError
 from shared.records import ImageRef, Sample
@@ -140,10 +139,10 @@ class Trajectories:
         self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
         if examples.mixture:
             self._digest += f" {[list(part) for part in examples.mixture]}"
-        entries = config.rollout_matching.pipeline.active(Channel.B)
-        objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
+        policy_gradient = config.rollout_matching.pipeline.policy_gradient
+        assert policy_gradient is not None, "checked with the configuration"
         self.estimator = AdvantageEstimator.from_config(
-            objective.config,
+            policy_gradient,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             teacher=config.environment.teacher,
         )
