@@ -54,7 +54,7 @@ from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
-from shared.trajectory import TrainingExample, group_advantages, has_signal
+from shared.trajectory import TrainingExample, has_signal
 
 
 class RolloutMatching:
@@ -345,10 +345,8 @@ class RolloutMatchingStep:
         rewards = tuple(scored.reward for scored in group)
         differs = has_signal(rewards)
         self.metrics.add_group(has_signal=differs, num_left_out=0 if differs else len(group))
-        for scored, advantage in zip(group, group_advantages(rewards), strict=True):
+        for scored in group if differs else ():
             rollout = scored.rollout
-            if not differs:
-                continue
             if rollout.logprobs is None:
                 message = (
                     f"sample {rollout.sample_id}: came without the log-probabilities of its tokens,"
@@ -370,7 +368,6 @@ class RolloutMatchingStep:
                 logprobs,
                 [1] * number,
                 scored.reward,
-                advantage=advantage,
                 example_id=rollout.sample_id,
                 group_rewards=rewards,
             )

@@ -476,9 +476,13 @@ def _is_cut(rollout: EnvironmentRollout) -> bool:
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:
-    """Tell whether a rubric gave advantages itself: those of equal rewards are 0 everywhere."""
-    examples = (example for rollout in group for example in rollout.examples)
-    return any(one.advantage != 0 or any(one.token_advantages or ()) for one in examples)
+    """Tell whether the environment gave advantages itself, other than 0."""
+    for example in (one for rollout in group for one in rollout.examples):
+        own = example.token_advantages or [example.advantage] * len(example.token_ids)
+        is_relative = example.token_is_relative or [bool(example.group_rewards)] * len(own)
+        if any(one for one, relative in zip(own, is_relative, strict=True) if not relative):
+            return True
+    return False
 
 
 def _require_reward(rollout: EnvironmentRollout) -> None:
