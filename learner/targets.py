@@ -25,10 +25,10 @@ from learner.algorithms.advantages import TokenAdvantages
 from learner.ot_targets import OTSettings
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
-from shared.grounding.formats import AnswerFormat
 from shared.grounding.json_list import PictureResize
 from shared.grounding.matching import MatchedPair, MatchResult
 from shared.grounding.objects import ParsedRollout
+from shared.grounding.serialize import AnswerFormat
 from shared.records import POINT_TOLERANCE, GeometryKind
 
 

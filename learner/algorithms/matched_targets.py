@@ -21,11 +21,10 @@ import numpy as np
 
 from learner.ot_targets import slot_targets
 from learner.targets import LabelOverride, ParsedAndMatched, Target, TargetSettings, TokenRole
-from shared.grounding.formats import AnswerFormat
 from shared.grounding.matching import MatchedPair, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout, trim_prefix
-from shared.grounding.serialize import SerializedText, escaped
+from shared.grounding.serialize import AnswerFormat, SerializedText, escaped
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans

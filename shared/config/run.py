@@ -26,7 +26,8 @@ from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.secrets import masked
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
-from shared.grounding.formats import AnswerFormat, answer_format
+from shared.grounding.formats import answer_format
+from shared.grounding.serialize import AnswerFormat
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import DEFAULT_GEOMETRY, GeometryKind
 
