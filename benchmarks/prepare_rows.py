@@ -146,7 +146,7 @@ def main() -> None:
     tokens.processor.image_processor = Qwen2VLImageProcessor(
         patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000
     )
-    encoder = PromptEncoder.from_config(config, tokens.processor)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
     work = {
         "config": config,
         "tokens": tokens,

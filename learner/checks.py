@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from learner.segments import EncodedPrompt, Segment
-from shared.config import RunConfig
 from shared.errors import RolloutError
 from shared.rollouts import DecodeSettings, Rollout
 
@@ -98,12 +97,13 @@ class LogprobTolerance:
     """Share of the step's compared tokens up to which more of them are permitted."""
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> LogprobTolerance:
+    def of(cls, dtype: Literal["float32", "bfloat16"], max_abs: float) -> LogprobTolerance:
+        """Return the tolerance of a run whose forwards are of this type."""
         # In bfloat16 what an improbable token rounds to has no bound that millions of them keep;
         # wrong weights are off at most of them.
-        if config.model.dtype == "bfloat16":
-            return cls(config.logprob_tolerance, num_outliers=10, outlier_share=1e-3)
-        return cls(config.logprob_tolerance)
+        if dtype == "bfloat16":
+            return cls(max_abs, num_outliers=10, outlier_share=1e-3)
+        return cls(max_abs)
 
     def permits(self, compared: Compared) -> bool:
         by_share = self.outlier_share * compared.num_tokens

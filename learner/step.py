@@ -368,7 +368,7 @@ class RowTrainer:
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
         self._sampled_under = Normalizer(decode.temperature or 1.0, loaded.banned_token_ids)
         self._compares_logprobs = compares_logprobs(decode)
-        self._tolerance = LogprobTolerance.from_config(config)
+        self._tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
 
     def collate(
         self, segments: Row, channel: Channel, *, version: int, beside: Segment | None = None

@@ -68,7 +68,7 @@ class RolloutMatching:
         self.tokens = tokens
         self.decode = decode
         self._ranks = ranks
-        self.encoder = PromptEncoder.from_config(config, tokens.processor)
+        self.encoder = PromptEncoder(tokens.processor, config.prompts)
         self.settings = target_settings(config).for_pictures(self.encoder.picture_resize)
         self._sources = config.data.sources("train")
         self._fittings = [

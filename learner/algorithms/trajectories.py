@@ -505,7 +505,7 @@ def _fixed_segment(
     ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]
     if images:
         sample = Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {})
-        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
         response = tuple(ids)
     else:
         num_prompt = len(ids) // 4

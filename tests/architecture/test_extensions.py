@@ -43,7 +43,7 @@ class OneSample:
 
     def __init__(self, config, tokens, decode, ranks):
         sample = load_samples(config, *config.data.sources("train"))[0]
-        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
         target = ground_truth_target(sample, tokens.codec, target_settings(config))
         self.fixed = Segment(0, prompt, target)
         self.fixed_images = sample.images

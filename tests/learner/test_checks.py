@@ -154,7 +154,7 @@ def test_a_float32_run_ends_on_the_first_token_and_a_bfloat16_run_on_more_than_o
     dtype, max_abs, num_tokens, most
 ):
     config = configuration(Path("model"), Path("data"), Path("run"), model__dtype=dtype)
-    tolerance = LogprobTolerance.from_config(config)
+    tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
     assert tolerance.max_abs == max_abs
     assert tolerance.permits(Compared(num_tokens, most))
     assert not tolerance.permits(Compared(num_tokens, most + 1))

@@ -61,7 +61,7 @@ def parts(request, demo_data, tmp_path_factory):
     samples = load_dataset(
         config.data.train, on_bad_row="error", sort_objects=True, check_images=True
     )
-    encoder = PromptEncoder.from_config(config, loaded.processor)
+    encoder = PromptEncoder(loaded.processor, config.prompts)
     settings = target_settings(config)
     segments = []
     for position, (sample, size) in enumerate(zip(samples, IMAGE_SIZES, strict=False)):

@@ -63,7 +63,7 @@ def parts(demo_checkpoint, demo_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = configuration(demo_checkpoint, demo_data, folder, rollout_matching__pipeline=PIPELINE)
     loaded = load_model(config, torch.device("cpu"))
-    encoder = PromptEncoder.from_config(config, loaded.processor)
+    encoder = PromptEncoder(loaded.processor, config.prompts)
     samples = load_dataset(
         config.data.train, on_bad_row="error", sort_objects=True, check_images=True
     )[:NUM_SEGMENTS]
