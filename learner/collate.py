@@ -185,7 +185,7 @@ def collate(
     )
 
 
-def _row_positions(placed: Iterable[tuple[int, Sequence[int]]]) -> np.ndarray:
+def _row_positions(placed: Iterable[tuple[int, Sequence[int] | np.ndarray]]) -> np.ndarray:
     """Offset each target's positions by its start in the row, and join them: int64."""
     return _concat(np.int64, (start + np.array(part, np.int64) for start, part in placed))
 

@@ -478,7 +478,7 @@ def _is_cut(rollout: EnvironmentRollout) -> bool:
 def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Tell whether the environment gave advantages itself, other than 0."""
     for example in (one for rollout in group for one in rollout.examples):
-        own = example.token_advantages or [example.advantage] * len(example.token_ids)
+        own = example.token_advantages or [example.advantage or 0.0] * len(example.token_ids)
         is_relative = example.token_is_relative or [bool(example.group_rewards)] * len(own)
         if any(one for one, relative in zip(own, is_relative, strict=True) if not relative):
             return True

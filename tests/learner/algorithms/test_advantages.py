@@ -49,7 +49,6 @@ def test_a_target_goes_from_the_first_sampled_token_to_the_last_and_learns_and_c
     assert target.credit.positions == target.compared_positions == (0, 1, 4)
     assert target.credit.engine_logprobs == target.compared_logprobs == (-0.25, -0.5, -0.75)
     assert target.credit.advantages == (0.5, 0.5, 0.5)
-    assert (target.coord_positions, target.box_slots, target.reading) == ((), (), None)
     one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])).target
     assert (one_turn.compared_logprobs, one_turn.compared_positions) == ((-0.25, -0.5), (0, 1))
     of_older_weights = replace(target, compared_logprobs=())

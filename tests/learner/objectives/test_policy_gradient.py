@@ -263,7 +263,8 @@ def test_the_gradient_agrees_with_finite_differences(tables, normalize):
 
 
 def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
-    of = [replace(one, advantage=0.0) for one in examples(tables, [50.0, -50.0, *DISTANCES])]
+    drawn = examples(tables, [50.0, -50.0, *DISTANCES])
+    of = [replace(one, advantage=0.0, group_rewards=()) for one in drawn]
     loss, _, _, gradients = learn(tables, [[segment_of(one, rule()) for one in of]])
     assert loss == 0.0
     assert all(not gradient.any() for gradient in gradients)
@@ -277,7 +278,8 @@ def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_wha
     the rollout's sampled tokens.
     """
     (one,) = examples(tables, [0.0])
-    segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
+    own = replace(one, advantage=advantage, group_rewards=())
+    segment = segment_of(own, rule(normalize="rollout"))
     gradient = learn(tables, [[segment]])[3][1]
     expected = torch.zeros_like(gradient)
     for at in learned_at(one):
