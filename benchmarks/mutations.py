@@ -283,7 +283,7 @@ MUTANTS = (
         "if now is None or now != last:", "if True:",
         ("tests/rollout_actors/backends/test_http.py",)),
     # Environments.
-    Mutant("failed-rollout-in-the-groups-mean", "rollout_actors/environments/rubric.py",
+    Mutant("failed-rollout-in-the-groups-mean", "rollout_actors/environments/rewards.py",
         'sound = [state for state in states if state.get("error") is None]', "sound = list(states)",
         ("tests/rollout_actors/environments/test_rubric.py",
          "tests/rollout_actors/environments/test_generate_failures.py")),

@@ -152,23 +152,6 @@ def serialize_objects(
     return layout_objects(objects, field_order=field_order, start_index=start_index).text
 
 
-def serialize_append(
-    prefix_text: str,
-    objects: Sequence[GroundTruthObject],
-    *,
-    start_index: int,
-    field_order: str = DESC_FIRST,
-) -> str:
-    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
-
-    Raises:
-        ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
-            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
-    """
-    layout = layout_append(prefix_text, objects, start_index=start_index, field_order=field_order)
-    return layout.text
-
-
 def layout_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> SerializedText:
@@ -183,7 +166,14 @@ def layout_append(
     start_index: int,
     field_order: str = DESC_FIRST,
 ) -> SerializedText:
-    """Write as `serialize_append`, with places counted from the end of the prefix."""
+    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
+
+    Places are counted from the end of the prefix.
+
+    Raises:
+        ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
+            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
+    """
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 pytestmark = pytest.mark.slow
 

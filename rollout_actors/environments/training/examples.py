@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rollout_actors.environments.chat.images import shown_in
 from rollout_actors.environments.chat.responses import SENT_IMAGES
-from rollout_actors.environments.rubric import relative_steps
+from rollout_actors.environments.rewards import relative_steps
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
 

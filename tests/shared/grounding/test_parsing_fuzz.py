@@ -17,7 +17,7 @@ from damaged_responses import Damage, random_objects
 
 from shared.grounding.objects import DropReason, ParsedRollout
 from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import serialize_append
+from shared.grounding.serialize import layout_append
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -62,7 +62,7 @@ def check(
         assert b"\\u" in written or object_.desc == json.loads(b'"%b"' % written)
 
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-    tail = serialize_append(parsed.prefix_text, appended, start_index=start_index)
+    tail = layout_append(parsed.prefix_text, appended, start_index=start_index).text
     token_ids = [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id]
     again = parse_rollout(token_ids, codec, geometry=geometry)
     number = len(parsed.objects)
