@@ -31,7 +31,6 @@ from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
-from shared.config.derive import policy_gradient
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 from shared.schedule import RunSchedule
@@ -122,7 +121,8 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
     # Of the checkpoint: the run's own is of its last start, which may have changed it.
     saved = read_run(run) if checkpoint is None else states[checkpoint].config
     config = changed_config(saved, changes)
-    if config.environment is None and policy_gradient(config) is not None:
+    pipeline = config.rollout_matching.pipeline
+    if config.algorithm.learns_rewards and pipeline.policy_gradient is not None:
         raise ConfigError(
             "run: its rollouts of samples are learned by their rewards too (policy_gradient), and"
             " their log does not keep the log-probabilities that this needs: not replayed yet"

@@ -19,15 +19,11 @@ from transformers import AutoTokenizer
 
 from launch.sample_pages.detection import Canvas, ShapeStyle
 from launch.show_sample import ShowOptions, main, show_sample
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target
 from learner.data.samples import load_samples
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
-from learner.targets import (
-    ground_truth_target,
-    parsed_target,
-    target_settings,
-    text_weights,
-)
+from learner.targets import target_settings, text_weights
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
