@@ -193,10 +193,10 @@ class ServerClient(HttpEngine):
             self._heartbeat = asyncio.create_task(self._renew_lease())
 
     async def _renew_lease(self) -> None:
-        """Call the server as long as this process lives: a run can have nothing to ask for long."""
+        """Keep the lease while this process lives, also if the run asks for nothing."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            # A server that does not answer is noticed by whoever asks it for something.
+            # The run's next call reports a server that does not answer.
             with suppress(UnansweredError, HttpStatusError):
                 await self._http.get(self._http.address.health_route)
 

@@ -22,7 +22,7 @@ often (`HEARTBEAT_S`).
 HEARTBEAT_S = 10.0
 """Time between two calls with which a run renews its lease while it has nothing else to ask."""
 OWNER_FILE = "owner.txt"
-"""In a run's folder: who made it, and where, with random letters."""
+"""File in a run's folder: the user and machine that started it, and a random identifier."""
 RUN_HEADER = "X-Rollmatch-Run"
 """Header in which the calls of a run say whose they are, percent-encoded."""
 
