@@ -179,8 +179,8 @@ def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(played, run)
     log = run / "rollouts" / "step_000001.jsonl"
-    edited = 1.00001 * read_step(log)[0]["examples"][0]["advantage"]
-    edit_line(log, 0, lambda line: line["examples"][0].update(advantage=edited))
+    edited = 1.00001 * read_step(log)[0]["examples"][0]["reward"]
+    edit_line(log, 0, lambda line: line["examples"][0].update(reward=edited))
     assert any(one.startswith("loss/total: ") for one in replayed(run, 1)[1])
     edit_line(log, 1, lambda line: line.pop("num_tokens"))
     with pytest.raises(ConfigError, match=r"did not keep all that is learned .* no num_tokens"):

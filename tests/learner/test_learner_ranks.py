@@ -356,7 +356,7 @@ def test_a_save_that_the_disk_refuses_one_rank_fails_on_all_and_can_be_tried_aga
     refusals = {
         "learner.model.checkpoint.CheckpointContent.write_weights": 0,
         "learner.run_state.Path.write_bytes": 1,
-        "learner.learner.missing_parts": 0,
+        "learner.saving.missing_parts": 0,
         "learner.model.checkpoint_save.flush": 0,
     }
     folder = tmp_path / "run" / "checkpoint"
