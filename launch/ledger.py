@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import explained
-from launch.runtime.console import escaped, make_console
-from launch.runtime.resume import PACKAGES, ResumePoint, deciding, installed_versions
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.resume import PACKAGES, ResumePoint, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
@@ -102,7 +102,7 @@ def head_of(config: RunConfig) -> dict[str, Any]:
     """Return what decides every step of a run: digest of the configuration, code, versions.
 
     An environment that is a file of its own is code too; what it imports is not in its digest.
-    What may change without changing the run (`launch.runtime.resume.MAY_CHANGE`) is not in it.
+    What may change without changing the run (`launch.run_folder.resume.MAY_CHANGE`) is not in it.
     """
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))

@@ -32,7 +32,7 @@ STATE_FOLDER = "run_state"
 SUMS = "SHA256SUMS"
 """In a checkpoint: the sha256 of each of its other files, as `sha256sum -c` reads it."""
 RUN_FILE = "run.json"
-"""In that folder: the driver's part (`launch.runtime.resume.RunState`)."""
+"""In that folder: the driver's part (`launch.run_folder.resume.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
 """Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
 _PASSING = {

@@ -24,7 +24,7 @@ from launch.loggers.events import (
 )
 from launch.loggers.packages import LOGGERS, Logger
 from launch.loggers.tables import rollout_table
-from launch.runtime.console import escaped
+from launch.run_folder.console import escaped
 
 NICENESS = 5
 """Steps go first."""

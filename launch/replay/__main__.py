@@ -27,9 +27,9 @@ from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
-from launch.runtime.console import escaped, make_console
-from launch.runtime.resume import full_checkpoints
-from launch.runtime.saved_run import changed_config, read_run
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.resume import full_checkpoints
+from launch.run_folder.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.derive import is_sharded, policy_gradient

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from launch import cli
 from launch.cli import as_mapping, as_schema_overrides, explained, read_arguments
-from launch.runtime.console import CONSOLE_LOG
+from launch.run_folder.console import CONSOLE_LOG
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
 
@@ -94,7 +94,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from launch.cli import explained
-from launch.runtime.console import keep_lost_console
+from launch.run_folder.console import keep_lost_console
 console = Console()
 with explained(console):
     console.print("before the run folder")
@@ -369,7 +369,7 @@ def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
 LOGS = """
 import logging
 from launch.cli import explained
-from launch.runtime.console import make_console
+from launch.run_folder.console import make_console
 with explained(make_console()):
     try:
         raise ValueError("\\x1b[31m")

@@ -15,8 +15,8 @@ from rich.console import Console
 from launch.replay.__main__ import ReplayOptions, replay
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
+from launch.run_folder.telemetry import Telemetry
 from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.telemetry import Telemetry
 from shared.errors import ConfigError, LearnerError
 from shared.metrics import merge_reports
 from shared.schedule import RunSchedule

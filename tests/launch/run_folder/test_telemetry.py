@@ -16,9 +16,9 @@ from config_support import configuration, trajectory_config
 from rich.console import Console
 from scene_support import guess, png, scene, truth
 
+from launch.run_folder.telemetry import Telemetry, read_evaluations
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.replacements import Replacement
-from launch.runtime.telemetry import Telemetry, read_evaluations
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation

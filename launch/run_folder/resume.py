@@ -18,7 +18,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import ValidationError
 
-from launch.runtime.saved_run import load_run
+from launch.run_folder.saved_run import load_run
 from shared.config import RunConfig
 from shared.config.base import leaves
 from shared.errors import ConfigError

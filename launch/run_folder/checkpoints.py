@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from launch.runtime.resume import (
+from launch.run_folder.resume import (
     ResumePoint,
     RunState,
     checkpoint_folders,
@@ -34,7 +34,7 @@ from shared.records import read_record
 from shared.run_files import FINAL_FOLDER, Span, cannot_write
 
 if TYPE_CHECKING:
-    from launch.runtime.telemetry import Telemetry
+    from launch.run_folder.telemetry import Telemetry
 
 INDEX = "checkpoints.json"
 

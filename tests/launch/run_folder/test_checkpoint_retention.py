@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.runtime.checkpoints import Retention, RetentionChange, RetentionReason
+from launch.run_folder.checkpoints import Retention, RetentionChange, RetentionReason
 from shared.config.training import CheckpointSection
 
 FOLDER = Path("run/checkpoints")

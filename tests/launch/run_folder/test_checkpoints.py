@@ -13,7 +13,7 @@ from config_support import configuration
 from learner_support import finish_step, make_learner
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from launch.runtime.checkpoints import Checkpoints
+from launch.run_folder.checkpoints import Checkpoints
 from shared.errors import (
     LearnerError,
     LostLearnerError,
@@ -113,7 +113,7 @@ def now_s(monkeypatch):
     """The seconds of the run's clock, which stands still where a test does not move it."""
     seconds = [0.0]
     clock = Mock(monotonic=lambda: seconds[0])
-    monkeypatch.setattr("launch.runtime.checkpoints.time", clock)
+    monkeypatch.setattr("launch.run_folder.checkpoints.time", clock)
     return seconds
 
 

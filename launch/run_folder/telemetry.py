@@ -28,12 +28,12 @@ from launch.loggers.sink import Loggers
 from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
+from launch.run_folder.checkpoints import read_index
+from launch.run_folder.console import StepBar, keep_lost_console
+from launch.run_folder.resume import ResumePoint
 from launch.runtime.batch_algebra import BatchAlgebra
-from launch.runtime.checkpoints import read_index
-from launch.runtime.console import StepBar, keep_lost_console
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
-from launch.runtime.resume import ResumePoint
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
