@@ -27,7 +27,8 @@ from typing import Any
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
-from launch.run_folder.resume import PACKAGES, ResumePoint, deciding, installed_versions
+from launch.run_folder.resume import ResumePoint, deciding
+from launch.run_folder.saved_checkpoints import PACKAGES, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport

@@ -28,7 +28,7 @@ from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording
 from launch.replay.ranks import learned_steps
 from launch.run_folder.console import escaped, make_console
-from launch.run_folder.resume import full_checkpoints
+from launch.run_folder.saved_checkpoints import full_checkpoints
 from launch.run_folder.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section

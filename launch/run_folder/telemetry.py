@@ -28,9 +28,9 @@ from launch.loggers.sink import Loggers
 from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
-from launch.run_folder.checkpoints import read_index
 from launch.run_folder.console import StepBar, keep_lost_console
 from launch.run_folder.resume import ResumePoint
+from launch.run_folder.saved_checkpoints import read_index
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
@@ -218,7 +218,7 @@ class Telemetry:
                 self._cut(0, reports_again=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        self.patience = Patience(tell=self._warn)
+        self.patience = Patience(tell=self.warn)
         """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
         self._open("wb" if point is None else "ab")
         self._ledger: Ledger | None = None
@@ -259,7 +259,7 @@ class Telemetry:
         reports_again = RunSchedule(self._config).evaluates_before(point.step)
         try:
             if (problem := check_ledger(self._folder)) is not None:
-                self._warn(problem)
+                self.warn(problem)
             self._num_written = self._cut(point.step, reports_again=reports_again)
             replace_file(self._folder / CONFIG, self._config.model_dump_json(indent=2) + "\n")
             self.evaluations = read_evaluations(self._folder)
@@ -316,7 +316,7 @@ class Telemetry:
             if error is None:
                 raise
             # Not raised: what ended the run is what its user has to know.
-            self._warn(str(unwritten))
+            self.warn(str(unwritten))
         finally:
             try:
                 # Ctrl-C may end this wait.
@@ -335,7 +335,7 @@ class Telemetry:
             write_run_file(self._folder / ERROR, story)
             where = f"in {self._folder / ERROR}"
         except StorageError as unwritten:
-            self._warn(str(unwritten))
+            self.warn(str(unwritten))
             try:
                 # Only a new name is safe in a folder where everybody may write.
                 number, path = tempfile.mkstemp(".txt", f"rollmatch_{self._folder.name}_error_")
@@ -348,11 +348,11 @@ class Telemetry:
                 where = f"in {path}"
             except (OSError, StorageError):
                 where = "above"
-                self._print(story.encode(errors="backslashreplace").decode())
+                self.note(story.encode(errors="backslashreplace").decode())
         others = ""
         if self.ray_logs is not None:
             others = f", what the other processes printed is in {self.ray_logs}"
-        self._print(f"the run ended; details {where}{others}")
+        self.note(f"the run ended; details {where}{others}")
 
     def placed(
         self,
@@ -414,7 +414,7 @@ class Telemetry:
         self.patience.limit_s = self._config.timeouts.storage_s
         if self._loggers is None:
             first_step = self._num_written + 1
-            self._loggers = Loggers(self._config, first_step=first_step, warn=self._warn)
+            self._loggers = Loggers(self._config, first_step=first_step, warn=self.warn)
 
     def has_written(self, number: int) -> bool:
         """Tell whether this step's metrics are in the run's folder."""
@@ -435,7 +435,7 @@ class Telemetry:
             self.patience(lambda: write_run_file(self._folder / NOISE_FILE, noise))
         self._note_mode(report)
         self._trace_until_now(f"sync v{report.version}", report.total_s)
-        self._print(
+        self.note(
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s,"
             f" canary within {report.canary_max_abs:.1e}"
         )
@@ -478,7 +478,7 @@ class Telemetry:
             assert evaluation.step is not None, "a run knows its steps"
             self._loggers.report(evaluation.step, folder, figures, pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
-        self._print(f"held out  after {size}: {report.describe()}")
+        self.note(f"held out  after {size}: {report.describe()}")
         return record.score
 
     def waited_for_save(self, checkpoint: Path, seconds: float) -> None:
@@ -486,29 +486,11 @@ class Telemetry:
         self._save_s += seconds
         self._trace_until_now(f"save {checkpoint.name}", seconds)
 
-    def saves_in_foreground(self, reason: str) -> None:
-        """Tell why the run waits for its checkpoints although `checkpoint.background` is set."""
-        self._warn(f"the run waits while a checkpoint is written (checkpoint.background): {reason}")
-
     def saved(self, checkpoint: Path, written: Sequence[Span] = ()) -> None:
-        """Tell that a checkpoint is whole; `written`: when the ranks wrote it beside the run."""
+        """Report a complete checkpoint; `written`: when the ranks wrote it in the background."""
         if self._trace is not None:
             self._trace.write(written)
-        self._print(f"saved     {checkpoint}")
-
-    def put_aside(self, checkpoint: Path, aside: Path, why: str) -> None:
-        self._print(f"resumed   {checkpoint} {why}, and is {aside.name} now")
-
-    def gives_up_save(self, error: StorageError) -> None:
-        """Tell why a checkpoint under way is given up for the last update's own."""
-        self._warn(f"{error}; it is given up, and the last update is saved without it")
-
-    def goes_on_saving(self, error: StorageError) -> None:
-        """Tell what the disk refused behind a checkpoint that is whole."""
-        self._warn(f"{error}; the last update is saved all the same")
-
-    def not_saved(self, error: Exception) -> None:
-        self._warn(f"the weights of this run could not be saved: {error}")
+        self.note(f"saved     {checkpoint}")
 
     def improvement(self) -> str | None:
         """Compare the last of several reports with that of the warm-up's end, or else the first."""
@@ -572,13 +554,13 @@ class Telemetry:
             self._ray_metrics.step_done(report.number, version, metrics)
         if self._trace is not None:
             self._trace.write(spans)
-        self._print(progress_line(report, metrics, self._config.training.max_steps))
+        self.note(progress_line(report, metrics, self._config.training.max_steps))
         self._bar.done(report.number)
         calls = report.metrics.get("rollout/num_tool_calls")
         if calls is not None:
             num_rollouts = int(report.metrics["rollout/num"])
             if problem := self._uncalled_tools.problem(num_rollouts, calls):
-                self._warn(problem)
+                self.warn(problem)
 
     def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
         # Those of environments, which ask call by call, are not known before.
@@ -597,12 +579,12 @@ class Telemetry:
         if sync.fell_back is not None:
             self.sync_fallback = sync.fell_back
             now = "full weights are sent from now on"
-            self._warn(f"the adapter sync failed, {now}: {sync.fell_back}")
+            self.warn(f"the adapter sync failed, {now}: {sync.fell_back}")
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
 
     def _trace_until_now(self, name: str, seconds: float) -> None:

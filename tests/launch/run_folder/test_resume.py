@@ -18,7 +18,8 @@ from resumable_run import Interruption, differences, kill_and_resume, ledger, st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from launch.run_folder.resume import MAY_CHANGE, RunState, config_of_run, resumed
+from launch.run_folder.resume import MAY_CHANGE, config_of_run, resumed
+from launch.run_folder.saved_checkpoints import RunState
 from launch.run_folder.telemetry import Telemetry
 from shared.config.algorithm import TeacherSection
 from shared.errors import ConfigError, RecordError, RolloutError
