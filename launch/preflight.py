@@ -48,8 +48,8 @@ from launch.cli import (
 from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.run_folder.console import make_console
+from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
-from launch.run_folder.telemetry import require_readable
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement

@@ -101,8 +101,9 @@ def run(config: RunConfig, console: Console) -> None:
     """Check, place, train, report and save; whatever happens, no process stays."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
+    from launch.run_folder.folder import require_readable
     from launch.run_folder.resume import resumed
-    from launch.run_folder.telemetry import Telemetry, require_readable
+    from launch.run_folder.telemetry import Telemetry
 
     started_s = time.monotonic()
     require_vllm(config)

@@ -19,6 +19,7 @@ from launch.run_folder.saved_checkpoints import (
     checkpoint_folders,
     damaged_name,
     folder_of,
+    installed_versions,
     is_complete,
     read_index,
     read_state,
@@ -313,9 +314,10 @@ class Checkpoints:
             # of any kind: the run ends for it, and the weights are worth saving without the round
             except Exception:
                 is_lost = True
-        state = RunState.of_run(
-            self._config,
+        state = RunState(
             new.step,
+            self._config.model_dump(mode="json"),
+            installed_versions(),
             sync_fallback=self._telemetry.sync_fallback,
             has_answers_ahead=answers is not None,
             lost_answers_ahead=is_lost,

@@ -21,7 +21,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import ConfigError
 from shared.records import read_record
@@ -184,25 +183,6 @@ class RunState:
     """Whether the learner's part has answers of the next step."""
     lost_answers_ahead: bool = False
     """Whether there were such answers, and they could not be saved."""
-
-    @classmethod
-    def of_run(
-        cls,
-        config: RunConfig,
-        step: int,
-        *,
-        sync_fallback: str | None,
-        has_answers_ahead: bool,
-        lost_answers_ahead: bool,
-    ) -> RunState:
-        return cls(
-            step,
-            config.model_dump(mode="json"),
-            installed_versions(),
-            sync_fallback,
-            has_answers_ahead,
-            lost_answers_ahead,
-        )
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

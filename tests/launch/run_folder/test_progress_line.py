@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.run_folder.telemetry import progress_line
+from launch.run_folder.steps import progress_line
 from shared.config.pipeline import Channel
 from shared.metrics import StepReport
 

@@ -16,7 +16,8 @@ from config_support import configuration, trajectory_config
 from rich.console import Console
 from scene_support import guess, png, scene, truth
 
-from launch.run_folder.telemetry import Telemetry, read_evaluations
+from launch.run_folder.held_out import read_evaluations
+from launch.run_folder.telemetry import Telemetry
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.replacements import Replacement
 from shared.config.pipeline import Channel
