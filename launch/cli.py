@@ -255,8 +255,9 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{error.full_key}: its interpolation cannot be resolved ({reason});"
-            " write the value itself, or ${...} with the whole path of an existing key"
+            f"{error.full_key}: its interpolation cannot be resolved ({reason}); write the value"
+            " itself, or ${...} with the whole path of an existing key, or set the environment"
+            " variable that it names"
         ) from error
     assert isinstance(mapping, dict)
     return {str(key): value for key, value in mapping.items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from launch.cli import as_mapping
 from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
@@ -64,16 +64,7 @@ def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunC
 
     Raises ConfigError.
     """
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(changes)), resolve=True)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{error.full_key}: its interpolation cannot be resolved ({reason}); set the"
-            " environment variable, or write the value itself"
-        ) from error
-    assert isinstance(resolved, dict)
-    return load_config(_changed(saved, {str(key): value for key, value in resolved.items()}))
+    return load_config(_changed(saved, as_mapping(OmegaConf.create(dict(changes)))))
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

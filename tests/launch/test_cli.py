@@ -235,7 +235,7 @@ def test_an_interpolation_that_leads_nowhere_is_refused_with_its_path() -> None:
     assert str(caught.value) == (
         "training.max_steps: its interpolation cannot be resolved (Interpolation key"
         " 'training.steps' not found); write the value itself, or ${...} with the whole path of an"
-        " existing key"
+        " existing key, or set the environment variable that it names"
     )
 
 
