@@ -28,13 +28,13 @@ FAILED_CONFIG = "config_of_failed_start.json"
 FINAL_FOLDER = "checkpoint"
 """The checkpoint after the last step, in the run's folder."""
 STATE_FOLDER = "run_state"
-"""A checkpoint with it is full: a run goes on from it (`learner.run_state`)."""
+"""A checkpoint with it is full: a run continues from it (`learner.run_state`)."""
 SUMS = "SHA256SUMS"
 """In a checkpoint: the sha256 of each of its other files, as `sha256sum -c` reads it."""
 RUN_FILE = "run.json"
 """In that folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
-"""Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
+"""Half a surrogate pair, as in a file name that is not UTF-8, must not keep the rest from disk."""
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT),  # somebody frees space
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # or permits writing, or renews a ticket
@@ -42,7 +42,7 @@ _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTCONN, errno.ETIMEDOUT),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
 }
-"""Error numbers that can pass while a run waits; those of a wrong path or a limit cannot."""
+"""Error numbers that can pass while a run waits; a wrong path or a limit cannot."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
 
@@ -50,7 +50,7 @@ _LONGEST_WAIT_S = 10.0
 def cannot_write(path: Path, error: Exception) -> StorageError:
     """Make the error about a file of a run's folder."""
     number = error.errno if isinstance(error, OSError) else None
-    # safetensors writes in Rust, and has the number in its text alone.
+    # safetensors writes in Rust, and has the number only in its text.
     if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
         number = int(named[1])
     return StorageError(str(path), str(error), can_pass=number in _PASSING)
@@ -70,7 +70,7 @@ class Patience:
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Call `write`, and again where it raises an error that can pass; return its result.
+        """Call `write`, and again if it raises an error that can pass; return its result.
 
         Raises:
             StorageError: the first one, when the limit is over.
@@ -186,7 +186,7 @@ class Span:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of JSON of a file that grows; none if there is no such file.
+    """Return the lines of JSON of a file that grows; none without such a file.
 
     The last line of a run that was killed, or whose disk was full, may be half: it is left out.
     Raises OSError, and RecordError for a line that is damaged.

@@ -113,8 +113,8 @@ class Checkpoints:
         self._finish(wait=False)
         section = self._config.checkpoint
         is_periodic = section.save_steps is not None and num_steps % section.save_steps == 0
-        # From where the run continued, or a slow disk would be written to after every step; and
-        # not while it is written to.
+        # Counted from the end of the last save, or a slow disk would be written to after every
+        # step; and not while it is written to.
         is_due = (
             section.save_minutes is not None
             and self._writing is None
@@ -126,7 +126,7 @@ class Checkpoints:
             self._keep(KeptCheckpoint(folder, num_steps, reasons=(reason,)))
 
     def after_report(self, num_steps: int, score: float | None) -> None:
-        """Save the weights, which are those of the report, if their score is among the best.
+        """Save the weights that the report was made with if their score is among the best.
 
         Without a score they are never among the best.
         """

@@ -67,7 +67,7 @@ class RunFolder:
             reports_again: the report of the weights after these updates is made again.
 
         Returns:
-            The last step whose metrics are there; 0 if there is none.
+            The last step whose metrics are there; 0 if no metrics are.
 
         Raises as `require_readable` does.
         """
@@ -113,7 +113,7 @@ class RunFolder:
         except StorageError as unwritten:
             warn(str(unwritten))
         try:
-            # Only a new name is safe in a folder where everybody may write.
+            # Only a new name is safe in a folder to which everybody may write.
             number, name = tempfile.mkstemp(".txt", f"rollmatch_{self.path.name}_error_")
             os.close(number)
             try:

@@ -63,7 +63,7 @@ def line_of(evaluation: Evaluation[Any], report: DetectionReport | RewardReport)
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Return the reports that a run has made so far; none if there is no such file.
+    """Return the reports that a run has made so far, from its file; an empty list without one.
 
     Raises OSError, and RecordError for a line that is damaged.
     """

@@ -1,8 +1,8 @@
-"""How a run goes on from a full checkpoint, as if it had never ended (docs/recovery.md).
+"""How a run continues from a full checkpoint, as if it had never ended (docs/recovery.md).
 
     resumed -> (the learner loads its part) -> driver.train from `step` on
 
-A checkpoint is full where it has `run_state/`, of which `run.json` is the driver's part.
+A checkpoint is full if it has `run_state/`. Its `run.json` is the driver's part.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ other changes what is computed, and is refused unless `resume.allow` names it.""
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The full checkpoint that a run goes on from.
+    """The full checkpoint from which a run continues.
 
     Example: `ResumePoint(run / "checkpoints/step_000120", RunState(120, ...))`.
     """
@@ -71,15 +71,15 @@ class ResumePoint:
     checkpoint: Path
     state: RunState
     damaged: Mapping[Path, str] = field(default_factory=dict)
-    """Checkpoints that are not to be gone on from, and what is wrong with each; once all processes
-    have started they are put aside."""
+    """Damaged checkpoints, and what is wrong with each. They are put aside when all processes have
+    started."""
 
     @property
     def step(self) -> int:
         return self.state.step
 
     def is_complete(self, config: RunConfig) -> bool:
-        """Tell whether nothing of the run is left to do, not even its last report."""
+        """Return whether nothing of the run is left to do, not even its last report."""
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
@@ -116,9 +116,9 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     """
     path = path.resolve()
     folders = (path, path.parent, path.parent.parent)
-    # A checkpoint has a config.json too, that of its model.
+    # A checkpoint has a config.json too, for its model.
     run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), path)
-    # Whoever insisted once has to insist again.
+    # Each start has to insist again.
     changes: dict[str, Any] = {"resume.allow": []}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
@@ -138,9 +138,9 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
-    """Find where the run goes on; None where it is a new one.
+    """Find the checkpoint from which the run continues; None for a new run.
 
-    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` where
+    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` if
     there is none yet. With `auto`, which may run unwatched, a damaged checkpoint is not taken if an
     older one is sound.
 

@@ -136,7 +136,7 @@ def damaged_name(checkpoint: Path) -> Path:
 
 
 def read_index(run: Path) -> list[KeptCheckpoint]:
-    """Read `checkpoints.json`; empty if there is none. Raises ConfigError if it is damaged."""
+    """Read `checkpoints.json`; empty without such a file. Raises ConfigError if it is damaged."""
     remedy = (
         "restore it from another copy of the run's folder; or remove it, and keep elsewhere what"
         " you need of its checkpoints: only the one that the run resumes stays"
@@ -225,7 +225,7 @@ def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]
     """Return the full checkpoints that are not damaged, and the damage of the others.
 
     The files of the newest ones are compared with their sums, until one of them is sound.
-    Raises ConfigError if the disk refuses a file, which is no damage.
+    Raises ConfigError if the disk refuses a file; that does not count as damage.
     """
     states: dict[Path, RunState] = {}
     damaged: dict[Path, str] = {}

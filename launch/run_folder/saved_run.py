@@ -49,7 +49,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
     """
     saved = read_run(run)
     try:
-        # Unchanged at first: problems of another version are not those of the changes.
+        # Unchanged at first: a problem of another version must not look like one of the changes.
         config = load_config(saved)
     except ConfigError as error:
         version = (
@@ -68,7 +68,7 @@ def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunC
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the values at dotted keys in a copy; what is no mapping on the way is replaced."""
+    """Set the values at dotted keys in a copy, and replace what is not a mapping on the way."""
     changed = dict(saved)
     for dotted, value in changes.items():
         key, _, rest = dotted.partition(".")

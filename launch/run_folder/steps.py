@@ -28,7 +28,7 @@ class StepRecord:
     plan: StepPlan
     report: StepReport | None = None
     queue_wait_s: float = 0.0
-    """Seconds in which the learner waited for the next round."""
+    """Seconds that the learner waited for the next round."""
     sync: SyncReport | None = None
     replaced: Sequence[Replacement] = ()
     """Actors that were lost and are back."""
@@ -92,11 +92,11 @@ def server_calls(
     run_seed: int,
     step: int,
 ) -> list[list[dict[str, Any]]]:
-    """Return the calls of each round where no server fails, with the seed of the first request.
+    """Return the calls of each round if no server fails, with the seed of the first request.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
-        devices: those of each server.
+        devices: the number of devices of each server.
     """
     calls: list[list[dict[str, Any]]] = []
     for ranks in rounds:

@@ -97,9 +97,9 @@ class Telemetry:
         """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
         self._loggers: Loggers | None = None
-        """Not before the run has begun: a start that fails is no run in them."""
+        """Not before the run has begun: a start that fails must not appear in them as a run."""
         self.ray_logs: Path | None = None
-        """The folder of the Ray session's logs; None: there is no session."""
+        """The folder of the Ray session's logs; None without a session."""
         self._evaluations: list[EvaluationRecord] = []
         self._save_s = 0.0
         """Seconds of waiting for checkpoints since the last step's line."""

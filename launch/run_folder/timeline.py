@@ -18,9 +18,9 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
-        """Begin the file or, with "ab", go on with what `cut_timeline` has left of it.
+        """Begin the file or, with "ab", continue what `cut_timeline` has left of it.
 
-        `patience` is that of `RunFile`. Raises StorageError.
+        `patience` is for `RunFile`. Raises StorageError.
         """
         goes_on = mode == "ab" and path.exists()
         self._tracks = _tracks_in(path) if goes_on else {}
@@ -60,7 +60,7 @@ def _name_event(kind: str, thread: int, name: str) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a timeline, one a line; none if there is no such file.
+    """Return the events of a timeline, one a line; none without such a file.
 
     The last line of a killed run may be half. Raises OSError, and RecordError for a line that is
     damaged.
