@@ -110,7 +110,7 @@ def server_calls(
 
 
 def step_metrics(
-    record: StepRecord, step_s: float, save_s: float, decode_mode: str
+    record: StepRecord, report: StepReport, step_s: float, save_s: float, decode_mode: str
 ) -> dict[str, float | str]:
     """Return the metrics of a step that has ended.
 
@@ -119,8 +119,6 @@ def step_metrics(
         save_s: seconds of waiting for checkpoints since the step before.
         decode_mode: the mode in which its rollouts were decoded.
     """
-    report = record.report
-    assert report is not None, "the driver fills it"
     metrics: dict[str, float | str] = {**report.metrics, "time/step_s": step_s}
     if report.channel is Channel.B:
         metrics["time/queue_wait_s"] = record.queue_wait_s
@@ -137,10 +135,8 @@ def step_metrics(
     return metrics
 
 
-def step_spans(record: StepRecord, start_s: float, end_s: float) -> list[Span]:
+def step_spans(record: StepRecord, report: StepReport, start_s: float, end_s: float) -> list[Span]:
     """Return the spans of a step that has ended, for the timeline; Unix times."""
-    report = record.report
-    assert report is not None, "the driver fills it"
     plan = record.plan
     spans = [Span(TRACK, f"step {plan.number} ({plan.channel})", start_s, end_s), *report.spans]
     if record.sync is not None:

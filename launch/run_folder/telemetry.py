@@ -293,11 +293,11 @@ class Telemetry:
         return improvement(self._evaluations, warmup_steps(self._config))
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:
-        decode_mode = self._config.rollout_matching.resolved_decode_mode
-        metrics = step_metrics(record, end_s - start_s, self._save_s, decode_mode)
-        self._save_s = 0.0
         report = record.report
         assert report is not None, "the driver fills it"
+        decode_mode = self._config.rollout_matching.resolved_decode_mode
+        metrics = step_metrics(record, report, end_s - start_s, self._save_s, decode_mode)
+        self._save_s = 0.0
         version = report.weight_version
         if record.sync is not None:
             self._note_mode(record.sync)
@@ -313,7 +313,7 @@ class Telemetry:
             self._loggers.step(report.number, metrics)
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
-        self._trace(step_spans(record, start_s, end_s))
+        self._trace(step_spans(record, report, start_s, end_s))
         self.note(progress_line(report, metrics, self._config.training.max_steps))
         self._bar.done(report.number)
         calls = report.metrics.get("rollout/num_tool_calls")
