@@ -266,7 +266,8 @@ class RunInAnyOrder(RuleBasedStateMachine):
         return True
 
     def _end(self, error: BaseException) -> None:
-        disk_is_full = self.learner.refusals > 0 or self.learner.interrupted is not None
+        disk_is_full = self.learner.refusals > 0
+        self.learner.interrupted = None  # a second interruption ends the command at once
         begun = self._begun_step()
         trusted = isinstance(error, KeyboardInterrupt | RolloutError | StorageError)
         num_saves = len(self.learner.saves)
@@ -290,7 +291,6 @@ class RunInAnyOrder(RuleBasedStateMachine):
             shutil.rmtree(folder.with_name(f"{folder.name}.partial"))
             self.learner.begun = None
         self.learner.refusals = 0
-        self.learner.interrupted = None
 
     def _note(self, early_reason: str | None) -> None:
         """Add what has become complete to the history."""
