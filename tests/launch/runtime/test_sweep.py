@@ -18,7 +18,7 @@ from launch.cli import CONF, as_mapping
 from launch.runtime import sweep
 from launch.runtime.placement import Resources
 from launch.runtime.sweep import MARGIN_S, TRIALS, Room, Trial, print_summary
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 from shared.config import load_config
 
 
