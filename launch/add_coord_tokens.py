@@ -27,7 +27,7 @@ from transformers.utils import logging
 from launch.checks.weights import weight_warnings
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
 from learner.model.loading import load_complete, model_type_problem

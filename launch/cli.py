@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from rich.console import Console
 
-from launch.runtime.console import EscapedRecord, outlive_console
+from launch.run_folder.console import EscapedRecord, outlive_console
 from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
@@ -255,8 +255,9 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{error.full_key}: its interpolation cannot be resolved ({reason});"
-            " write the value itself, or ${...} with the whole path of an existing key"
+            f"{error.full_key}: its interpolation cannot be resolved ({reason}); write the value"
+            " itself, or ${...} with the whole path of an existing key, or set the environment"
+            " variable that it names"
         ) from error
     assert isinstance(mapping, dict)
     return {str(key): value for key, value in mapping.items()}
@@ -285,7 +286,7 @@ def config_of_command(composed: DictConfig) -> RunConfig:
                 " every start; set telemetry.run_dir=FOLDER"
             )
         return load_config(as_mapping(composed))
-    from launch.runtime.resume import config_of_run
+    from launch.run_folder.resume import config_of_run
 
     return config_of_run(
         Path(str(path)).expanduser(), [one for one in overrides if one not in resumed]

@@ -18,8 +18,8 @@ from typing import Any
 
 from launch.cli import explained
 from launch.ledger import check_ledger
-from launch.runtime.console import escaped, make_console
-from launch.runtime.saved_run import read_run
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.saved_run import read_run
 from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError
 from shared.run_files import read_lines

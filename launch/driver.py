@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
-from launch.runtime.checkpoints import Checkpoints
+from launch.run_folder.checkpoints import Checkpoints
+from launch.run_folder.resume import ResumePoint
+from launch.run_folder.telemetry import Telemetry
 from launch.runtime.replacements import Replacement
-from launch.runtime.resume import ResumePoint
-from launch.runtime.telemetry import Telemetry
 from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport

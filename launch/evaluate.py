@@ -31,8 +31,8 @@ from rich.text import Text
 
 from launch.checks.hub import fetch_model
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
-from launch.runtime.console import StartUp, make_console
-from launch.runtime.saved_run import changed_config, load_run
+from launch.run_folder.console import StartUp, make_console
+from launch.run_folder.saved_run import changed_config, load_run
 from launch.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems, hub_id
 from rollout_actors.backends.rollmatch_server import serve_command

@@ -1,15 +1,14 @@
 """The ledger of a run: one line per step of what decided it, in a chain of hashes.
 
-    python -m launch.ledger RUN        says whether it is whole; exit status 1 where it is not
+    python -m launch.ledger RUN        says whether it is whole; exit status 1 if it is not
 
 `ledger.jsonl` begins with a head, the digests and versions of configuration and code. A resumption
-with others writes a new one, behind its step. Every line ends with `previous`, the hash of the line
+with others writes a new one, after its step. Every line ends with `previous`, the hash of the line
 before it, and `hash`, the sha256 of its own bytes up to there. It has nothing of times and places,
 so runs that computed the same have the same bytes, interrupted or not.
 
-The chain tells of lines that were edited, removed or added. That its end was cut off is told by
-`metrics.jsonl`. Nothing tells of a file whose hashes somebody has computed anew: for that keep the
-last hash elsewhere.
+The chain shows lines that were edited, removed or added. `metrics.jsonl` shows that its end was cut
+off. Nothing shows that all hashes were computed anew: to notice that, keep the last hash elsewhere.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import explained
-from launch.runtime.console import escaped, make_console
-from launch.runtime.resume import PACKAGES, ResumePoint, deciding, installed_versions
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.resume import ResumePoint, deciding
+from launch.run_folder.saved_checkpoints import PACKAGES, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
@@ -52,7 +52,7 @@ class Ledger:
         mode: str = "wb",
         patience: Patience | None = None,
     ) -> None:
-        """Begin the file or, with "ab", go on with one that ends at `step`. Raises StorageError."""
+        """Begin the file or, with "ab", continue one that ends at `step`. Raises StorageError."""
         path = config.telemetry.run_dir / LEDGER
         lines = read_lines(path) if mode == "ab" else []
         self._file = RunFile(path, mode=mode, patience=patience)
@@ -63,7 +63,7 @@ class Ledger:
         self._seed = config.training.seed
         head = head_of(config)
         heads = [line for line in lines if "versions" in line]
-        # Also behind steps that were taken without a ledger.
+        # Also after steps that were taken without a ledger.
         is_as_before = bool(heads) and head.items() <= heads[-1].items()
         if not is_as_before or lines[-1]["step"] != step:
             self._write({"step": step, **head})
@@ -92,7 +92,7 @@ class Ledger:
         self._file.close()
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        # The hash is of the line's own bytes: nobody has to make the same JSON to check it.
+        # The hash is of the line's own bytes: a check does not have to make the same JSON.
         text = json.dumps({**content, "previous": self._previous})[:-1]
         self._previous = hashlib.sha256(text.encode()).hexdigest()
         self._file.write(f'{text}, "hash": "{self._previous}"}}\n')
@@ -101,8 +101,8 @@ class Ledger:
 def head_of(config: RunConfig) -> dict[str, Any]:
     """Return what decides every step of a run: digest of the configuration, code, versions.
 
-    An environment that is a file of its own is code too; what it imports is not in its digest.
-    What may change without changing the run (`launch.runtime.resume.MAY_CHANGE`) is not in it.
+    An environment in the user's own file is code too; what it imports is not in its digest.
+    What may change without changing the run (`launch.run_folder.resume.MAY_CHANGE`) is not in it.
     """
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
@@ -131,7 +131,7 @@ def _digest_of_code() -> str:
 
 @cache
 def _commit() -> str | None:
-    """Return the commit that is checked out; None where the code is in no checkout of its own."""
+    """Return the commit that is checked out; None if the code does not have its own checkout."""
     command = ["git", "-C", str(_ROOT), "rev-parse", "--show-toplevel", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
@@ -145,9 +145,9 @@ def _commit() -> str | None:
 def cut_ledger(run: Path, step: int) -> None:
     """Keep the lines up to this step, the last one in `metrics.jsonl`, if there are any.
 
-    A step's line is written before its metrics: where those are missing it is written again. So is
-    the head behind the step, of whoever goes on. A file that cannot be read is put aside. Raises
-    OSError.
+    A step's line is written before its metrics: if the metrics are missing, the line is written
+    again. So is the head after the step, by the run that continues. A file that cannot be read
+    is put aside. Raises OSError.
     """
     path = run / LEDGER
     try:
@@ -159,13 +159,13 @@ def cut_ledger(run: Path, step: int) -> None:
 
 
 def check_ledger(run: Path) -> str | None:
-    """Name the first line of a run's ledger that does not fit; None: all do, or there is no ledger.
+    """Name the first line of a run's ledger that does not fit; None if all do, or without a ledger.
 
-    Raises OSError, and RecordError where `metrics.jsonl` is damaged.
+    Raises OSError, and RecordError if `metrics.jsonl` is damaged.
     """
     path = run / LEDGER
     try:
-        # What is behind the last line's end was being written when the run was killed.
+        # What follows the last line's end was being written when the run was killed.
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.cluster import make_backend, rank_topologies
-from launch.runtime.console import StartUp
+from launch.run_folder.console import StartUp
 from launch.runtime.placement import plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.replacements import Replacement

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.cli import explained
-from launch.runtime.console import make_console
+from launch.run_folder.console import make_console
 from rollout_actors.environments.loading import environment_names
 from shared.errors import ConfigError
 

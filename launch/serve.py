@@ -21,7 +21,7 @@ import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from launch.cli import ending_signals, explained, read_arguments
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,

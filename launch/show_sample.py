@@ -19,8 +19,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import explained, read_arguments
-from launch.runtime.console import escaped, make_console
-from launch.runtime.saved_run import load_run
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages
 from learner.data.augment import Augmentation

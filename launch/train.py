@@ -31,8 +31,8 @@ from launch.cli import (
     with_absolute_paths,
 )
 from launch.demo.once import make_missing_demo_files
+from launch.run_folder.console import StartUp, make_console
 from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.console import StartUp, make_console
 from launch.runtime.sweep import add_trial, is_sweep, run_trials
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
@@ -101,8 +101,9 @@ def run(config: RunConfig, console: Console) -> None:
     """Check, place, train, report and save; whatever happens, no process stays."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
-    from launch.runtime.resume import resumed
-    from launch.runtime.telemetry import Telemetry, require_readable
+    from launch.run_folder.folder import require_readable
+    from launch.run_folder.resume import resumed
+    from launch.run_folder.telemetry import Telemetry
 
     started_s = time.monotonic()
     require_vllm(config)
@@ -133,7 +134,7 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.ledger import require_same_step
     from launch.local import LocalRun
     from launch.pipeline import one_ahead, one_at_a_time
-    from launch.runtime.checkpoints import Checkpoints
+    from launch.run_folder.checkpoints import Checkpoints
     from shared.schedule import RunSchedule
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time

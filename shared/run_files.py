@@ -1,4 +1,4 @@
-"""Files of a run's folder, and the trace that Perfetto and chrome://tracing open."""
+"""Files of a run's folder: written as they grow, read back, and compared with their sums."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FAILED_CONFIG = "config_of_failed_start.json"
 FINAL_FOLDER = "checkpoint"
 """The checkpoint after the last step, in the run's folder."""
 STATE_FOLDER = "run_state"
-"""A checkpoint with it is full: a run goes on from it (`learner.run_state`)."""
+"""A checkpoint with it is full: a run continues from it (`learner.run_state`)."""
 SUMS = "SHA256SUMS"
 """In a checkpoint: the sha256 of each of its other files, as `sha256sum -c` reads it."""
 RUN_FILE = "run.json"
-"""In that folder: the driver's part (`launch.runtime.resume.RunState`)."""
+"""In that folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
-"""Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
+"""Half a surrogate pair, as in a file name that is not UTF-8, must not keep the rest from disk."""
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT),  # somebody frees space
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # or permits writing, or renews a ticket
@@ -42,7 +42,7 @@ _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTCONN, errno.ETIMEDOUT),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
 }
-"""Error numbers that can pass while a run waits; those of a wrong path or a limit cannot."""
+"""Error numbers that can pass while a run waits; a wrong path or a limit cannot."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
 
@@ -50,7 +50,7 @@ _LONGEST_WAIT_S = 10.0
 def cannot_write(path: Path, error: Exception) -> StorageError:
     """Make the error about a file of a run's folder."""
     number = error.errno if isinstance(error, OSError) else None
-    # safetensors writes in Rust, and has the number in its text alone.
+    # safetensors writes in Rust, and has the number only in its text.
     if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
         number = int(named[1])
     return StorageError(str(path), str(error), can_pass=number in _PASSING)
@@ -70,7 +70,7 @@ class Patience:
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Call `write`, and again where it raises an error that can pass; return its result.
+        """Call `write`, and again if it raises an error that can pass; return its result.
 
         Raises:
             StorageError: the first one, when the limit is over.
@@ -185,57 +185,8 @@ class Span:
         return self.start_s < other.end_s and other.start_s < self.end_s
 
 
-class TraceWriter:
-    """Writes spans as they come, in the JSON array form of the Trace Event Format.
-
-    There is one thread per track; times are in microseconds. The format does not need the closing
-    bracket, so the file of a killed run opens as well.
-    """
-
-    def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
-        """Begin the file or, with "ab", go on with what `cut_timeline` has left of it.
-
-        `patience` is that of `RunFile`. Raises StorageError.
-        """
-        goes_on = mode == "ab" and path.exists()
-        self._tracks = _tracks_in(path) if goes_on else {}
-        self._file = RunFile(path, mode=mode, patience=patience)
-        if not goes_on:
-            self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
-
-    def write(self, spans: Iterable[Span]) -> None:
-        """Append the spans. Raises StorageError."""
-        for span in spans:
-            if span.track not in self._tracks:
-                self._tracks[span.track] = len(self._tracks) + 1
-                name = _name_event("thread_name", self._tracks[span.track], span.track)
-                self._file.write(",\n" + name)
-            event = {
-                "ph": "X",
-                "pid": 1,
-                "tid": self._tracks[span.track],
-                "name": span.name,
-                "ts": round(span.start_s * 1e6),
-                "dur": round(span.duration_s * 1e6),
-                "args": dict(span.args),
-            }
-            self._file.write(",\n" + json.dumps(event))
-
-    def complete(self) -> None:
-        """Write the closing bracket, with which the file is JSON as well. Raises StorageError."""
-        self._file.write("\n]\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _name_event(kind: str, thread: int, name: str) -> str:
-    event = {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
-    return json.dumps(event)
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of JSON of a file that grows; none if there is no such file.
+    """Return the lines of JSON of a file that grows; none without such a file.
 
     The last line of a run that was killed, or whose disk was full, may be half: it is left out.
     Raises OSError, and RecordError for a line that is damaged.
@@ -244,7 +195,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [_read_line(path, number, line) for number, line in enumerate(lines, 1)]
+    return [read_line(path, number, line) for number, line in enumerate(lines, 1)]
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -256,7 +207,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line, from 1. Raises RecordError if it is damaged."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -283,19 +235,6 @@ def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[
     return kept
 
 
-def cut_timeline(path: Path, last: str) -> None:
-    """Keep what was over when the span whose name begins with `last` ended, if the file is there.
-
-    Without such a span nothing is kept. The closing bracket goes. Raises as `read_timeline` does.
-    """
-    if path.exists():
-        events = read_timeline(path)
-        ends = [one["ts"] + one["dur"] for one in events if one["name"].startswith(last)]
-        end = max(ends, default=0)
-        kept = [one for one in events if one["ph"] == "M" or one["ts"] + one["dur"] <= end]
-        replace_file(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
-
-
 def replace_file(path: Path, text: str) -> None:
     """Replace the content of a file, which holds the old or the new one at any moment.
 
@@ -304,43 +243,6 @@ def replace_file(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
-
-
-def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a timeline, one a line; none if there is no such file.
-
-    The last line of a killed run may be half. Raises OSError, and RecordError for a line that is
-    damaged.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    events = []
-    for number, line in enumerate(lines, 1):
-        text = line.rstrip(b",")
-        is_whole = number < len(lines) or text.endswith(b"}}")
-        if text in (b"", b"[", b"]") or not is_whole:
-            continue
-        event = _read_line(path, number, text)
-        times = [event.get("ts"), event.get("dur")] if event.get("ph") == "X" else []
-        args = event.get("args")
-        if not (
-            event.get("ph") in ("M", "X")
-            and isinstance(event.get("name"), str)
-            and isinstance(event.get("tid"), int)
-            and isinstance(args, dict)
-            and (event["name"] != "thread_name" or isinstance(args.get("name"), str))
-            and all(isinstance(time, int) for time in times)
-        ):
-            raise damaged_line(path, number, "is no event of this timeline")
-        events.append(event)
-    return events
-
-
-def _tracks_in(path: Path) -> dict[str, int]:
-    named = (event for event in read_timeline(path) if event["name"] == "thread_name")
-    return {event["args"]["name"]: event["tid"] for event in named}
 
 
 def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:

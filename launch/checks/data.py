@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
-from launch.runtime.console import escaped
+from launch.run_folder.console import escaped
 from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
 from rollout_actors.engine.settings import model_type

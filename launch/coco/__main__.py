@@ -32,7 +32,7 @@ from launch.import_data.coco_files import (
 from launch.import_data.objects import SourceObject
 from launch.import_data.records import import_data, require_absent
 from launch.import_data.source import counted
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco

@@ -15,7 +15,7 @@ from pathlib import Path
 from launch.cli import explained
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from shared.prompts import DEFAULT_USER_PROMPT
 
 

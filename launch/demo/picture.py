@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from launch.reports.pictures import draw_scene
-from launch.runtime.telemetry import read_evaluations
+from launch.run_folder.held_out import read_evaluations
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
 from shared.grounding.coco import ScoredObject

@@ -23,7 +23,7 @@ from launch.import_data.source import ImportOptions
 from launch.import_data.swift import SwiftImport
 from launch.import_data.voc import VocImport
 from launch.import_data.yolo import YoloImport
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from shared.errors import ConfigError
 
 # The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along

@@ -31,9 +31,9 @@ class RunEvent:
     """Folder for its files, which exists."""
     project: str
     name: str
-    """Name of the run: that of the configuration with the end of the run folder's path."""
+    """Name of the run: the configured name and the end of the run folder's path."""
     first_step: int
-    """The first step that comes now, from 1; behind a resumption what it has of later ones goes."""
+    """The first step that comes now, from 1. After a resumption later steps are removed."""
     config: Mapping[str, Any]
     """The configuration as JSON has it, by sections."""
     flat_config: Mapping[str, Any]
@@ -69,7 +69,7 @@ class PicturesEvent:
 
 @dataclass(frozen=True, slots=True)
 class RolloutsEvent:
-    """A file of rollouts, the first of which become a table."""
+    """A file of rollouts. The first of them become a table."""
 
     step: int
     name: str

@@ -1,4 +1,4 @@
-"""The packages behind `telemetry.loggers`. Each is imported where its logger begins."""
+"""The packages of `telemetry.loggers`. Each is imported when its logger begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Logger(ABC):
 
     @abstractmethod
     def __init__(self, run: RunEvent) -> None:
-        """Begin the run, or go on with the one whose id is kept in `run.folder`."""
+        """Begin the run, or continue the one whose id is kept in `run.folder`."""
 
     @abstractmethod
     def metrics(self, event: MetricsEvent) -> None: ...
@@ -34,7 +34,7 @@ class Logger(ABC):
 
 
 class _RunId:
-    """The file with the id of the run, by which a resumed run goes on in the same one."""
+    """The file with the id of the run, by which a resumed run continues the same one."""
 
     def __init__(self, run: RunEvent) -> None:
         self._file = run.folder / f"{run.logger}.id"
@@ -47,7 +47,7 @@ class _RunId:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in `RUN/loggers/tensorboard`; a resumed run takes back the steps behind it."""
+    """Event files in `RUN/loggers/tensorboard`; a resumed run takes back the steps after it."""
 
     def __init__(self, run: RunEvent) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -177,9 +177,9 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    """A run of MLflow, where `MLFLOW_TRACKING_URI` says.
+    """A run of MLflow, at `MLFLOW_TRACKING_URI`.
 
-    Parameters cannot be changed there, so they are those of the run's first start; the artifact
+    Parameters cannot be changed there, so they have the values of the first start; the artifact
     `config.json` is of the last one.
     """
 

@@ -24,7 +24,7 @@ from launch.loggers.events import (
 )
 from launch.loggers.packages import LOGGERS, Logger
 from launch.loggers.tables import rollout_table
-from launch.runtime.console import escaped
+from launch.run_folder.console import escaped
 
 NICENESS = 5
 """Steps go first."""
@@ -55,14 +55,14 @@ def main() -> None:
                 assert logger is not None, "the run comes first"
                 hand_on(event, logger)
         except Exception as error:
-            # Whatever a package raises: the driver tells it, and this process ends.
+            # Whatever a package raises: the driver reports it, and this process ends.
             traceback.print_exc()
             first_line = str(error).strip().partition("\n")[0]
             with suppress(BrokenPipeError):
                 pipe.send(f"{type(error).__name__}: {first_line}")
             sys.exit(1)
         signal.alarm(0)
-        # Of a driver that was killed the next event tells.
+        # The next event shows that the driver was killed.
         with suppress(BrokenPipeError):
             pipe.send(None)
         if isinstance(event, EndEvent):

@@ -5,8 +5,8 @@
     Telemetry -> Loggers -> queue -> thread -> process of a logger -> wandb
                                   -> thread -> process of another  -> mlflow
 
-The driver puts events into queues and goes on. A logger is a process, because only a process can be
-ended when its package hangs, and because some packages wait for their servers when Python ends.
+The driver puts events into queues and continues. A logger is a process, because only a process can
+be ended when its package hangs, and because some packages wait for their servers when Python ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EXIT_S = 5.0
 
 
 class Package(NamedTuple):
-    """The package behind a logger."""
+    """The package of a logger."""
 
     distributions: tuple[str, ...]
     """Any of them will do."""
@@ -116,7 +116,7 @@ class Loggers:
     """The loggers of a run that has begun. No method but `close` waits."""
 
     def __init__(self, config: RunConfig, *, first_step: int, warn: Callable[[str], None]) -> None:
-        """Begin the run in all loggers, or go on behind the step before `first_step`."""
+        """Begin the run in all loggers, or continue it after the step before `first_step`."""
         section = config.telemetry
         limit = Timeout(config.timeouts.logger_s, "timeouts.logger_s")
         # Two parts: a day and a time, or a sweep and its trial.
@@ -145,7 +145,7 @@ class Loggers:
         self._put(MetricsEvent(number, values))
         if self._rollouts is None or (number > 1 and number % TABLE_STEPS):
             return
-        # Rank 0's; on a node that does not share the disk with it there is none.
+        # Rank 0's file; on a node that does not share its disk the file is missing.
         path = self._rollouts / f"step_{number:06d}.jsonl"
         kind = RolloutFile.TRAJECTORIES if self._is_of_environment else RolloutFile.SAMPLES
         if self._loggers and path.exists():
@@ -276,7 +276,7 @@ class _LoggerClient:
                 self._lose("its process has ended")
 
     def _lose(self, fault: str, then: str = "and the run goes on without it") -> None:
-        """Give the logger up, and tell why where it is the first cause."""
+        """Give the logger up, and report the first cause."""
         if self._is_lost:
             return
         self._is_lost = True

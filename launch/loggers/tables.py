@@ -90,7 +90,7 @@ def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, A
 
 
 def _dialogue(messages: LoggedMessages | None) -> str:
-    """Write messages below each other; what is no text, as JSON."""
+    """Write messages below each other; what is not a text, as JSON."""
     if messages is None or isinstance(messages, str):
         return messages or ""
     lines = []

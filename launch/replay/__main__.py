@@ -26,9 +26,9 @@ from launch.cli import explained, read_arguments
 from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
 from launch.replay.learning import RecordedStep, Recording, learn_again
-from launch.runtime.console import escaped, make_console
-from launch.runtime.resume import full_checkpoints
-from launch.runtime.saved_run import changed_config, read_run
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.saved_checkpoints import full_checkpoints
+from launch.run_folder.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError

@@ -17,7 +17,7 @@ Line = Mapping[str, Any]
 
 
 def settings_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys and values of a trial, without those of the start alone."""
+    """Return the keys and values of a trial, without the keys that belong to one start."""
     settings = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     return {key: value for key, value in settings.items() if not key.startswith(OF_A_START)}
 

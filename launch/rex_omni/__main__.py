@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from launch.cli import explained, read_arguments
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from learner.model.checkpoint_folder import checkpoint_problems
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError

@@ -32,7 +32,7 @@ from rich.console import Console
 from launch.cli import as_mapping, quoted
 from launch.demo.once import make_missing_demo_files
 from launch.reports.trials import settings_of, tables
-from launch.runtime.console import make_console
+from launch.run_folder.console import make_console
 from launch.runtime.placement import Resources, plan_placement
 from shared.config import RunConfig, load_config
 from shared.config.derive import rollout_servers

@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from launch.checks.environment import EnvironmentKeys, loaded_environment
 from launch.cli import EXPLAINED, end_on_signals, ending_signals, explained
-from launch.runtime.console import make_console
+from launch.run_folder.console import make_console
 from launch.vf_eval.arguments import read_options
 from launch.vf_eval.endpoint import say
 from launch.vf_eval.record import EvaluationSettings, read_evaluation

@@ -17,7 +17,7 @@ import openai
 from openai.pagination import AsyncPage
 from tqdm import tqdm
 
-from launch.runtime.console import escaped
+from launch.run_folder.console import escaped
 from launch.vf_eval.arguments import KEY_VARIABLE
 from rollout_actors.server.token_file import find_token
 from shared.config.rollout import is_loopback

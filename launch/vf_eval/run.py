@@ -15,7 +15,7 @@ import openai
 from rich.text import Text
 
 from launch.cli import EXPLAINED
-from launch.runtime.console import escaped, make_console
+from launch.run_folder.console import escaped, make_console
 from launch.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
 from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models, say
 from launch.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder, read_evaluation

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.runtime.console import escaped
+from launch.run_folder.console import escaped
 from launch.vf_eval.record import EvaluationSettings
 from launch.vf_eval.results_file import FinishedRollout
 from rollout_actors.environments.answers.parsers import text_of

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from launch import cli
 from launch.cli import as_mapping, as_schema_overrides, explained, read_arguments
-from launch.runtime.console import CONSOLE_LOG
+from launch.run_folder.console import CONSOLE_LOG
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
 
@@ -95,7 +95,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from launch.cli import explained
-from launch.runtime.console import keep_lost_console
+from launch.run_folder.console import keep_lost_console
 console = Console()
 with explained(console):
     console.print("before the run folder")
@@ -236,7 +236,7 @@ def test_an_interpolation_that_leads_nowhere_is_refused_with_its_path() -> None:
     assert str(caught.value) == (
         "training.max_steps: its interpolation cannot be resolved (Interpolation key"
         " 'training.steps' not found); write the value itself, or ${...} with the whole path of an"
-        " existing key"
+        " existing key, or set the environment variable that it names"
     )
 
 
@@ -358,7 +358,7 @@ def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
 LOGS = """
 import logging
 from launch.cli import explained
-from launch.runtime.console import make_console
+from launch.run_folder.console import make_console
 with explained(make_console()):
     try:
         raise ValueError("\\x1b[31m")

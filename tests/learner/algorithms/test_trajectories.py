@@ -26,7 +26,7 @@ from trajectory_support import (
 )
 from transformers import AutoModelForCausalLM
 
-from launch.runtime.telemetry import progress_line
+from launch.run_folder.steps import progress_line
 from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import step_path
 from shared.dataset import SampleStream

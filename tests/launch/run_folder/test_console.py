@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from launch.runtime.console import EscapedRecord, StartUp, StepBar, make_console
+from launch.run_folder.console import EscapedRecord, StartUp, StepBar, make_console
 
 
 def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():

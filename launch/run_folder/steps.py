@@ -1,0 +1,210 @@
+"""What is written of a step: its plan before it; its metrics, spans and line after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.runtime.batch_algebra import BatchAlgebra
+from launch.runtime.replacements import Replacement
+from shared.chunking import round_parts
+from shared.config import RunConfig
+from shared.config.derive import resolved_sync_mode, rollout_servers
+from shared.config.pipeline import Channel
+from shared.metrics import StepReport, metric_of
+from shared.rollouts import SyncReport
+from shared.run_files import Span
+from shared.schedule import StepPlan
+from shared.seeds import request_seed
+
+TRACK = "driver"
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step, filled by the driver while it runs."""
+
+    plan: StepPlan
+    report: StepReport | None = None
+    queue_wait_s: float = 0.0
+    """Seconds that the learner waited for the next round."""
+    sync: SyncReport | None = None
+    replaced: Sequence[Replacement] = ()
+    """Actors that were lost and are back."""
+
+
+class StepPlans:
+    """Lines of plan.jsonl: who generates what in a step, and how weights are sent to them."""
+
+    def __init__(self, config: RunConfig, sync_fallback: str | None) -> None:
+        """`sync_fallback`: why a run that is resumed no longer sends an adapter."""
+        section = rollout_servers(config)
+        self._seed = config.training.seed
+        # Environments ask call by call, so their calls are not known before.
+        self._plans_calls = section is not None and config.environment is None
+        self.servers = [] if section is None else [one.model_dump() for one in section.servers]
+        self.sync_fallback = sync_fallback
+        """Why full weights are sent instead of an adapter."""
+        self._sync_mode = "full" if sync_fallback else resolved_sync_mode(config)
+        self._algebra: BatchAlgebra | None = None
+        self._engines: tuple[str, ...] = ()
+
+    def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...]) -> None:
+        """Set the engines, once they are up."""
+        self._algebra = algebra
+        self._engines = engines
+
+    def synced(self, sync: SyncReport) -> None:
+        """Take the mode and the ports of a sync, which the next plans name."""
+        self._sync_mode = sync.mode
+        self.sync_fallback = sync.fell_back or self.sync_fallback
+        # Port 0 of the configuration is any free one: the plan names the port that was used.
+        for server, port in zip(self.servers, sync.ports, strict=False):
+            server["group_port"] = port
+
+    def line(self, plan: StepPlan) -> dict[str, Any]:
+        assert self._algebra is not None, "placed comes before the first step"
+        rounds = self._algebra.rounds if plan.channel is Channel.B else ()
+        calls: list[list[dict[str, Any]]] = []
+        if self._plans_calls:
+            devices = self._algebra.engine_devices
+            calls = server_calls(
+                rounds, devices, self._engines, run_seed=self._seed, step=plan.step
+            )
+        return {
+            **asdict(plan),
+            "step": plan.number,
+            "rounds": [[[part.start, part.stop] for part in ranks] for ranks in rounds],
+            "calls": calls,
+            "engines": self._engines,
+            "servers": self.servers,
+            "sync_mode": self._sync_mode,
+            "sync_fallback": self.sync_fallback,
+        }
+
+
+def server_calls(
+    rounds: Sequence[Sequence[range]],
+    devices: Sequence[int],
+    names: Sequence[str],
+    *,
+    run_seed: int,
+    step: int,
+) -> list[list[dict[str, Any]]]:
+    """Return the calls of each round if no server fails, with the seed of the first request.
+
+    Args:
+        rounds: `[round][rank]`, the positions of a step that each learner rank learns.
+        devices: the number of devices of each server.
+    """
+    calls: list[list[dict[str, Any]]] = []
+    for ranks in rounds:
+        calls.append([])
+        for part in round_parts([len(positions) for positions in ranks], devices):
+            first = ranks[part.rank].start + part.requests.start
+            call = {"server": names[part.engine], "first_position": first}
+            seed = request_seed(run_seed, step, first)
+            calls[-1].append({**call, "count": len(part.requests), "seed": seed})
+    return calls
+
+
+def step_metrics(
+    record: StepRecord, report: StepReport, step_s: float, save_s: float, decode_mode: str
+) -> dict[str, float | str]:
+    """Return the metrics of a step that has ended.
+
+    Args:
+        step_s: duration of the step.
+        save_s: seconds of waiting for checkpoints since the step before.
+        decode_mode: the mode in which its rollouts were decoded.
+    """
+    metrics: dict[str, float | str] = {**report.metrics, "time/step_s": step_s}
+    if report.channel is Channel.B:
+        metrics["time/queue_wait_s"] = record.queue_wait_s
+        metrics["rollout/decode_mode"] = decode_mode
+    if record.sync is not None:
+        metrics |= record.sync.metrics()
+    if record.replaced:
+        metrics["rollout/num_replaced"] = len(record.replaced)
+        metrics["time/replace_s"] = max(one.started_s - one.lost_s for one in record.replaced)
+    if save_s:
+        metrics["time/save_s"] = save_s
+    unknown = [name for name in metrics if not metric_of(name)]
+    assert not unknown, f"not in shared/metrics.py: {unknown}"
+    return metrics
+
+
+def step_spans(record: StepRecord, report: StepReport, start_s: float, end_s: float) -> list[Span]:
+    """Return the spans of a step that has ended, for the timeline; Unix times."""
+    plan = record.plan
+    spans = [Span(TRACK, f"step {plan.number} ({plan.channel})", start_s, end_s), *report.spans]
+    if record.sync is not None:
+        # What is left of the step when the learner is done is the sync.
+        learned_s = max(done.end_s for done in report.spans)
+        spans.append(Span(TRACK, f"sync v{record.sync.version}", learned_s, end_s))
+    spans += [
+        Span(one.actor, "replace", one.lost_s, one.started_s, {"reason": one.reason})
+        for one in record.replaced
+    ]
+    return spans
+
+
+def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
+    """Return the console's line of a finished step.
+
+    Example: `step   26/160 B  loss  1.2500  rows 3  match 0.25  dropped 2  tokens 90  logp 3e-06
+    generate 0.40 s  learn 0.50 s  step 1.00 s  v7`.
+    """
+    parts = [
+        f"step {report.number:>4}/{max_steps} {report.channel}",
+        f"loss {metrics['loss/total']:7.4f}",
+        f"rows {metrics['packing/num_rows']:.0f}",
+    ]
+    if report.channel is Channel.B:
+        # Samples are matched, and may be rewarded too.
+        if "rollout/num_dropped_objects" in metrics:
+            parts += _sample_figures(metrics)
+        if "rollout/num_groups" in metrics:
+            parts += _reward_figures(metrics)
+        if "rollout/num_failed" in metrics:
+            parts += _trajectory_figures(metrics)
+        parts.append(f"tokens {metrics['rollout/num_tokens']:.0f}")
+        if "rollout/logprob_max_abs" in metrics:
+            parts.append(f"logp {metrics['rollout/logprob_max_abs']:.0e}")
+        else:
+            parts.append("logp not compared")
+        parts.append(f"generate {metrics['time/generate_s']:.2f} s")
+    if metrics["packing/num_carried"]:
+        parts.append(f"carried {metrics['packing/num_carried']:.0f}")
+    parts.append(f"learn {metrics['time/learn_s']:.2f} s")
+    if "time/sync_s" in metrics:
+        parts.append(f"sync {metrics['time/sync_s']:.2f} s")
+    return "  ".join([*parts, f"step {metrics['time/step_s']:.2f} s", f"v{report.weight_version}"])
+
+
+def _sample_figures(metrics: Mapping[str, float | str]) -> list[str]:
+    figures = ["match of nothing"]
+    if "rollout/match_rate" in metrics:
+        figures = [f"match {metrics['rollout/match_rate']:.2f}"]
+    figures.append(f"dropped {metrics['rollout/num_dropped_objects']:.0f}")
+    if fallback := metrics["rollout/num_fallback"]:
+        figures.append(f"nothing kept of {fallback:.0f}")
+    return figures
+
+
+def _reward_figures(metrics: Mapping[str, float | str]) -> list[str]:
+    figures = ["no reward"]
+    if "rollout/reward" in metrics:
+        figures = [f"reward {metrics['rollout/reward']:.3f}"]
+    without = metrics["rollout/num_groups_without_signal"]
+    figures.append(f"no signal {without:.0f}/{metrics['rollout/num_groups']:.0f}")
+    return figures
+
+
+def _trajectory_figures(metrics: Mapping[str, float | str]) -> list[str]:
+    figures = []
+    for word, name in (("failed", "failed"), ("truncated", "truncated"), ("split", "splits")):
+        if count := metrics[f"rollout/num_{name}"]:
+            figures.append(f"{word} {count:.0f}")
+    return figures

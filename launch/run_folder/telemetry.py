@@ -1,0 +1,349 @@
+"""What a run says of itself: the files of its folder, the console, loggers and Ray's metrics."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from launch.ledger import Ledger, check_ledger
+from launch.loggers.sink import Loggers
+from launch.run_folder.console import StepBar
+from launch.run_folder.folder import RunFolder
+from launch.run_folder.held_out import (
+    EvaluationRecord,
+    improvement,
+    line_of,
+    read_evaluations,
+    write_held_out,
+)
+from launch.run_folder.resume import ResumePoint
+from launch.run_folder.steps import (
+    TRACK,
+    StepPlans,
+    StepRecord,
+    progress_line,
+    step_metrics,
+    step_spans,
+)
+from launch.run_folder.timeline import TraceWriter
+from launch.runtime.batch_algebra import BatchAlgebra
+from launch.runtime.ray_metrics import RayMetrics
+from rollout_actors.environments.chat.tools import UncalledTools
+from shared.config import RunConfig
+from shared.config.derive import warmup_steps
+from shared.errors import StorageError
+from shared.grounding.evaluation import Evaluation
+from shared.metrics import StepReport
+from shared.rollouts import SyncReport
+from shared.run_files import (
+    CONFIG,
+    Patience,
+    RunFile,
+    Span,
+    cannot_write,
+    replace_file,
+    write_run_file,
+)
+from shared.schedule import RunSchedule, StepPlan
+from shared.trajectory import ExampleCounts
+from shared.weight_sync.canary import NOISE_FILE
+
+
+class Telemetry:
+    """Records every step, sync, report and checkpoint of a run with the writers that it owns.
+
+    Every line is flushed when it is written.
+    """
+
+    def __init__(
+        self, config: RunConfig, console: Console, point: ResumePoint | None = None
+    ) -> None:
+        """Create the folder and save the configuration. Removes what a failed start has left there.
+
+        The files of a run that is resumed at `point` are continued by `go_on`.
+
+        Raises:
+            ConfigError: the folder holds a run.
+            StorageError: it cannot be written.
+        """
+        self._config = config
+        self._console = console
+        self._folder = RunFolder(config, resumes=point is not None)
+        self._bar = StepBar(console, config.training.max_steps)
+        self.patience = Patience(tell=self.warn)
+        """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
+        self._plans = StepPlans(config, None if point is None else point.state.sync_fallback)
+        self._ends = ExitStack()
+        """Closes what is open when the run ends."""
+        self._ends.callback(self._folder.close)
+        self._timeline: TraceWriter | None = None
+        self._ledger: Ledger | None = None
+        if point is None:
+            self._open(None)
+            # Last: a folder with this file holds a run, and the next start is refused it.
+            write_run_file(self._folder.path / CONFIG, _as_text(config))
+        self._num_written = 0
+        """The last step whose metrics a resumed run has found."""
+        self._has_begun = point is not None
+        """Whether there is anything of this run that another one must not overwrite."""
+        self._ray_metrics: RayMetrics | None = None
+        self._loggers: Loggers | None = None
+        """Not before the run has begun: a start that fails must not appear in them as a run."""
+        self.ray_logs: Path | None = None
+        """The folder of the Ray session's logs; None without a session."""
+        self._evaluations: list[EvaluationRecord] = []
+        self._save_s = 0.0
+        """Seconds of waiting for checkpoints since the last step's line."""
+        self._uncalled_tools = UncalledTools()
+
+    @property
+    def sync_fallback(self) -> str | None:
+        """Why full weights are sent instead of an adapter."""
+        return self._plans.sync_fallback
+
+    def go_on(self, point: ResumePoint) -> None:
+        """Cut the files of a run to what had happened at the point, and continue them.
+
+        Not before the learner has taken the checkpoint: a start that fails changes nothing. Raises
+        StorageError.
+        """
+        folder = self._folder.path
+        self._bar.go_on(point.step)
+        reports_again = RunSchedule(self._config).evaluates_before(point.step)
+        try:
+            if (problem := check_ledger(folder)) is not None:
+                self.warn(problem)
+            self._num_written = self._folder.cut(point.step, reports_again=reports_again)
+            replace_file(folder / CONFIG, _as_text(self._config))
+            self._evaluations = read_evaluations(folder)
+            self._open(self._num_written)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+
+    def _open(self, last: int | None) -> None:
+        """Begin the files that grow with the run, or continue them after the step `last`."""
+        section = self._config.telemetry
+        mode = "wb" if last is None else "ab"
+        again = self.patience
+
+        def lines(name: str) -> RunFile:
+            file = RunFile(section.run_dir / name, mode=mode, patience=again)
+            self._ends.callback(file.close)
+            return file
+
+        self._metric_lines = lines("metrics.jsonl")
+        self._plan_lines = lines("plan.jsonl")
+        self._report_lines = lines("evaluations.jsonl")
+        if section.timeline:
+            path = section.run_dir / "timeline.json"
+            self._timeline = TraceWriter(path, mode=mode, patience=again)
+            self._ends.callback(self._timeline.close)
+        if section.ledger:
+            self._ledger = Ledger(self._config, last or 0, mode=mode, patience=again)
+            self._ends.callback(self._ledger.close)
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._ends:
+            if self._loggers is not None:
+                # The first end of all, which Ctrl-C may interrupt.
+                self._ends.callback(self._loggers.close, failed=error is not None)
+            self._bar.close()
+            if error is not None:
+                # All that wait for the disk have been given the reason for the end.
+                self.patience.limit_s = 0.0
+            try:
+                if isinstance(error, Exception):
+                    self._keep(error)
+                if error is not None and not self._has_begun:
+                    self._folder.leave_to_another_start()
+                if self._timeline is not None:
+                    self._timeline.complete()
+            except StorageError as unwritten:
+                if error is None:
+                    raise
+                # Not raised: what ended the run is what its user has to know.
+                self.warn(str(unwritten))
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the error's whole story in a file, or else show it."""
+        kept = self._folder.keep_error(error, self.warn)
+        where = f"in {kept}"
+        if isinstance(kept, str):
+            self.note(kept.encode(errors="backslashreplace").decode())
+            where = "above"
+        others = ""
+        if self.ray_logs is not None:
+            others = f", what the other processes printed is in {self.ray_logs}"
+        self.note(f"the run ended; details {where}{others}")
+
+    def placed(
+        self,
+        algebra: BatchAlgebra,
+        engines: tuple[str, ...],
+        *,
+        learner_threads: int,
+        examples: ExampleCounts | None = None,
+    ) -> None:
+        """Record the engines, and what the results of a learner rank depend on: its threads and,
+        with an environment, the number of its examples.
+        """
+        self._plans.placed(algebra, engines)
+        if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
+            self._ray_metrics = RayMetrics(self._config.telemetry.name)
+        folder = self._folder.path
+        write_run_file(folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
+        placement = {
+            "backend": self._config.rollout_matching.rollout_backend,
+            "vllm_mode": self._config.rollout_matching.vllm.mode,
+            "engines": engines,
+            "devices": algebra.engine_devices,
+            "servers": self._plans.servers,
+            "learner_ranks": algebra.learner_world_size,
+            "learner_threads": learner_threads,
+            "examples": None if examples is None else asdict(examples),
+        }
+        write_run_file(folder / "placement.json", json.dumps(placement) + "\n")
+
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[StepRecord]:
+        """Write the plan before the step and its metrics after it."""
+        self._begin()
+        self._plan_lines.write(json.dumps(self._plans.line(plan)) + "\n")
+        started_s = time.time()
+        record = StepRecord(plan)
+        yield record
+        self._step_done(record, started_s, time.time())
+
+    def waits_for(self, what: str) -> None:
+        """Show on a terminal what the run waits for from now on."""
+        self._bar.waits_for(what)
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self.patience.limit_s = self._config.timeouts.storage_s
+        if self._loggers is None:
+            first_step = self._num_written + 1
+            self._loggers = Loggers(self._config, first_step=first_step, warn=self.warn)
+
+    def has_written(self, number: int) -> bool:
+        """Return whether this step's metrics are in the run's folder."""
+        return self._num_written >= number
+
+    def write_step(self, plan: StepPlan, report: StepReport, sync: SyncReport | None) -> None:
+        """Write the metrics of a step that ended before the run was resumed."""
+        start_s = min(span.start_s for span in report.spans)
+        end_s = max(span.end_s for span in report.spans)
+        self._step_done(StepRecord(plan, report, sync=sync), start_s, end_s)
+
+    def sync(self, report: SyncReport) -> None:
+        """Record a sync outside any step, that ended now, and the noise that it measured."""
+        self._begin()
+        if report.canary_noise is not None:
+            noise = report.canary_noise.as_json()
+            self.patience(lambda: write_run_file(self._folder.path / NOISE_FILE, noise))
+        self._note_mode(report)
+        self._trace_until_now(f"sync v{report.version}", report.total_s)
+        self.note(
+            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s,"
+            f" canary within {report.canary_max_abs:.1e}"
+        )
+
+    def evaluation(self, evaluation: Evaluation[Any]) -> float | None:
+        """Write the held-out report as a folder and two lines, and return its headline's value."""
+        self._trace_until_now("held-out report", evaluation.wall_s)
+        folder = self._folder.path / "evaluations" / f"step_{evaluation.step:06d}"
+        report, pictures = write_held_out(evaluation, folder, self._config, self.patience)
+        line = line_of(evaluation, report)
+        record = EvaluationRecord.of_line(line)
+        self._evaluations.append(record)
+        self._report_lines.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            assert evaluation.step is not None, "a run knows its steps"
+            self._loggers.report(evaluation.step, folder, report.metrics(), pictures)
+        size = f"{record.step} steps, {record.num_samples} samples"
+        self.note(f"held out  after {size}: {report.describe()}")
+        return record.score
+
+    def waited_for_save(self, checkpoint: Path, seconds: float) -> None:
+        """Record that the run waited until now for this checkpoint, or for its copy."""
+        self._save_s += seconds
+        self._trace_until_now(f"save {checkpoint.name}", seconds)
+
+    def saved(self, checkpoint: Path, written: Sequence[Span] = ()) -> None:
+        """Report a complete checkpoint; `written`: when the ranks wrote it in the background."""
+        self._trace(written)
+        self.note(f"saved     {checkpoint}")
+
+    def improvement(self) -> str | None:
+        """Compare the last of several held-out reports with an earlier one."""
+        return improvement(self._evaluations, warmup_steps(self._config))
+
+    def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:
+        report = record.report
+        assert report is not None, "the driver fills it"
+        decode_mode = self._config.rollout_matching.resolved_decode_mode
+        metrics = step_metrics(record, report, end_s - start_s, self._save_s, decode_mode)
+        self._save_s = 0.0
+        version = report.weight_version
+        if record.sync is not None:
+            self._note_mode(record.sync)
+            version = record.sync.version
+        line = {"step": report.number, "channel": report.channel}
+        line |= {"weight_version": report.weight_version, **metrics}
+        # A step's line is in the ledger before its metrics are written: a resumption cuts the
+        # ledger to the last step of the metrics.
+        if self._ledger is not None:
+            self._ledger.write(record.plan, report)
+        self._metric_lines.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            self._loggers.step(report.number, metrics)
+        if self._ray_metrics is not None:
+            self._ray_metrics.step_done(report.number, version, metrics)
+        self._trace(step_spans(record, report, start_s, end_s))
+        self.note(progress_line(report, metrics, self._config.training.max_steps))
+        self._bar.done(report.number)
+        calls = report.metrics.get("rollout/num_tool_calls")
+        if calls is not None:
+            num_rollouts = int(report.metrics["rollout/num"])
+            if problem := self._uncalled_tools.problem(num_rollouts, calls):
+                self.warn(problem)
+
+    def _note_mode(self, sync: SyncReport) -> None:
+        self._plans.synced(sync)
+        if sync.fell_back is not None:
+            now = "full weights are sent from now on"
+            self.warn(f"the adapter sync failed, {now}: {sync.fell_back}")
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+        self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
+
+    def _trace(self, spans: Iterable[Span]) -> None:
+        if self._timeline is not None:
+            self._timeline.write(spans)
+
+    def _trace_until_now(self, name: str, seconds: float) -> None:
+        now_s = time.time()
+        self._trace([Span(TRACK, name, now_s - seconds, now_s)])
+
+
+def _as_text(config: RunConfig) -> str:
+    return config.model_dump_json(indent=2) + "\n"

@@ -1,0 +1,109 @@
+"""The timeline of a run, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shared.run_files import Patience, RunFile, Span, damaged_line, read_line, replace_file
+
+
+class TraceWriter:
+    """Writes spans as they come, in the JSON array form of the Trace Event Format.
+
+    There is one thread per track; times are in microseconds. The format does not need the closing
+    bracket, so the file of a killed run opens as well.
+    """
+
+    def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
+        """Begin the file or, with "ab", continue what `cut_timeline` has left of it.
+
+        `patience` is for `RunFile`. Raises StorageError.
+        """
+        goes_on = mode == "ab" and path.exists()
+        self._tracks = _tracks_in(path) if goes_on else {}
+        self._file = RunFile(path, mode=mode, patience=patience)
+        if not goes_on:
+            self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Append the spans. Raises StorageError."""
+        for span in spans:
+            if span.track not in self._tracks:
+                self._tracks[span.track] = len(self._tracks) + 1
+                name = _name_event("thread_name", self._tracks[span.track], span.track)
+                self._file.write(",\n" + name)
+            event = {
+                "ph": "X",
+                "pid": 1,
+                "tid": self._tracks[span.track],
+                "name": span.name,
+                "ts": round(span.start_s * 1e6),
+                "dur": round(span.duration_s * 1e6),
+                "args": dict(span.args),
+            }
+            self._file.write(",\n" + json.dumps(event))
+
+    def complete(self) -> None:
+        """Write the closing bracket, with which the file is JSON as well. Raises StorageError."""
+        self._file.write("\n]\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _name_event(kind: str, thread: int, name: str) -> str:
+    event = {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
+    return json.dumps(event)
+
+
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a timeline, one a line; none without such a file.
+
+    The last line of a killed run may be half. Raises OSError, and RecordError for a line that is
+    damaged.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip(b",")
+        is_whole = number < len(lines) or text.endswith(b"}}")
+        if text in (b"", b"[", b"]") or not is_whole:
+            continue
+        event = read_line(path, number, text)
+        times = [event.get("ts"), event.get("dur")] if event.get("ph") == "X" else []
+        args = event.get("args")
+        if not (
+            event.get("ph") in ("M", "X")
+            and isinstance(event.get("name"), str)
+            and isinstance(event.get("tid"), int)
+            and isinstance(args, dict)
+            and (event["name"] != "thread_name" or isinstance(args.get("name"), str))
+            and all(isinstance(time, int) for time in times)
+        ):
+            raise damaged_line(path, number, "is no event of this timeline")
+        events.append(event)
+    return events
+
+
+def _tracks_in(path: Path) -> dict[str, int]:
+    named = (event for event in read_timeline(path) if event["name"] == "thread_name")
+    return {event["args"]["name"]: event["tid"] for event in named}
+
+
+def cut_timeline(path: Path, last: str) -> None:
+    """Keep what was over when the span whose name begins with `last` ended, if the file is there.
+
+    Without such a span nothing is kept. The closing bracket goes. Raises as `read_timeline` does.
+    """
+    if path.exists():
+        events = read_timeline(path)
+        ends = [one["ts"] + one["dur"] for one in events if one["name"].startswith(last)]
+        end = max(ends, default=0)
+        kept = [one for one in events if one["ph"] == "M" or one["ts"] + one["dur"] <= end]
+        replace_file(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
