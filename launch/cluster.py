@@ -22,7 +22,7 @@ from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.runtime.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.learner_client import RayLearner
+from launch.runtime.learner_client import LearnerClient, RayRanks
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
@@ -106,7 +106,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self._ends.close()
 
-    def start(self) -> tuple[RayLearner, RolloutClient]:
+    def start(self) -> tuple[LearnerClient, RolloutClient]:
         """Place and start every learner rank and every engine.
 
         Raises:
@@ -121,26 +121,10 @@ class Cluster:
         names = ", ".join(_rank_names(placement))
         match engines_in(config):
             case EngineLocation.RANKS:
-                # One wait for both: a rank loads its engine after its model, on the same device.
-                backend = make_backend(config, placement, self._images, self._examples)
-                timeouts = RolloutTimeouts.for_ranks(config)
                 with self._start_up.stage(f"{names} with an engine"):
-                    learner.start(
-                        config,
-                        rank_topologies(placement),
-                        backend,
-                        examples=self._examples,
-                        limit=timeouts.start,
+                    return learner, start_ranks(
+                        config, learner, placement, self._images, self._examples
                     )
-                return learner, RankRolloutClient(
-                    learner,
-                    timeouts,
-                    num_ranks=config.learner.world_size,
-                    devices_per_rank=placement.devices_per_engine,
-                    decode_batch_size=config.rollout_matching.decode_batch_size,
-                    group_size=group_size(config),
-                    in_one_round=self._examples is not None and self._examples.scores_at_once,
-                )
             case EngineLocation.ACTORS:
                 # The learner knows most about bad input and needs seconds: it is waited for first.
                 # The engines, created before that, start meanwhile.
@@ -191,7 +175,7 @@ class Cluster:
             )
         return group
 
-    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RayLearner:
+    def _place_learner(self, placement: Placement, group: PlacementGroup) -> LearnerClient:
         # Beside engines on the same cores, threads that spin make a step tens of times slower.
         passive = {"OMP_WAIT_POLICY": "PASSIVE"}
         runtime_env = neighbour_env(self._config, placement, self._images, **passive)
@@ -201,7 +185,7 @@ class Cluster:
             where = _bundle(group, len(placement.engines) + rank)  # engines come first
             resources = placement.ranks[rank]
             actors.append(self._create(shell, name, resources, where, runtime_env))
-        learner = RayLearner(actors, self._config.timeouts)
+        learner = LearnerClient(RayRanks(actors), self._config.timeouts)
         self._ends.callback(learner.close)
         return learner
 
@@ -428,6 +412,34 @@ def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[Ran
         )
         for rank in range(len(placement.ranks))
     ]
+
+
+def start_ranks(
+    config: RunConfig,
+    learner: LearnerClient,
+    placement: Placement,
+    images: ImageNeeds,
+    examples: ExampleCounts | None,
+) -> RankRolloutClient:
+    """Start a learner whose ranks generate their own rollouts, and return the client of these."""
+    timeouts = RolloutTimeouts.for_ranks(config)
+    # One wait for both: a rank loads its engine after its model, on the same device.
+    learner.start(
+        config,
+        rank_topologies(placement),
+        make_backend(config, placement, images, examples),
+        examples=examples,
+        limit=timeouts.start,
+    )
+    return RankRolloutClient(
+        learner,
+        timeouts,
+        num_ranks=config.learner.world_size,
+        devices_per_rank=placement.devices_per_engine,
+        decode_batch_size=config.rollout_matching.decode_batch_size,
+        group_size=group_size(config),
+        in_one_round=examples is not None and examples.scores_at_once,
+    )
 
 
 def make_backend(

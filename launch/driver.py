@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
+from launch.runtime.learner_client import LearnerClient
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
 from launch.runtime.telemetry import Telemetry
 from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
-from shared.metrics import StepReport
 from shared.protocols import PerRank
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.phases import ReceivingEngines, SendingLearner, sync_weights
+from shared.weight_sync.phases import ReceivingEngines, sync_weights
 
 
 class HeldOutClient(Protocol):
@@ -35,22 +35,6 @@ class HeldOutClient(Protocol):
 
     def held_out_requests(self, step: int) -> PerRank: ...
     def score(self, done: PerRank) -> list[Any]: ...
-
-
-class LearnerClient(HeldOutClient, SendingLearner, Protocol):
-    """The learner as the driver sees it."""
-
-    def next_requests(self, plan: StepPlan) -> PerRank: ...
-    def accumulate(self, done: PerRank) -> None: ...
-    def refill_requests(self) -> PerRank:
-        """Return requests in the place of groups without signal, once all were accumulated."""
-
-    def finish_step(self) -> StepReport: ...
-    def last_report(self) -> StepReport:
-        """Return the report of the last step before the run was resumed."""
-
-    def answers_ahead(self) -> PerRank:
-        """Return the answers that a resumed run has of its first step."""
 
 
 class GeneratingEngines(ReceivingEngines, Protocol):

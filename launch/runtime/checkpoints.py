@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from launch.runtime.resume import (
     ResumePoint,
@@ -34,6 +34,7 @@ from shared.records import read_record
 from shared.run_files import FINAL_FOLDER, Span, cannot_write
 
 if TYPE_CHECKING:
+    from launch.runtime.learner_client import LearnerClient
     from launch.runtime.telemetry import Telemetry
 
 INDEX = "checkpoints.json"
@@ -76,22 +77,6 @@ class _IndexEntry:
     reasons: tuple[RetentionReason, ...]
 
 
-class SavingLearner(Protocol):
-    """The learner, as checkpoints see it."""
-
-    def stop(self, *, timeout_s: float) -> int: ...
-    def save(
-        self,
-        folder: Path,
-        run: str,
-        answers_ahead: PerRank | None = None,
-        *,
-        background: bool = False,
-        timeout_s: float | None = None,
-    ) -> str | None: ...
-    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None: ...
-
-
 class Checkpoints:
     """Asks the learner to save, and deletes what a newer checkpoint replaces: `checkpoints/`.
 
@@ -103,7 +88,7 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        learner: SavingLearner,
+        learner: LearnerClient,
         telemetry: Telemetry,
         point: ResumePoint | None = None,
         *,

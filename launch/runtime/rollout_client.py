@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from launch.runtime.learner_client import RayLearner
+from launch.runtime.learner_client import LearnerClient
 from launch.runtime.replacements import (
     START_CHECK,
     Replacement,
@@ -568,7 +568,7 @@ class RankRolloutClient(RolloutClient):
 
     def __init__(
         self,
-        learner: RayLearner,
+        learner: LearnerClient,
         timeouts: RolloutTimeouts,
         *,
         num_ranks: int,
