@@ -22,7 +22,7 @@ from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.runtime.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.learner_client import LearnerClient, RayRanks
+from launch.runtime.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
@@ -72,11 +72,13 @@ class Cluster:
         images: ImageNeeds,
         start_up: StartUp,
         examples: ExampleCounts | None = None,
+        observer: RunObserver = UNOBSERVED,
     ) -> None:
         self._config = config
         self._images = images
         self._start_up = start_up
         self._examples = examples
+        self._observer = observer
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
         self.ray_logs: Path | None = None
         """The folder of the Ray session's logs, on this node; None: not connected yet."""
@@ -123,12 +125,12 @@ class Cluster:
             case EngineLocation.RANKS:
                 with self._start_up.stage(f"{names} with an engine"):
                     return learner, start_ranks(
-                        config, learner, placement, self._images, self._examples
+                        *(config, learner, placement, self._images, self._examples), self._observer
                     )
             case EngineLocation.ACTORS:
                 # The learner knows most about bad input and needs seconds: it is waited for first.
                 # The engines, created before that, start meanwhile.
-                engines = self._place_actors(placement, group)
+                engines = self._place_actors(placement, group, learner)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
                 with self._start_up.stage(names):
@@ -138,7 +140,7 @@ class Cluster:
                 # The servers are waited for first: only they know how many devices receive.
                 section = rollout_servers(config)
                 assert section is not None
-                engines = self._reach_servers(placement, section)
+                engines = self._reach_servers(placement, section, learner)
                 self._start(engines)
                 receivers = [
                     ReceiverGroup(devices, server.group_port)
@@ -155,8 +157,7 @@ class Cluster:
         """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
-        # A new one would wait for a sync, which is not to come.
-        engines = self._place_actors(placement, self._reserve(placement), replaces_lost=False)
+        engines = self._place_actors(placement, self._reserve(placement))
         self._start(engines)
         return engines
 
@@ -185,12 +186,12 @@ class Cluster:
             where = _bundle(group, len(placement.engines) + rank)  # engines come first
             resources = placement.ranks[rank]
             actors.append(self._create(shell, name, resources, where, runtime_env))
-        learner = LearnerClient(RayRanks(actors), self._config.timeouts)
+        learner = LearnerClient(RayRanks(actors), self._config.timeouts, self._observer)
         self._ends.callback(learner.close)
         return learner
 
     def _place_actors(
-        self, placement: Placement, group: PlacementGroup, *, replaces_lost: bool = True
+        self, placement: Placement, group: PlacementGroup, learner: LearnerClient | None = None
     ) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
@@ -209,11 +210,14 @@ class Cluster:
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
         replacements = None
-        if replaces_lost:
+        # Without a learner a new one would wait for a sync, which is not to come.
+        if learner is not None:
             replacements = self._replacements(create, names, timeouts)
-        return self._engines(actors, timeouts, replacements=replacements)
+        return self._engines(actors, timeouts, learner, replacements)
 
-    def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
+    def _reach_servers(
+        self, placement: Placement, section: ServerSection, learner: LearnerClient
+    ) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
         run = run_name(self._config.telemetry.run_dir, is_start=True)
@@ -233,7 +237,7 @@ class Cluster:
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts, watched=can_return)
         urls = [address.base_url for address in addresses]
         replacements = self._replacements(create, names, timeouts, servers=urls)
-        return self._engines(actors, timeouts, asks_next=True, replacements=replacements)
+        return self._engines(actors, timeouts, learner, replacements, asks_next=True)
 
     def _replacements(
         self,
@@ -253,9 +257,10 @@ class Cluster:
         self,
         actors: dict[str, Any],
         timeouts: RolloutTimeouts,
+        learner: LearnerClient | None,
+        replacements: Replacements | None,
         *,
         asks_next: bool = False,
-        replacements: Replacements | None = None,
     ) -> RolloutClient:
         engines = RolloutClient(
             list(actors.values()),
@@ -265,6 +270,8 @@ class Cluster:
             learner_ranks=self._config.learner.world_size,
             asks_next_on_failure=asks_next,
             replacements=replacements,
+            learner=learner,
+            observer=self._observer,
         )
         self._ends.callback(engines.close)
         return engines
@@ -420,6 +427,7 @@ def start_ranks(
     placement: Placement,
     images: ImageNeeds,
     examples: ExampleCounts | None,
+    observer: RunObserver,
 ) -> RankRolloutClient:
     """Start a learner whose ranks generate their own rollouts, and return the client of these."""
     timeouts = RolloutTimeouts.for_ranks(config)
@@ -439,6 +447,7 @@ def start_ranks(
         decode_batch_size=config.rollout_matching.decode_batch_size,
         group_size=group_size(config),
         in_one_round=examples is not None and examples.scores_at_once,
+        observer=observer,
     )
 
 

@@ -16,7 +16,7 @@ from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.cluster import start_ranks
 from launch.runtime.console import StartUp
-from launch.runtime.learner_client import LearnerCall, LearnerClient
+from launch.runtime.learner_client import UNOBSERVED, LearnerCall, LearnerClient, RunObserver
 from launch.runtime.placement import plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from launch.runtime.rollout_client import RankRolloutClient
@@ -90,6 +90,7 @@ class LocalRun:
         images: ImageNeeds,
         start_up: StartUp,
         examples: ExampleCounts | None = None,
+        observer: RunObserver = UNOBSERVED,
     ) -> None:
         self._config = config
         self._images = images
@@ -98,7 +99,8 @@ class LocalRun:
         # As for a learner rank: weights are read from a folder, and nothing is asked of a hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
         # Nothing has a limit but a sync and an end: a breakpoint may hold it up.
-        self._learner = LearnerClient(ThreadRank(), timeouts=None)
+        self._learner = LearnerClient(ThreadRank(), None, observer)
+        self._observer = observer
 
     def __enter__(self) -> LocalRun:
         return self
@@ -117,7 +119,8 @@ class LocalRun:
         require_vllm(self._config, placement.transport)
         with self._start_up.stage("the learner with an engine, in this process"):
             rollouts = start_ranks(
-                self._config, self._learner, placement, self._images, self._examples
+                *(self._config, self._learner, placement, self._images, self._examples),
+                self._observer,
             )
         return self._learner, rollouts
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -76,6 +77,41 @@ class LearnerCall(RayCall):
 
     def blames_peer(self, error: Exception) -> bool:
         return isinstance(error, CollectiveError)
+
+
+class RunObserver(Protocol):
+    """Shows what the clients do, as `Telemetry` does."""
+
+    def waits_for(self, what: str) -> AbstractContextManager[None]:
+        """Show what the run waits for in the body."""
+
+    def sync(self, report: SyncReport) -> None:
+        """Record a sync outside any step."""
+
+
+class Unobserved:
+    """Shows nothing."""
+
+    def waits_for(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def sync(self, report: SyncReport) -> None:
+        pass
+
+
+UNOBSERVED = Unobserved()
+
+SHOWN = {
+    "next_requests": "the learner",
+    "refill_requests": "the learner",
+    "accumulate": "the learner",
+    "finish_step": "the learner",
+    "offer_weights": "the weight sync",
+    "sync_done": "the weight sync",
+    "save": "a checkpoint",
+    "finish_save": "a checkpoint",
+}
+"""What a terminal shows during a wait for the ranks, by phase; other waits are not shown."""
 
 
 class RankExecutor(Protocol):
@@ -152,13 +188,19 @@ class LearnerClient:
     num_threads = 0
     """Threads of torch in each rank's process, once they have started."""
 
-    def __init__(self, ranks: RankExecutor, timeouts: TimeoutsSection | None) -> None:
+    def __init__(
+        self,
+        ranks: RankExecutor,
+        timeouts: TimeoutsSection | None,
+        observer: RunObserver = UNOBSERVED,
+    ) -> None:
         """`timeouts` None: nothing has a limit but an end, for a breakpoint may hold it up."""
         self._ranks = ranks
         self._names = [f"rank {rank}" for rank in range(ranks.num_ranks)]
         if ranks.num_ranks == 1:
             self._names = ["the learner"]
         self._timeouts = timeouts
+        self._observer = observer
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
         # Starts its thread: an interruption of a later start would make the pool begin another.
         self._asking.submit(int).result()
@@ -214,9 +256,11 @@ class LearnerClient:
     def next_requests(self, plan: StepPlan) -> PerRank:
         return self._begin("next_requests", lambda learner: learner.next_requests(plan))
 
-    def refill_requests(self) -> PerRank:
-        """Return requests in the place of groups without signal, once all were accumulated."""
-        return self._begin("refill_requests", lambda learner: learner.refill_requests())
+    def refill_requests(self, plan: StepPlan) -> PerRank:
+        """Return requests in the place of the step's groups without signal, once all were
+        accumulated.
+        """
+        return self._begin("refill_requests", lambda learner: learner.refill_requests(plan))
 
     def accumulate(self, done: PerRank) -> None:
         self._num_rounds += 1
@@ -458,8 +502,10 @@ class LearnerClient:
 
     def _wait(self, phase: str, limit: Timeout | None, asked: list[Any]) -> list[Any]:
         """Return the answers to what was `asked` of the first ranks, or raise the best error."""
-        names = self._names[: len(asked)]
-        return self._ranks.wait(self._call(phase, limit), list(zip(names, asked, strict=True)))
+        named = list(zip(self._names[: len(asked)], asked, strict=True))
+        shown = SHOWN.get(phase)
+        with self._observer.waits_for(shown) if shown else nullcontext():
+            return self._ranks.wait(self._call(phase, limit), named)
 
     def _call(self, phase: str, limit: Timeout | None) -> LearnerCall:
         # The first rank to end normally failed itself: NCCL ends those that wait after learn_s.

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from launch.runtime.learner_client import LearnerClient
+from launch.runtime.learner_client import UNOBSERVED, LearnerClient, RunObserver
 from launch.runtime.replacements import (
     START_CHECK,
     Replacement,
@@ -42,7 +42,13 @@ from shared.errors import (
 from shared.protocols import CLOSED_S, PerRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.sent_requests import in_objects
-from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
+from shared.weight_sync.phases import (
+    POOL_MARGIN_S,
+    ReceivingEngines,
+    SendingLearner,
+    SyncPhase,
+    sync_weights,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -140,6 +146,76 @@ class RolloutTimeouts:
         )
 
 
+class LosableEngines(ReceivingEngines, Protocol):
+    """Engines that may all be lost in a round, and be replaced."""
+
+    version: int
+
+    def begin(self, round_: PerRank) -> Future[PerRank]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SecondTry:
+    """Asks new engines, once, for a round that was lost."""
+
+    engines: LosableEngines
+    learner: SendingLearner
+    observer: RunObserver
+    round_: PerRank
+    version: int
+    """Version of the weights when the round was begun."""
+
+    def answers(self, lost: LostRoundError) -> PerRank:
+        """Send the round's weights to new engines, and wait for their answers.
+
+        Raises LostRoundError if the learner has no such weights any more, or for a second time.
+        """
+        if self.engines.version != self.version:
+            why = ", and the weights that it was asked of are gone (max_staleness)"
+            raise _lost(lost, why) from lost
+        self.observer.sync(sync_weights(self.learner, self.engines, again=True))
+        try:
+            return self.engines.begin(self.round_).result()
+        except LostRoundError as error:
+            raise _lost(error, " for the second time in a round") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round in production."""
+
+    future: Future[PerRank]
+    """The answers of those that were asked first; a LostRoundError if all of them are lost."""
+    observer: RunObserver = UNOBSERVED
+    second_try: SecondTry | None = None
+    """None: there are no others to ask."""
+
+    @classmethod
+    def answered(cls, answers: PerRank) -> Round:
+        """Return a round that was generated before."""
+        future: Future[PerRank] = Future()
+        future.set_result(answers)
+        return cls(future)
+
+    def result(self) -> PerRank:
+        """Wait for the answers, if need be for those of others.
+
+        The learner has to be idle: new engines may need its weights.
+        """
+        with self.observer.waits_for("rollouts"):
+            try:
+                return self.future.result()
+            except LostRoundError as error:
+                if self.second_try is None:
+                    raise
+                return self.second_try.answers(error)
+
+
+def _lost(error: LostRoundError, why: str) -> LostRoundError:
+    message = f"{error.message}; all are lost{why}"
+    return LostRoundError(message, actor=error.actor, phase=error.phase)
+
+
 @dataclass(frozen=True, slots=True)
 class _SentPart:
     """A part of a round that an actor has been asked for."""
@@ -174,6 +250,8 @@ class RolloutClient:
         devices: Sequence[int] = (),
         asks_next_on_failure: bool = False,
         replacements: Replacements | None = None,
+        learner: SendingLearner | None = None,
+        observer: RunObserver = UNOBSERVED,
     ) -> None:
         """Take over the Ray actors.
 
@@ -184,6 +262,8 @@ class RolloutClient:
                 behind its own: for servers launched elsewhere.
             replacements: starts new actors in place of those that are lost, and others take their
                 requests; None: a lost actor is an error.
+            learner: has the weights of engines that take the place of lost ones; None: a round that
+                all engines lost is not asked again.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -195,6 +275,8 @@ class RolloutClient:
         self._decode_batch_size = decode_batch_size
         self._learner_ranks = learner_ranks
         self._replacements = replacements
+        self._learner = learner
+        self._observer = observer
         self._asks_next_on_failure = asks_next_on_failure
         self._generators = self
         self._group_size = 1
@@ -257,23 +339,30 @@ class RolloutClient:
         """Cut a step's requests into rounds, as few as the decode batches allow."""
         return cut_rounds(requests, sys.maxsize if self._in_one_round else self._chunk())
 
-    def generate(self, round_: PerRank) -> Future[PerRank]:
+    def generate(self, round_: PerRank) -> Round:
         """Begin one round.
 
-        The future holds, for each learner rank, references to `list[Rollout]`s in position order:
-        the payload stays where it was made. It fails with RolloutError naming the actor;
-        LostRoundError where nobody is left, and others are being started.
+        Its result has, for each learner rank, references to `list[Rollout]`s in position order: the
+        payload stays where it was made. It fails with RolloutError naming the actor; LostRoundError
+        if all actors are lost while others are being started.
         """
+        second_try = None
+        if self._learner is not None:
+            second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
+        return Round(self.begin(round_), self._observer, second_try)
+
+    def begin(self, round_: PerRank) -> Future[PerRank]:
+        """Begin one round, which is not asked again if it is lost."""
         self._round = self._threads.submit(self._generators._collect, round_, self)
         return self._round
 
     def wait_idle(self) -> None:
         """Wait for the round that is being generated, if there is one.
 
-        Raises its RolloutError, but for a round that was lost: whoever asked for it may ask again.
+        Raises its RolloutError, but not a LostRoundError: a lost round may be asked again.
         """
         if self._round is not None:
-            with suppress(LostRoundError):
+            with suppress(LostRoundError), self._observer.waits_for("rollouts"):
                 self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
@@ -576,6 +665,7 @@ class RankRolloutClient(RolloutClient):
         decode_batch_size: int,
         group_size: int = 1,
         in_one_round: bool = False,
+        observer: RunObserver = UNOBSERVED,
     ) -> None:
         """Take over the ranks. `group_size`: rollouts of a request, where they are of an
         environment. `in_one_round`: a step is one round, of one rank.
@@ -587,20 +677,21 @@ class RankRolloutClient(RolloutClient):
             decode_batch_size=decode_batch_size,
             learner_ranks=num_ranks,
             devices=[devices_per_rank] * num_ranks,
+            observer=observer,
         )
-        self._learner = learner
+        self._ranks = learner
         self._group_size = group_size
         self._in_one_round = in_one_round
 
-    def generate(self, round_: PerRank) -> Future[PerRank]:
-        """Begin one round. Fails with a rank's own error, or LearnerError where it is late."""
+    def generate(self, round_: PerRank) -> Round:
+        """Begin one round. Fails with a rank's own error, or LearnerError if it is late."""
         limit = self.timeouts.generate
         assert limit is not None, "only servers keep one themselves"
-        return self._learner.generate(round_, limit)
+        return Round(self._ranks.generate(round_, limit), self._observer)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         # Asked here and not in the thread: every rank takes part before rank 0 is asked to send.
-        receiving = self._learner.receive_weights(offer)
+        receiving = self._ranks.receive_weights(offer)
 
         def serve() -> SyncReport:
             report = receiving.result()

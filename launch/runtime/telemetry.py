@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -405,9 +405,9 @@ class Telemetry:
         span = Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time())
         self._step_done(record, span)
 
-    def waits_for(self, what: str) -> None:
-        """Show on a terminal what the run waits for from now on."""
-        self._bar.waits_for(what)
+    def waits_for(self, what: str) -> AbstractContextManager[None]:
+        """Show on a terminal what the run waits for in the body."""
+        return self._bar.waits_for(what)
 
     def _begin(self) -> None:
         self._has_begun = True

@@ -174,7 +174,9 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     report = sync_weights(learner, pool)
     learner.close()
     assert (report.version, pool.version) == (served + 1, served + 1)
-    rollouts = [rollout for share in ray.get(generating.result(timeout=0)[0]) for rollout in share]
+    rollouts = [
+        rollout for share in ray.get(generating.future.result(timeout=0)[0]) for rollout in share
+    ]
     assert {rollout.weight_version for rollout in rollouts} == {served}
     seconds = max(rollout.started_s + rollout.generate_s for rollout in rollouts) - min(
         rollout.started_s for rollout in rollouts

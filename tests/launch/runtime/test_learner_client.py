@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import fake_ranks
@@ -13,7 +14,7 @@ from config_support import configuration
 from fake_ranks import create_fake_rank
 
 from launch.runtime.learner_client import LearnerClient, RayRanks
-from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts
+from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts, Round
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
@@ -214,6 +215,24 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
     assert remote.stop(timeout_s=1.0) == 5
     calls = ("finish_step", "at once", "stop")
     assert ranks.asked == [(call, rank) for call in calls for rank in (0, 1)]
+
+
+def test_what_the_run_waits_for_is_shown_while_it_waits():
+    shown = []
+
+    class Shown:
+        @contextmanager
+        def waits_for(self, what):
+            shown.append(what)
+            yield
+
+    learner = LearnerClient(Asked(), TimeoutsSection(), Shown())
+    learner.accumulate([[], []])
+    learner.sync_done(None)
+    learner.save(Path("checkpoint"), "{}")
+    learner.stop(timeout_s=1.0)  # no part of a step
+    assert Round(Round.answered([[], []]).future, Shown()).result() == [[], []]
+    assert shown == ["the learner", "the weight sync", "a checkpoint", "rollouts"]
 
 
 def test_closing_reaches_a_rank_that_is_busy(learner, ranks):

@@ -115,7 +115,7 @@ def answers(done: PerRank) -> list[Any]:
 
 def who_answers(client: RolloutClient) -> list[str]:
     """Generate four requests, which come back in order, and tell by whom."""
-    names, requests = zip(*answers(client.generate(refs(4)).result(timeout=60)), strict=True)
+    names, requests = zip(*answers(client.generate(refs(4)).result()), strict=True)
     assert requests == ("request-0", "request-1", "request-2", "request-3")
     return list(names)
 
@@ -165,7 +165,7 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     generating = pool.generate(refs(4))
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGSTOP)
-    assert [name for name, _ in answers(generating.result(timeout=60))] == ["actor-0"] * 4
+    assert [name for name, _ in answers(generating.future.result(timeout=60))] == ["actor-0"] * 4
     pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert "no answer from actor-1 after timeouts.stall_s = 1.5 s" in replaced.reason
@@ -295,7 +295,7 @@ def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     (new,) = [one.answer for one in starting.values()]
     pool.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        generating.result(timeout=60)
+        generating.future.result(timeout=60)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(new, timeout=30)
     assert len(starting) == 1

@@ -155,7 +155,7 @@ def test_a_sync_waits_for_the_round_that_is_being_generated(make_client: MakeCli
     client = make_client("generate", "slow")
     waiting = client.generate(refs(2))
     client.wait_idle()
-    assert waiting.done()
+    assert waiting.future.done()
 
 
 def test_a_round_that_failed_is_raised_before_a_sync_begins(make_client: MakeClient) -> None:
@@ -318,7 +318,7 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: Non
     client.close()
     client.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        waiting.result(timeout=60)
+        waiting.future.result(timeout=60)
 
 
 def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(

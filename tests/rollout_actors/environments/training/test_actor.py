@@ -248,7 +248,7 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
     opened = [f"opened {position}" for position in positions]
     assert sorted(before) == opened + [f"shut {position}" for position in positions]
     assert last == "torn down"
-    assert isinstance(round_.exception(), RolloutError)
+    assert isinstance(round_.future.exception(), RolloutError)
 
 
 # Who is lost, and replaced
@@ -293,7 +293,7 @@ def mended(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClien
 def assert_answers(pool: RolloutClient, settings: RunnerSettings) -> None:
     """Whoever is left answers what all would."""
     requests = group_requests(4, 1, 2, 3)
-    (answers,) = rollouts(pool.generate(refs(requests)).result(timeout=60))
+    (answers,) = rollouts(pool.generate(refs(requests)).result())
     assert answers == in_process(settings, requests, 0)
 
 
