@@ -32,8 +32,10 @@ import numpy as np
 import ray
 
 from benchmarks.overlap import GREEDY
+from launch.runtime.fleet import Fleet, RolloutTimeouts
 from launch.runtime.learner_client import LearnerClient, RayRanks
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from launch.runtime.rollout_client import RolloutClient
+from launch.runtime.rounds import RoundSize
 from learner.actor import STOPPING, LearnerActor, LearnerRank
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
@@ -166,11 +168,10 @@ def compare(
 
     def pool_of(engines: list[Any]) -> RolloutClient:
         return RolloutClient(
-            engines,
-            names,
-            RolloutTimeouts.for_actors(timeouts),
-            decode_batch_size=decode_batch_size,
-            devices=(1,) * len(engines),
+            Fleet(
+                engines, names, RolloutTimeouts.for_actors(timeouts), devices=(1,) * len(engines)
+            ),
+            RoundSize(decode_batch_size),
         )
 
     once = pool_of(actors)

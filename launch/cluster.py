@@ -22,11 +22,13 @@ from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.runtime.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
+from launch.runtime.fleet import Fleet, RolloutTimeouts
 from launch.runtime.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
+from launch.runtime.rollout_client import RankRolloutClient, RolloutClient
+from launch.runtime.rounds import RoundSize
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.calls import ServingBackend
@@ -262,17 +264,18 @@ class Cluster:
         *,
         asks_next: bool = False,
     ) -> RolloutClient:
-        engines = RolloutClient(
+        fleet = Fleet(
             list(actors.values()),
             list(actors),
             timeouts,
-            decode_batch_size=self._config.rollout_matching.decode_batch_size,
-            learner_ranks=self._config.learner.world_size,
             asks_next_on_failure=asks_next,
             replacements=replacements,
-            learner=learner,
-            observer=self._observer,
         )
+        config = self._config
+        size = RoundSize(
+            config.rollout_matching.decode_batch_size, learner_ranks=config.learner.world_size
+        )
+        engines = RolloutClient(fleet, size, learner=learner, observer=self._observer)
         self._ends.callback(engines.close)
         return engines
 
@@ -297,12 +300,8 @@ class Cluster:
 
         def create(index: int, number: int = 1) -> Any:
             settings = runner_settings(config, section, engines.devices, examples, index)
-            asked = (
-                engines.actors,
-                engines.names,
-                engines.timeouts.generate,
-                engines.replaces_lost,
-            )
+            fleet = engines.engines
+            asked = (fleet.actors, fleet.names, fleet.timeouts.generate, fleet.replaces_lost)
             name = _ray_name(names[index], number)
             return self._create(
                 *(shell, name, resources, where, runtime_env, names[index], settings, *asked),
@@ -312,7 +311,7 @@ class Cluster:
         actors = [create(index) for index in range(num_actors)]
         timeouts = RolloutTimeouts.for_environments(config.timeouts, section.teacher)
         replacements = self._replacements(create, names, timeouts)
-        environments = RolloutClient(actors, names, timeouts, replacements=replacements)
+        environments = Fleet(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)
         engines.generate_through(
@@ -321,9 +320,9 @@ class Cluster:
             in_one_round=examples.scores_at_once,
         )
 
-    def _start(self, client: RolloutClient) -> None:
-        with self._start_up.stage(", ".join(client.names)):
-            client.start()
+    def _start(self, actors: RolloutClient | Fleet) -> None:
+        with self._start_up.stage(", ".join(actors.names)):
+            actors.start()
 
     def _create(
         self,
@@ -439,16 +438,14 @@ def start_ranks(
         examples=examples,
         limit=timeouts.start,
     )
-    return RankRolloutClient(
-        learner,
-        timeouts,
-        num_ranks=config.learner.world_size,
-        devices_per_rank=placement.devices_per_engine,
-        decode_batch_size=config.rollout_matching.decode_batch_size,
+    size = RoundSize(
+        config.rollout_matching.decode_batch_size,
+        learner_ranks=config.learner.world_size,
         group_size=group_size(config),
         in_one_round=examples is not None and examples.scores_at_once,
-        observer=observer,
     )
+    devices = placement.devices_per_engine
+    return RankRolloutClient(learner, timeouts, size, devices_per_rank=devices, observer=observer)
 
 
 def make_backend(

@@ -18,7 +18,7 @@ from launch.pipeline import GeneratingEngines, Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
 from launch.runtime.learner_client import LearnerClient
 from launch.runtime.resume import ResumePoint
-from launch.runtime.rollout_client import Round
+from launch.runtime.rounds import Round
 from launch.runtime.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation
 from shared.protocols import PerRank

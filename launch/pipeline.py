@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from launch.runtime.replacements import Replacement
-from launch.runtime.rollout_client import Round
+from launch.runtime.rounds import Round
 from shared.protocols import PerRank
 from shared.schedule import StepPlan
 from shared.weight_sync.phases import ReceivingEngines

@@ -8,6 +8,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock, call
@@ -17,7 +18,7 @@ from config_support import configuration
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts, Round, SecondTry
+from launch.runtime.rounds import Round, RoundSize, SecondTry
 from shared.chunking import split_contiguous
 from shared.config.derive import engine_devices
 from shared.errors import LostRoundError
@@ -366,11 +367,10 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
         config = configuration(tmp_path, tmp_path, tmp_path / "run", **changes)
-        timeouts = RolloutTimeouts.for_actors(config.timeouts)
         devices = engine_devices(config)
         world = World()
         rollouts = Rollouts(world, round_size=0)
-        rollouts.split = RolloutClient([], [], timeouts, decode_batch_size=2, devices=devices).split
+        rollouts.split = partial(RoundSize(2).split, devices=devices)
         assert len(evaluate(LearnerOfFixedLatency(world), rollouts, 3, one_ahead).outcomes) == 40
         logs.append([requests for requests, _ in world.events("submit")])
     assert logs[0] == logs[1] == logs[2]

@@ -13,8 +13,10 @@ import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
 
+from launch.runtime.fleet import RolloutTimeouts
 from launch.runtime.learner_client import LearnerClient, RayRanks
-from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts, Round
+from launch.runtime.rollout_client import RankRolloutClient
+from launch.runtime.rounds import Round, RoundSize
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
@@ -97,9 +99,7 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
     limits = RolloutTimeouts.for_actors(TimeoutsSection())
-    rollouts = RankRolloutClient(
-        learner(), limits, num_ranks=1, devices_per_rank=1, decode_batch_size=2
-    )
+    rollouts = RankRolloutClient(learner(), limits, RoundSize(2), devices_per_rank=1)
     assert rollouts.version == 0
     report = rollouts.receive_weights(WeightOffer(3, "inproc", None, None)).result(timeout=30)
     assert (report.version, rollouts.version) == (3, 3)

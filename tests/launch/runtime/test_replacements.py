@@ -14,8 +14,10 @@ import pytest
 import ray
 from fake_actors import create_fake_actor
 
+from launch.runtime.fleet import Fleet, RolloutTimeouts
 from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from launch.runtime.rollout_client import RolloutClient
+from launch.runtime.rounds import RoundSize
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import LostRoundError, LostStartError, RolloutError, Timeout, WeightSyncError
@@ -86,12 +88,14 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
         # so that no limit counts the start of a process
         ray.get([actor.__ray_ready__.remote() for actor in actors])
         client = RolloutClient(
-            actors,
-            NAMES,
-            limits,
-            decode_batch_size=2,
-            devices=(1, 1),
-            replacements=replacements if max_restarts else None,
+            Fleet(
+                actors,
+                NAMES,
+                limits,
+                devices=(1, 1),
+                replacements=replacements if max_restarts else None,
+            ),
+            RoundSize(2),
         )
         clients.append(client)
         return client
@@ -99,7 +103,7 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
     yield make
     for one in clients:
         if one.replaces_lost:
-            one._replacements.close()
+            one.engines._replacements.close()
     for actor in created:
         ray.kill(actor)
 
@@ -161,7 +165,9 @@ def test_where_nobody_is_replaced_a_stalled_actor_ends_the_round(client, fake_ac
 @pytest.mark.ray
 def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     pool = client(GOOD, ("generate", "sleep"), stall_s=1.5)
-    pids = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.actors]
+    pids = [
+        ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.engines.actors
+    ]
     generating = pool.generate(refs(4))
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGSTOP)
@@ -177,8 +183,9 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
 @pytest.fixture
 def soon(monkeypatch):
     """Whoever has nothing to do and does not answer is given up after 2 s."""
-    monkeypatch.setattr("launch.runtime.rollout_client.ALIVE_S", 2.0)
-    monkeypatch.setattr("launch.runtime.rollout_client.POOL_MARGIN_S", 1.0)
+    monkeypatch.setattr("launch.runtime.fleet.ALIVE_S", 2.0)
+    for module in ("fleet", "rollout_client"):
+        monkeypatch.setattr(f"launch.runtime.{module}.POOL_MARGIN_S", 1.0)
     return {"stall_s": 1.0, "sync_phase_s": 0.5}
 
 
@@ -206,7 +213,8 @@ def test_all_engines_that_are_stuck_in_one_sync_are_replaced_together(client, so
 
 @pytest.mark.ray
 def test_an_environment_that_ends_as_it_is_told_of_new_engines_is_replaced_and_told(client):
-    engines, environments = client(GOOD, DIES), client(GOOD, ("use_engines", "die"))
+    engines = client(GOOD, DIES)
+    environments = client(GOOD, ("use_engines", "die")).engines
     who_answers(engines)
     engines.generate_through(environments, group_size=1)
     lost = environments.actors[1]
@@ -289,7 +297,7 @@ def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     pool = client(DIES, ("generate", "sleep"), then=[("start", "sleep")])
     generating = pool.generate(refs(4))
     deadline = time.monotonic() + 30
-    while not (starting := pool._replacements._starting):
+    while not (starting := pool.engines._replacements._starting):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (new,) = [one.answer for one in starting.values()]
