@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from learner.collate import ModelInputs, PackedRow, SampledTokens
+from learner.collate import ComparedTokens, ModelInputs, PackedRow
 from learner.objectives.base import (
     BoxSupervision,
     ChannelObjectives,
     CoordSupervision,
+    LearnedSupervision,
     ReferenceValues,
     RowValues,
-    SampledSupervision,
     Supervision,
     TextSupervision,
 )
@@ -105,7 +105,7 @@ def make_row(num_positions: int, vocabulary: int) -> PackedRow:
             CoordSupervision(coord_at, bins.float(), equal(len(coord_at))),
             BoxSupervision(torch.arange(len(coord_at)).view(-1, 4), equal(len(coord_at) // 4)),
         ),
-        SampledTokens(at, torch.zeros(num_positions)),
+        ComparedTokens(at, torch.zeros(num_positions)),
     )
 
 
@@ -131,7 +131,7 @@ def plain_values(
         coord_logits_SC,
         gate_S,
         coord_mass(gate_S),
-        sampled_N[row.sampled.at],
+        sampled_N[row.compared.at],
     )
 
 
@@ -169,8 +169,8 @@ class Case:
             self.objectives = replace(self.objectives, objectives=top)
             at = torch.arange(num_positions)
             ones = torch.ones(num_positions)
-            learned = SampledSupervision(at, -ones, ones, ones / num_positions, at)
-            supervision = self.row.supervision._replace(sampled=learned)
+            learned = LearnedSupervision(at, -ones, ones, ones / num_positions, at)
+            supervision = self.row.supervision._replace(learned=learned)
             self.row = replace(self.row, supervision=supervision)
             top_ids_MT = (at[:, None] + torch.arange(NUM_TOP)) % NUM_TOP + FIRST_COORD
             top_logprobs_MJ = torch.full((num_positions, NUM_TOP + 1), -math.log(NUM_TOP + 1))

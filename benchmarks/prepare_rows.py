@@ -29,10 +29,11 @@ from transformers import Qwen2VLImageProcessor
 from launch.cli import CONF, as_mapping, as_schema_overrides
 from launch.demo.model import make_demo_model
 from learner.algorithms.base import Ahead
+from learner.algorithms.matched_targets import ground_truth_target
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder, Segment
-from learner.targets import ground_truth_target, target_settings
+from learner.targets import target_settings
 from shared.config import load_config
 from shared.config.pipeline import Channel
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -145,7 +146,7 @@ def main() -> None:
     tokens.processor.image_processor = Qwen2VLImageProcessor(
         patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000
     )
-    encoder = PromptEncoder.from_config(config, tokens.processor)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
     work = {
         "config": config,
         "tokens": tokens,

@@ -75,7 +75,7 @@ def start(folder: Path, model: Path) -> dict[str, object]:
     values["global_max_length"] = 20_000
     config = load_config(values)
     tokens = load_tokens(config)
-    encoder = PromptEncoder.from_config(config, tokens.processor)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
     before_mb = memory_mb("VmRSS")
     started_s = time.perf_counter()
     dataset = load_samples(config, *config.data.sources("train"))

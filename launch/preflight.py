@@ -240,7 +240,7 @@ def _learnable(
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
-    encoder = PromptEncoder.from_config(config, tokens.processor)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
     fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
     held_out = HeldOut(config, val, tokens).fittings if val else []
     for key, fittings in (("data.train", fitting), ("data.val", held_out)):

@@ -276,15 +276,20 @@ def _serve_at(
         return VllmEngine(url, settings)
 
     def make_openai(engine: ServedEngine) -> OpenAIServing:
+        from rollout_actors.backends.stock_server import stock_command
         from rollout_actors.engine.vllm_engine import VllmEngine
         from rollout_actors.server.vllm_openai import VllmOpenAI
 
         assert isinstance(engine, VllmEngine)
         names = [name.strip() for name in (options.served_model_name or "").split(",")]
+        instead = stock_command(settings, url)
+        if options.tool_call_parser is not None:
+            instead += f" --enable-auto-tool-choice --tool-call-parser {options.tool_call_parser}"
         return VllmOpenAI.from_engine(
             engine,
             [name for name in names if name] or [str(options.model)],
             tool_call_parser=options.tool_call_parser,
+            stock_command=instead,
         )
 
     engine = EngineThread(make_engine, make_openai)

@@ -36,7 +36,7 @@ from shared.config.base import ConfigPath, Section
 from shared.config.derive import maskiou_gate
 from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
-from shared.prompts import Prompts, detection_messages
+from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 from shared.tokens.hf_codec import HFTokenCodec, token_pieces
 
@@ -85,7 +85,7 @@ def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
     codec = _require_same_tokens(config, tokenizer, line)
-    messages = detection_messages(len(sample.images), *Prompts.from_config(config).texts(sample))
+    messages = detection_messages(len(sample.images), *config.prompts.texts(sample))
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return SamplePage(
         run=f"{config.telemetry.name}, {options.run}",

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from learner.segments import EncodedPrompt, Segment
-from shared.config import RunConfig
 from shared.errors import RolloutError
 from shared.rollouts import DecodeSettings, Rollout
 
@@ -98,12 +97,13 @@ class LogprobTolerance:
     """Share of the step's compared tokens up to which more of them are permitted."""
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> LogprobTolerance:
+    def of(cls, dtype: Literal["float32", "bfloat16"], max_abs: float) -> LogprobTolerance:
+        """Return the tolerance of a run whose forwards are of this type."""
         # In bfloat16 what an improbable token rounds to has no bound that millions of them keep;
         # wrong weights are off at most of them.
-        if config.model.dtype == "bfloat16":
-            return cls(config.logprob_tolerance, num_outliers=10, outlier_share=1e-3)
-        return cls(config.logprob_tolerance)
+        if dtype == "bfloat16":
+            return cls(max_abs, num_outliers=10, outlier_share=1e-3)
+        return cls(max_abs)
 
     def permits(self, compared: Compared) -> bool:
         by_share = self.outlier_share * compared.num_tokens
@@ -112,7 +112,7 @@ class LogprobTolerance:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Sampled tokens of a step whose log-probabilities were compared, on this rank."""
+    """Tokens of a step whose log-probabilities were compared, on this rank."""
 
     num_tokens: int = 0
     num_outliers: int = 0
@@ -129,9 +129,9 @@ def check_logprobs(
     tolerance: LogprobTolerance,
     so_far: Compared,
 ) -> Compared:
-    """Compare the log-probabilities of a row's sampled tokens, and add them to `so_far`.
+    """Compare the log-probabilities of a row's tokens, and add them to `so_far`.
 
-    K are the sampled tokens of `segments`, concatenated.
+    K are the tokens to compare of `segments`, concatenated.
 
     Example: engine [-0.50, -2.10], learner [-0.50, -2.09], tolerance 1e-3: the second token is an
     outlier, and in float32, where none is permitted, ends the run.
@@ -154,7 +154,9 @@ def check_logprobs(
     if tolerance.permits(compared) and not len(not_a_number):
         return compared
     first = int((not_a_number if len(not_a_number) else outliers)[0])
-    pairs = ((segment, token) for segment in segments for token in segment.target.sampled_positions)
+    pairs = (
+        (segment, token) for segment in segments for token in segment.target.compared_positions
+    )
     segment, token = next(islice(pairs, first, None))
     share = tolerance.outlier_share
     permitted = f", and at most {share:g} of them may" if share else ""

@@ -2,8 +2,8 @@
 
 Positions restart per segment; supervision is offset and weighted once (decision 6).
 
-Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens
-to compare, M sampled tokens to learn, I images, R image patches or tiles, D their values.
+Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K tokens to
+compare, M tokens to learn by their advantage, I images, R image patches or tiles, D their values.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from learner.algorithms.advantages import TokenAdvantages
 from learner.objectives.base import (
     BoxSupervision,
     CoordSupervision,
-    SampledSupervision,
+    LearnedSupervision,
     Supervision,
     TeacherSupervision,
     TextSupervision,
 )
 from learner.segments import Segment
-from learner.targets import Target, TextWeights, TokenRole
+from learner.targets import AdvantageTarget, Target, TextWeights, TokenRole
 from shared.tokens.pictures import EncodedImages
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -50,12 +50,12 @@ class ModelInputs(NamedTuple):
         return EncodedImages(self.pixel_values.to(dtype), self.image_grid_thw).arguments()
 
 
-class SampledTokens(NamedTuple):
-    """Tokens that an engine sampled and the log-probabilities it gave them, a column per field."""
+class ComparedTokens(NamedTuple):
+    """Tokens whose log-probabilities are compared with the engine's, a column per field."""
 
     at: torch.Tensor
     """int64 [K], into the N positions, ascending."""
-    logprobs: torch.Tensor
+    engine_logprobs: torch.Tensor
     """float32 [K]"""
 
 
@@ -75,7 +75,7 @@ class PackedRow:
     token_ids_N: torch.Tensor
     """int64: the token that each of them predicts, the row's next or a label of its own."""
     supervision: Supervision
-    sampled: SampledTokens
+    compared: ComparedTokens
     has_beside: bool = False
     """Whether a segment of which nothing is learned stands behind the others."""
 
@@ -90,7 +90,7 @@ class PackedRow:
             positions_N=self.positions_N.to(device),
             token_ids_N=self.token_ids_N.to(device),
             supervision=Supervision(*(_to(columns, device) for columns in self.supervision)),
-            sampled=_to(self.sampled, device),
+            compared=_to(self.compared, device),
         )
 
 
@@ -119,29 +119,29 @@ def collate(
     """
     # Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
     # of a step's rows add; what they are divided by is for the step's end (decisions 6 and 7).
-    targets = [segment.target for segment in segments]
-    credits_ = [target.credit for target in targets]
     # A token is predicted one position before its own: a target's first by its prompt's last.
     ends = np.cumsum([len(segment) for segment in segments])
-    starts = [end - len(target.token_ids) - 1 for target, end in zip(targets, ends, strict=True)]
-
-    def row_positions(of_targets: Iterable[Any]) -> np.ndarray:
-        pairs = zip(starts, of_targets, strict=True)
-        return _concat(np.int64, (start + np.array(part, np.int64) for start, part in pairs))
-
-    # Each segment's positions, weights and gate weights.
-    text = [_text_supervision(target, text_weights) for target in targets]
-    text_at = row_positions(positions for positions, _, _ in text)
-    coord_at = row_positions(target.coord_positions for target in targets)
-    sampled_at = row_positions(target.sampled_positions for target in targets)
-    learned_at = row_positions(credit.positions for credit in credits_)
-    overridden_at = row_positions(
-        [one.position for one in target.label_overrides] for target in targets
+    starts = [
+        end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)
+    ]
+    placed = list(zip(starts, (segment.target for segment in segments), strict=True))
+    taught = [(start, target) for start, target in placed if isinstance(target, Target)]
+    credited = [(start, target) for start, target in placed if isinstance(target, AdvantageTarget)]
+    targets = [target for _, target in taught]
+    credits_ = [target.credit for _, target in credited]
+    # Each target's positions, weights and gate weights.
+    text = [(start, *_text_supervision(target, text_weights)) for start, target in taught]
+    text_at = _row_positions((start, positions) for start, positions, _, _ in text)
+    coord_at = _row_positions((start, target.coord_positions) for start, target in taught)
+    compared_at = _row_positions((start, target.compared_positions) for start, target in placed)
+    learned_at = _row_positions((start, target.credit.positions) for start, target in credited)
+    overridden_at = _row_positions(
+        (start, [one.position for one in target.label_overrides]) for start, target in taught
     )
-    # Logits exist at these positions alone; everything below indexes into them. An odd number is a
+    # Logits exist only at these positions; everything below indexes into them. An odd number is a
     # position with a label of its own, the even one before it the same with the row's next token.
     text_needed = 2 * text_at + np.isin(text_at, overridden_at)
-    needed = np.unique(np.concatenate([text_needed, 2 * coord_at, 2 * sampled_at, 2 * learned_at]))
+    needed = np.unique(np.concatenate([text_needed, 2 * coord_at, 2 * compared_at, 2 * learned_at]))
 
     def index(needed_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, needed_positions))
@@ -160,8 +160,8 @@ def collate(
         Supervision(
             TextSupervision(
                 index(text_needed),
-                _floats(weights for _, weights, _ in text),
-                _floats(gate_weights for _, _, gate_weights in text),
+                _floats(weights for _, _, weights, _ in text),
+                _floats(gate_weights for _, _, _, gate_weights in text),
             ),
             CoordSupervision(
                 index(2 * coord_at),
@@ -169,7 +169,7 @@ def collate(
                 _floats(_equal_weights(len(target.coord_positions)) for target in targets),
             ),
             _box_supervision(targets),
-            SampledSupervision(
+            LearnedSupervision(
                 index(2 * learned_at),
                 _floats(credit.engine_logprobs for credit in credits_),
                 _floats(credit.advantages for credit in credits_),
@@ -178,11 +178,16 @@ def collate(
                 _teacher_supervision(credits_),
             ),
         ),
-        SampledTokens(
-            index(2 * sampled_at), _floats(target.sampled_logprobs for target in targets)
+        ComparedTokens(
+            index(2 * compared_at), _floats(target.compared_logprobs for _, target in placed)
         ),
         has_beside=beside is not None,
     )
+
+
+def _row_positions(placed: Iterable[tuple[int, Sequence[int] | np.ndarray]]) -> np.ndarray:
+    """Offset each target's positions by its start in the row, and join them: int64."""
+    return _concat(np.int64, (start + np.array(part, np.int64) for start, part in placed))
 
 
 def _teacher_supervision(credits_: Sequence[TokenAdvantages]) -> TeacherSupervision | None:

@@ -34,7 +34,7 @@ class HeldOut:
     ) -> None:
         """Take the first `data.max_val_samples` of each data set. Raises as `require_lengths`."""
         self.codec = tokens.codec
-        self.encoder = PromptEncoder.from_config(config, tokens.processor)
+        self.encoder = PromptEncoder(tokens.processor, config.prompts)
         self._geometry = config.geometry
         self._format = config.answer_format.for_pictures(self.encoder.picture_resize)
         self._run_seed = config.training.seed

@@ -23,47 +23,35 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
-from learner.host_memory import NodeMemory, available_memory, in_gib, node_number
-from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.reference import load_reference
 from learner.model.sharding import load_parallel
 from learner.packing import Row, packing_policy
-from learner.run_state import RandomState, RankState, missing_parts
+from learner.run_state import RandomState, RankState
+from learner.saving import Saving, checksum
 from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
-from shared.config.derive import divides_by_tokens, is_sharded, rank_name
-from shared.errors import (
-    CollectiveError,
-    ConfigError,
-    LearnerError,
-    RolloutError,
-    StorageError,
-)
+from shared.config.derive import is_sharded, rank_name
+from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
-from shared.run_files import RUN_FILE, STATE_FOLDER, Span, write_run_file
+from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
-from shared.weight_sync.checksum import BucketChecksum
-
-KEPT_FREE = 2 << 30
-"""Bytes of host memory that the copy of a checkpoint must leave to everybody else."""
 
 
 class Learner:
@@ -139,8 +127,7 @@ class Learner:
         """The result of `_fingerprints`, once it was needed."""
         self._answers_ahead: tuple[Any, ...] = ()
         """Answers of a resumed run's first positions, until they are asked for."""
-        self._saving: CheckpointSave | None = None
-        """The save that `finish_save` has to finish, with its copy of the state."""
+        self._saving = Saving(self.name, self.publisher, self.optimizer)
         self._state: RankState
         """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
@@ -221,7 +208,7 @@ class Learner:
             denominator = step.plan.num_samples
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)
-            if divides_by_tokens(self._config):
+            if self._config.rollout_matching.pipeline.divides_by_tokens:
                 # Rows were learned with weight 1 a token before the step's last rollout came; 0 of
                 # all ranks' tokens have a gradient of 0.
                 denominator = max(1, self._ranks.sum(step.metrics.num_credited))
@@ -239,7 +226,7 @@ class Learner:
             weights: str | None = None
             if self._config.telemetry.ledger:
                 # Not a sync's: not every step has one, and its buckets are the transport's.
-                weights = self._digest_of_weights()
+                weights = self._saving.digest_of_weights()
             step.metrics.mark("finish step", started_s)
             # Only now: a checkpoint that is written after an interruption is of finished updates.
             self.num_updates = step.plan.step + 1
@@ -294,88 +281,19 @@ class Learner:
             StorageError: it cannot be written. Nothing is left of it then, and every rank can try
                 again.
         """
-        self._saving = None  # of a save that failed, whose copies are not wanted any more
-        self.publisher.device.wait()
-        ranks = self._ranks
-        is_full = self._config.checkpoint.full
-        tensors: dict[str, torch.Tensor] | None = None
-        if is_full and (self.parallel.holds_parts or ranks.rank == 0):
-            tensors = self.optimizer.tensors()
-        reason = self._no_room_for_copy(tensors or {}) if background else None
-        copies: HostCopies | None = None
-        if background and reason is None:
-            copies = HostCopies((tensors or {}).values())
-        write_state: Write | None = None
-        if is_full:
+        state: RankState | None = None
+        if self._config.checkpoint.full:
             state = replace(
                 self._state,
                 answers_ahead=tuple(answers_ahead),
                 offers_adapter=self.publisher.offers_adapter,
                 fingerprints=self._fingerprints(),
             )
-            if copies is not None and tensors is not None:
-                tensors = {name: copies(tensor) for name, tensor in tensors.items()}
-            write_state = state.writer(ranks.rank, tensors)
-
-        def finish(partial: Path) -> None:
-            if missing := missing_parts(partial, ranks.world_size):
-                why = "another rank's part, written on its node, is not seen by rank 0"
-                remedy = "put telemetry.run_dir on a disk that all nodes share"
-                raise StorageError(missing[0], why, remedy=remedy)
-            write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
-
-        save = self.publisher.checkpoint(
-            folder, copies=copies, write_more=write_state, finish=finish if is_full else None
-        )
-        if copies is None:
-            save.write()
-        else:
-            save.begin()
-            self._saving = save
-        return reason
+        return self._saving.save(folder, run, state, background=background)
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Give the checkpoint that is written in the background its name, if it is all there.
-
-        A collective. `wait`: until it is. After a StorageError it is written again, from the same
-        copy, while the caller waits.
-
-        Returns:
-            When this rank wrote it; nothing where no save was begun. None: it is not all there.
-
-        Raises:
-            StorageError: it cannot be written. Nothing is left of it but the copy.
-        """
-        save = self._saving
-        if save is None:
-            return []
-        if not save.complete(wait=wait):
-            return None
-        self._saving = None
-        track = f"{self.name}, checkpoints"
-        return [Span(track, f"write {save.folder.name}", save.started_s, save.ended_s)]
-
-    def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Say why a node's memory is too little for a copy of weights and `tensors`."""
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._ranks.rank == 0:
-            for name, dtype, shape in self.publisher.parallel.weights.specs():
-                # The weight itself, unless that is a shard: copied already.
-                is_master = f"{name}/master" in tensors and dtype is torch.float32
-                if self.parallel.holds_parts or not is_master:
-                    size += shape.numel() * dtype.itemsize
-        with self._ranks.of_phase("save"):
-            node = NodeMemory.scarcest(
-                self._ranks.all_of(size),
-                self._ranks.all_of(available_memory()),
-                self._ranks.all_of(node_number()),
-            )
-        if node.needed + KEPT_FREE <= node.available:
-            return None
-        return (
-            f"the copy needs {in_gib(node.needed)} of a node's host memory beside"
-            f" {in_gib(KEPT_FREE)} that stay free, and {in_gib(node.available)} are available"
-        )
+        """Finish the save in the background, as `Saving.finish_save` does. A collective."""
+        return self._saving.finish_save(wait=wait)
 
     def last_report(self) -> RankReport | None:
         """Return the report of the step behind the present weights; None before the first."""
@@ -392,31 +310,7 @@ class Learner:
 
     def _restore(self, checkpoint: Path) -> None:
         """Go back to the state after a checkpoint's last update."""
-        state, tensors = RankState.load(
-            checkpoint, self._ranks.rank, has_own_tensors=self.parallel.holds_parts
-        )
-        fingerprints = self._fingerprints()
-        changed = sorted(
-            key for key, value in state.fingerprints.items() if fingerprints.get(key) != value
-        )
-        if refused := [key for key in changed if key not in self._config.resume.allow]:
-            raise ConfigError(
-                [
-                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} here, and was"
-                    f" {state.fingerprints[key][:12]} (of contents digests) when {checkpoint} was"
-                    f" saved; restore it, or insist with 'resume.allow=[{key}]'"
-                    for key in refused
-                ]
-            )
-        self.optimizer.load_tensors(tensors)
-        saved = None if state.report is None else state.report.digests.get("weights")
-        if saved is not None and saved != (found := self._digest_of_weights()):
-            raise ConfigError(
-                f"resume.run: {checkpoint} has not the weights of its step: their checksum is"
-                f" {found}, and was {saved}; restore it from another copy, or resume another"
-                " checkpoint (checkpoints.json lists them)"
-            )
-        self.optimizer.num_skipped = state.num_skipped
+        state = self._saving.load(checkpoint, self._fingerprints(), allow=self._config.resume.allow)
         self.num_updates = state.step
         self._packing.carry(state.carried)
         schedule = RunSchedule(self._config)
@@ -427,10 +321,6 @@ class Learner:
         self._answers_ahead = state.answers_ahead
         self._state = state
         state.random.restore(self.loaded.device)
-
-    def _digest_of_weights(self) -> str:
-        """Return the checksum of the weights that this rank trains, for the ledger."""
-        return f"{_checksum(self.optimizer.masters) % 2**64:016x}"
 
     def _fingerprints(self) -> dict[str, str]:
         """Return what has to be the same on resume and no key tells, by the nearest key: digests of
@@ -443,7 +333,7 @@ class Learner:
             frozen = (parameter for parameter in parameters if not parameter.requires_grad)
             self._fingerprints_of_start = {
                 **self.algorithm.fingerprints(),
-                "model.path": f"{_checksum(frozen):x}",
+                "model.path": f"{checksum(frozen):x}",
                 "learner.cpu_threads": str(torch.get_num_threads()),
             }
         return self._fingerprints_of_start
@@ -539,12 +429,3 @@ class Learner:
 
 def _shows_images(row: Row) -> bool:
     return any(len(segment.prompt.image_grid_I3) for segment in row)
-
-
-def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the checksum of this rank's parts of the tensors, in their order."""
-    checksum = BucketChecksum()
-    for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        checksum.add(part.detach())
-    return checksum.value()

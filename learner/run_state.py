@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from learner.algorithms.advantages import TokenAdvantages
 from learner.model.checkpoint import flush
 from learner.segments import EncodedPrompt, Segment
-from learner.targets import LabelOverride, ParsedAndMatched, Target
+from learner.targets import AdvantageTarget, LabelOverride, ParsedAndMatched, Target
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 from shared.grounding.matching import MatchedPair, MatchResult
@@ -142,8 +142,17 @@ def _path(folder: Path, rank: int, suffix: str) -> Path:
 KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(RankState, RandomState, Segment, EncodedPrompt, Target, LabelOverride, TokenAdvantages),
-        *(ParsedAndMatched, ParsedRollout, ParsedObject, DroppedObject, DropReason, GeometryKind),
+        *(RankState, RandomState, Segment, EncodedPrompt, Target, LabelOverride),
+        *(
+            AdvantageTarget,
+            TokenAdvantages,
+            ParsedAndMatched,
+            ParsedRollout,
+            ParsedObject,
+            DroppedObject,
+            DropReason,
+            GeometryKind,
+        ),
         *(MatchResult, MatchedPair, Rollout, FinishReason, EnvironmentRollout, TrainingExample),
         *(ModelCall, ImageRef, RankReport, MetricAccumulator, Span, Channel),
     )

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learner.targets import Target
-from shared.config import RunConfig
+from learner.targets import AdvantageTarget, Target
 from shared.errors import RecordError
 from shared.grounding.json_list import PictureResize
 from shared.prompts import Prompts, detection_messages, on_white, open_picture
@@ -69,7 +68,7 @@ class Segment:
     position: int
     """The sample's place in its step."""
     prompt: EncodedPrompt
-    target: Target
+    target: Target | AdvantageTarget
     step: int = 0
     """The step that drew the sample; a later one may learn the segment."""
     actor: str | None = None
@@ -115,10 +114,6 @@ class PromptEncoder:
         # Where no row has a text of its own, prompts differ in their number of images alone.
         self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
         self._ids_of = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
-
-    @classmethod
-    def from_config(cls, config: RunConfig, processor: Any) -> PromptEncoder:
-        return cls(processor, Prompts.from_config(config))
 
     @property
     def picture_resize(self) -> PictureResize:

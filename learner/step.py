@@ -9,7 +9,7 @@ loss is the sum over both segments of each term's mean within the segment. What 
 divided by is for the step's end, so rows add up in any order and packing.
 
 Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of them with coord
-logits, X text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the
+logits, X text, S coord slots, K tokens to compare, M to learn by their advantage, T tokens that the
 reference finds most probable, J = T + 1, V vocabulary, C coord bins.
 """
 
@@ -55,7 +55,7 @@ class RowResult:
     """The numbers of one row's forward and backward.
 
     Example (token_ce alone, weight 2, over two segments with means 0.5 and 0.3): loss 1.6, terms
-    `{"loss/token_ce": 0.8}`, no diagnostics, and one log-probability per sampled token.
+    `{"loss/token_ce": 0.8}`, no diagnostics, and one log-probability per token to compare.
     """
 
     loss: float
@@ -64,8 +64,8 @@ class RowResult:
     """`loss/...` metrics, to be summed over the rows of a step."""
     diagnostics: dict[str, SlotMean]
     """Metrics of the active diagnostics, of which nothing is learned."""
-    sampled_logprobs_K: torch.Tensor
-    """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
+    compared_logprobs_K: torch.Tensor
+    """The learner's log-probabilities of the row's tokens to compare, on the CPU."""
 
 
 class _RowForward(NamedTuple):
@@ -112,7 +112,7 @@ def train_row(
         forward.loss.item(),
         dict(zip(names, forward.terms.tolist(), strict=True)),
         _diagnose(objectives, forward.values, row),
-        forward.values.sampled_logprobs_K.detach().cpu(),
+        forward.values.compared_logprobs_K.detach().cpu(),
     )
 
 
@@ -164,7 +164,7 @@ def _read_reference(
     logit_chunk: int,
 ) -> ReferenceValues:
     """Read what the model says of the tokens that are learned by their advantage."""
-    learned_at_M = row.supervision.sampled.at
+    learned_at_M = row.supervision.learned.at
     temperature = sampled_under.temperature
     logprobs, top_ids, top_logprobs = [], [], []
     # In the chunks of `LogitsPass`: a product of other shapes may round otherwise, and where the
@@ -233,13 +233,13 @@ class LogitsPass:
         needs = self.needs
         text = row.supervision.text
         coord = row.supervision.coord
-        learned = row.supervision.sampled
+        learned = row.supervision.learned
         coord_at_P = coord.at
         if needs.text_gate is not None:
             # The gate needs coord logits at text positions too.
             coord_at_P = torch.cat([coord.at, text.at]).sort().values
         # Each normalizer costs a pass over the vocabulary: the sampling's only where it is used.
-        num_sampled = len(row.sampled.at) + (len(learned.at) if needs.sampled else 0)
+        num_sampled = len(row.compared.at) + (len(learned.at) if needs.learned else 0)
         normalizers = self._normalizers(num_sampled)
         top = None
         if needs.reference_top:
@@ -286,8 +286,8 @@ class LogitsPass:
             coord_logits_SC,
             coord_gate_S,
             coord_mass_S,
-            sampled_logprobs_K=sampled_logprobs(row.sampled.at),
-            learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
+            compared_logprobs_K=sampled_logprobs(row.compared.at),
+            learned_logprobs_M=sampled_logprobs(learned.at) if needs.learned else None,
             reference=reference,
             top_logprobs_MJ=top_logprobs_MJ,
         )
@@ -368,7 +368,7 @@ class RowTrainer:
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
         self._sampled_under = Normalizer(decode.temperature or 1.0, loaded.banned_token_ids)
         self._compares_logprobs = compares_logprobs(decode)
-        self._tolerance = LogprobTolerance.from_config(config)
+        self._tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
 
     def collate(
         self, segments: Row, channel: Channel, *, version: int, beside: Segment | None = None
@@ -406,8 +406,8 @@ class RowTrainer:
             return so_far
         return check_logprobs(
             row.segments,
-            result.sampled_logprobs_K,
-            row.sampled.logprobs,
+            result.compared_logprobs_K,
+            row.compared.engine_logprobs,
             tolerance=self._tolerance,
             so_far=so_far,
         )
@@ -418,4 +418,4 @@ def _comparable(segment: Segment, version: int) -> Segment:
     from an earlier step, or a stale rollout."""
     if segment.weight_version == version:
         return segment
-    return replace(segment, target=replace(segment.target, sampled_logprobs=()))
+    return replace(segment, target=replace(segment.target, compared_logprobs=()))

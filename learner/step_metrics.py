@@ -13,7 +13,13 @@ from dataclasses import replace
 from learner.checks import Compared
 from learner.collate import PackedRow
 from learner.step import RowResult
-from learner.targets import ParsedAndMatched, Target, TextWeights, TokenRole
+from learner.targets import (
+    AdvantageTarget,
+    ParsedAndMatched,
+    Target,
+    TextWeights,
+    TokenRole,
+)
 from shared.config.pipeline import Channel
 from shared.metrics import REWARD_FAMILY, TASK_FAMILY, MetricAccumulator, RankReport
 from shared.rollouts import FinishReason, Rollout
@@ -218,16 +224,8 @@ class StepMetrics:
         self.num_segments += len(row.segments)
         self.record("targets", len(row.segments))
         for segment in row.segments:
-            target, credit = segment.target, segment.target.credit
-            self.record(
-                "targets",
-                *(segment.step, segment.position, segment.prompt.token_ids),
-                *(target.token_ids, target.roles.tobytes()),
-                *(target.coord_positions, target.coord_targets, target.box_slots),
-                *(credit.positions, credit.advantages, credit.weights),
-                *(() if credit.teacher_logprobs is None else (credit.teacher_logprobs,)),
-                *target.label_overrides,
-            )
+            place = (segment.step, segment.position, segment.prompt.token_ids)
+            self.record("targets", *place, *_supervision_of(segment.target))
         self.totals.add("packing/num_rows", 1)
         self.totals.add("packing/num_segments", len(row.segments))
         self.totals.add("packing/num_tokens", row.num_tokens)
@@ -290,3 +288,18 @@ class StepMetrics:
         return RankReport(
             step, channel, version, self.totals, step_metrics, spans, digests, self.refilled
         )
+
+
+def _supervision_of(target: Target | AdvantageTarget) -> tuple[object, ...]:
+    """Return what a target supervises, for the ledger's digest of targets."""
+    # Both types in one layout, so that ledgers of earlier versions can be compared.
+    if isinstance(target, Target):
+        slots = (target.coord_positions, target.coord_targets, target.box_slots)
+        no_credit = ((), (), ())
+        roles = target.roles.tobytes()
+        return (target.token_ids, roles, *slots, *no_credit, *target.label_overrides)
+    credit = target.credit
+    no_roles = bytes(len(target.token_ids))
+    of_teacher = () if credit.teacher_logprobs is None else (credit.teacher_logprobs,)
+    of_tokens = (credit.positions, credit.advantages, credit.weights, *of_teacher)
+    return (target.token_ids, no_roles, (), (), (), *of_tokens)

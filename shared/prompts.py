@@ -16,7 +16,6 @@ from shared.errors import RecordError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from shared.config import RunConfig
     from shared.records import Sample
 
 
@@ -44,12 +43,6 @@ class Prompts:
     """User messages; of several, each sample has the one that `seed` and its id draw."""
     system: str | None = None
     seed: int = 0
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> Prompts:
-        data = config.data
-        templates = data.prompts or (config.user_prompt,)
-        return cls(templates, data.system_prompt, config.training.seed)
 
     @property
     def have_blanks(self) -> bool:

@@ -82,7 +82,8 @@ class TrainingExample:
     """The step's own reward or, as always of a merged example, the rollout's; 0 where not
     scored."""
     advantage: float | None = None
-    """Likewise; None where nothing was scored."""
+    """Likewise, as the environment reports it: its own, or the reward less the group's mean. None
+    where nothing was scored."""
     example_id: Any = 0
     """Id of the dataset's row, whose rollouts are a group."""
     weight_version: int | None = None
@@ -90,7 +91,8 @@ class TrainingExample:
     token_advantages: list[float] | None = None
     """[L], 0 outside the mask, where merged steps differ; None: `advantage` everywhere."""
     token_is_relative: list[int] | None = None
-    """[L]: 1 where the advantage is the reward less the group's mean; None: not recorded."""
+    """[L]: 1 where the learner computes the advantage, from the rewards of the group; 0 where the
+    environment has given it. None: 1 everywhere if there are `group_rewards`."""
     rollout: int = 0
     """Index of its rollout among those that examples were made of."""
     steps: tuple[int, ...] = ()

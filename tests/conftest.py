@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from started_processes import SESSION, StartedProcesses
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 if TYPE_CHECKING:
     from engine_support import EnginePool
@@ -45,6 +46,9 @@ os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+# Under nohup the tested commands would ignore SIGHUP as well; a handler is not inherited.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # What collecting thousands of tests makes is not garbage.
 gc.disable()
 

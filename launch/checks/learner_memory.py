@@ -21,7 +21,7 @@ from launch.checks.model_shape import (
 from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, reference_kl
+from shared.config.derive import is_sharded
 from shared.config.pipeline import Channel, CoordRegEntry
 from shared.model_families import ModelPart
 from shared.tokens.vocabulary import NUM_BINS
@@ -154,7 +154,7 @@ def _moment_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def _reference_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Count the second model of `reference_kl`, which an adapter makes needless."""
-    if reference_kl(config) is None or config.model.adapter is not None:
+    if not config.rollout_matching.pipeline.needs_reference or config.model.adapter is not None:
         return 0
     # Shards are float32, whatever the forward computes in.
     size = BYTES["float32" if is_sharded(config) else config.model.dtype]
@@ -284,8 +284,7 @@ def _logit_bytes(config: RunConfig, shape: ModelShape) -> int:
     # The logits and their float32 gradient, with two masks, or one and the gradient as the logits
     # are (benchmarks/logit_memory.py).
     of_logit = 10 if size == 4 else 9
-    reference = reference_kl(config)
-    if reference is not None and reference.top_tokens is not None:
+    if config.rollout_matching.pipeline.num_reference_top:
         # The logits of sampled tokens once more, with a float32 copy, beside value and gradient.
         of_logit = 2 * (size + 4)
     logits = min(LOGIT_CHUNK, config.global_max_length) * shape.vocabulary * of_logit

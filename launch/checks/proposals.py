@@ -39,14 +39,6 @@ class Proposal:
         return f"{' '.join(self.overrides)}: {self.estimate.describe()}"
 
 
-def changes(config: RunConfig) -> list[Change]:
-    """List what saves memory, the cheapest first: time, then exactness, then what is learned.
-
-    More ranks come last.
-    """
-    return _of_one_rank(config) + _of_more_ranks(config)
-
-
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
     """Return the sets of changes that fit, at most `MOST`, the cheapest first.
 

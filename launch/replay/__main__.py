@@ -7,8 +7,8 @@ none, and learns every step up to this one from the rollouts in `rollouts/`. Its
 those of `metrics.jsonl`, to the bit, and its weights have to have the digest of `ledger.jsonl`, if
 there is one. Exit status 1 where they differ.
 
-A breakpoint anywhere in the learner works: all of it runs in this process. Only of a run with
-several learner ranks does each get a process of its own, in which none works.
+A breakpoint anywhere in the learner works: all of it runs in this process. A run of several learner
+ranks is refused: one process sums its gradients in another order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from pydantic import Field, PositiveInt
 from launch.cli import explained, read_arguments
 from launch.diff_runs import NOT_LEARNED
 from launch.ledger import LEDGER
-from launch.replay.learning import RecordedStep, Recording
-from launch.replay.ranks import learned_steps
+from launch.replay.learning import RecordedStep, Recording, learn_again
 from launch.runtime.console import escaped, make_console
 from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
-from shared.config.derive import is_sharded, policy_gradient
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 from shared.schedule import RunSchedule
@@ -55,14 +53,13 @@ def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
         ConfigError: no such run, step or checkpoint; a run without rollouts, or of a version that
             recorded less; other data, weights or packages.
         RecordError: a line of a file is damaged or of another version.
-        LearnerError: of several ranks one ended or was late.
     """
     run = options.run.resolve()
     recorded = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
     ledger = read_lines(run / LEDGER)
     weights = {line["step"]: line["weights"] for line in ledger if "weights" in line}
     recording = _recording(run, options, recorded)
-    with closing(learned_steps(recording)) as reports:
+    with closing(learn_again(recording)) as reports:
         for report in reports:
             differences = _differences(recorded[report.number], report.metrics)
             # Of a gradient's last bits the metrics may tell nothing, and the weights do.
@@ -79,20 +76,12 @@ def _recording(
     config, first = _config(run, options.checkpoint, options.step)
     if options.step not in recorded:
         raise ConfigError(f"step: {run} has the metrics of {len(recorded)} steps; choose one")
-    plans = {line["step"]: line for line in read_lines(run / "plan.jsonl")}
     numbers = range(first + 1, options.step + 1)
-    for name, lines in (("metrics.jsonl", recorded), ("plan.jsonl", plans)):
-        if missing := [number for number in numbers if number not in lines]:
-            raise ConfigError(f"run: its {name} lacks steps {missing}; restore it")
+    if missing := [number for number in numbers if number not in recorded]:
+        raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore it")
     schedule = RunSchedule(config)
     steps = [
-        RecordedStep(
-            schedule.plan(number - 1),
-            recorded[number]["weight_version"],
-            tuple(
-                tuple((start, stop) for start, stop in ranks) for ranks in plans[number]["rounds"]
-            ),
-        )
+        RecordedStep(schedule.plan(number - 1), recorded[number]["weight_version"])
         for number in numbers
     ]
     examples = None
@@ -132,16 +121,17 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
     # Of the checkpoint: the run's own is of its last start, which may have changed it.
     saved = read_run(run) if checkpoint is None else states[checkpoint].config
     config = changed_config(saved, changes)
-    if config.environment is None and policy_gradient(config) is not None:
+    pipeline = config.rollout_matching.pipeline
+    if config.algorithm.learns_rewards and pipeline.policy_gradient is not None:
         raise ConfigError(
             "run: its rollouts of samples are learned by their rewards too (policy_gradient), and"
             " their log does not keep the log-probabilities that this needs: not replayed yet"
         )
-    if is_sharded(config) and RunSchedule(config).refill_rounds:
+    if config.learner.world_size > 1:
         raise ConfigError(
-            "run: its ranks hold parts of the model (learner.parallel: fsdp) and learn groups that"
-            " were drawn again (environment.refill_rounds) in rounds that plan.jsonl does not know"
-            " before: not replayed yet"
+            f"run: it has {config.learner.world_size} learner ranks, and a replay learns in one"
+            " process, which sums gradients in another order; resume a copy of the run from its"
+            " checkpoint, and compare the two with `python -m launch.diff_runs`"
         )
     return config, 0 if checkpoint is None else states[checkpoint].step
 

@@ -1,47 +1,45 @@
-"""What a learner rank does in a replay: the run's steps, with the answers of the run's log."""
+"""Learns the steps of a run again, with the answers of the run's log."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
 from learner.learner import Learner
-from learner.model.ranks import RankTopology, Rendezvous
+from learner.model.ranks import RankTopology
 from learner.rollout_logs import samples, trajectories
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord, logged_rollout
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.errors import ConfigError
-from shared.metrics import RankReport
+from shared.metrics import StepReport, merge_reports
 from shared.records import Sample
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts
+from shared.weight_sync.transports import Device, TransportKind
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step of the run, but for its answers.
-
-    Example: of 5 rollouts, which two ranks learned in one round: `RecordedStep(plan, 7, (((0, 3),
-    (3, 5)),))`.
-    """
+    """A step of the run, without its answers."""
 
     plan: StepPlan
     weight_version: int
     """Version of the learner's weights."""
-    rounds: tuple[tuple[tuple[int, int], ...], ...]
-    """`[round][rank]`, start and end of the positions that the rank learned; none on channel A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """All that the ranks need of a run to learn some steps again."""
+    """All that the learner needs of a run to learn some steps again."""
 
     config: RunConfig
     """The run's, resumed before the first of the steps, without any files to write."""
@@ -51,16 +49,16 @@ class Recording:
     """Those of the run's environment; None for a run without one."""
 
 
-def learn_again(
-    recording: Recording, place: RankTopology, rendezvous: Rendezvous | None = None
-) -> Generator[RankReport, None, None]:
-    """Yield this rank's report of each step.
+def learn_again(recording: Recording) -> Generator[StepReport, None, None]:
+    """Yield the report of each step.
 
     Raises:
         ConfigError, RecordError: the log lacks a rollout, or has another one than the run asked
             for; what `Learner` raises.
     """
-    learner = Learner(recording.config, place, rendezvous, recording.examples)
+    device = Device.CUDA if torch.cuda.is_available() else Device.CPU
+    place = RankTopology(TransportKind.GLOO, (), device=device)
+    learner = Learner(recording.config, place, None, recording.examples)
     try:
         for step in recording.steps:
             # What a sync would make of it: the version that the rollouts were sampled with.
@@ -70,13 +68,13 @@ def learn_again(
             requests = learner.next_requests(step.plan)
             if requests:
                 answers += _recorded(learner, requests, recording.logs, step.plan)
-            for part in _rounds(answers, step, place.rank):
-                learner.accumulate(part)
+            # Rows do not depend on the rounds, but a round has one version of the weights.
+            for _, part in itertools.groupby(answers, _version):
+                learner.accumulate(list(part))
             for _ in range(RunSchedule(recording.config).refill_rounds):
-                # Rows of one rank do not depend on how these were cut into rounds.
                 again = learner.refill_requests()
                 learner.accumulate(_recorded(learner, again, recording.logs, step.plan))
-            yield learner.finish_step()
+            yield merge_reports([learner.finish_step()])
     finally:
         learner.close()
 
@@ -164,39 +162,9 @@ def _not_logged(what: str, step: int, position: int) -> ConfigError:
     )
 
 
-def _rounds(answers: Sequence[Any], step: RecordedStep, rank: int) -> Iterator[list[Any]]:
-    """Cut a rank's answers into the rounds of the run, each of one version of the weights.
-
-    Under fsdp the ranks' rows of a round are learned beside each other, and summed.
-    """
-    taken = 0
-    for ranks in step.rounds:
-        start, stop = ranks[rank]
-        part: list[Any] = []
-        sampled_by: int | None = None
-        for answer in answers:
-            rollouts = [answer] if isinstance(answer, Rollout) else answer
-            if not start <= rollouts[0].position < stop:
-                continue
-            versions = [version for one in rollouts for version in _versions(one)]
-            # A resumed run may have come with the answers of other engines' round.
-            if versions and sampled_by not in (None, versions[0]):
-                yield part
-                part = []
-            sampled_by = versions[0] if versions else sampled_by
-            part.append(answer)
-            taken += 1
-        # Also without answers: the other ranks have some, and are met.
-        yield part
-    if taken != len(answers):
-        raise ConfigError(
-            f"run: in plan.jsonl step {step.plan.number} has rounds with {taken} of this rank's"
-            f" {len(answers)} answers; restore the file from another copy of the run's folder"
-        )
-
-
-def _versions(rollout: Rollout | EnvironmentRollout) -> list[int]:
-    if isinstance(rollout, Rollout):
-        return [rollout.weight_version]
-    versions = [example.weight_version for example in rollout.examples]
-    return [version for version in versions if version is not None]
+def _version(answer: Rollout | tuple[EnvironmentRollout, ...]) -> int | None:
+    """Return the version of the weights that sampled this answer; None: it has no tokens."""
+    if isinstance(answer, Rollout):
+        return answer.weight_version
+    versions = (example.weight_version for one in answer for example in one.examples)
+    return next((version for version in versions if version is not None), None)

@@ -27,9 +27,9 @@ from typing import NamedTuple, TypeVar
 from launch.reports.lenient_json import Leniency, Members, WrittenLeaf, read_members
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import DetectionSummary, Scene, summarise
-from shared.grounding.formats import AnswerFormat
 from shared.grounding.json_list import BoxList
 from shared.grounding.phrase_list import PhraseList
+from shared.grounding.serialize import AnswerFormat
 from shared.grounding.validation import fits, is_box
 from shared.records import GeometryKind, Sample
 from shared.tokens.vocabulary import parse_coord_token

@@ -10,8 +10,8 @@ from launch.checks.data import ImageNeeds
 from launch.checks.memory import batch_cache_bytes
 from launch.checks.model_shape import ModelShape
 from launch.runtime.placement import Placement
-from rollout_actors.engine import warm_python
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
+from rollout_actors.warm import warm_python
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engines_in
 from shared.weight_sync.transports import Device

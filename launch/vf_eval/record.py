@@ -19,6 +19,7 @@ from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients.openai import merged
 from shared.config.secrets import masked, masked_keys
 from shared.errors import ConfigError, RecordError
+from shared.run_files import replace_file
 
 NAME = "evaluation.json"
 
@@ -117,12 +118,10 @@ class EvaluationSettings:
         Raises StorageError.
         """
         path = folder / NAME
-        partial = path.with_suffix(".partial")
         text = json.dumps(masked(asdict(self)), indent=1, ensure_ascii=False) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            replace_file(path, text)
         except OSError as error:
             raise cannot_write(path, error) from error
 

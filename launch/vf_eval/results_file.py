@@ -158,7 +158,7 @@ class ResultsFile:
                 stack.enter_context(closing(lines))
                 # Held until the file is closed, or the process ends.
                 fcntl.flock(lines.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.was_torn = _mend(self.path)
+                self.was_torn = _cut_half_line(self.path)
                 """Whether a line was removed."""
                 self.rollouts = {rollout.key: rollout for rollout in read_rollouts(self.path)}
             except BlockingIOError:
@@ -187,7 +187,6 @@ class ResultsFile:
 def read_rollouts(path: Path) -> list[FinishedRollout]:
     """Read every line. Raises RecordError at the first that is not a finished rollout."""
     rollouts: list[FinishedRollout] = []
-    broken: list[tuple[int, ValidationError]] = []
     limit = MAX_EXAMPLE_BYTES
     for line in file_lines(path, "MAX_EXAMPLE_BYTES", limit) if path.exists() else ():
         try:
@@ -196,49 +195,24 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
         except RecordError as error:
             raise error.at(str(path), line.number) from None
         except ValidationError as error:
-            broken.append((line.number, error))
-    if not broken:
-        return rollouts
-    remedy = "delete this line, and its rollout is made again"
-    if len(broken) > 1 and rollouts:
-        remedy = (
-            f"delete this line and the others that are broken ({len(broken)} in all), and their"
-            " rollouts are made again"
-        )
-    elif len(broken) > 1:
-        remedy = (
-            "none of its lines is a rollout of an evaluation; put the file back that belongs there,"
-            " or start a new evaluation"
-        )
-    number, refusal = broken[0]
-    first = refusal.errors(include_url=False)[0]
-    problem = first["msg"].replace("at line 1 column", "at column")
-    raise RecordError(
-        problem[:1].lower() + problem[1:],
-        field=".".join(map(str, first["loc"])) or "line",
-        remedy=remedy,
-        file=str(path),
-        line=number,
-    ) from refusal
+            first = error.errors(include_url=False)[0]
+            problem = first["msg"].replace("at line 1 column", "at column")
+            raise RecordError(
+                problem[:1].lower() + problem[1:],
+                field=".".join(map(str, first["loc"])) or "line",
+                remedy="delete this line, and its rollout is made again",
+                file=str(path),
+                line=line.number,
+            ) from error
+    return rollouts
 
 
-def _mend(path: Path) -> bool:
-    """Remove a last line that was being written; return whether one was.
-
-    Where nothing but its newline is missing, that is added.
-    """
+def _cut_half_line(path: Path) -> bool:
+    """Remove a last line without an end, as `read_lines` of a run does; return whether one was."""
     data = path.read_bytes()
-    last = data.rpartition(b"\n")[2]
-    if not last:
-        return False
-    try:
-        FinishedRollout.model_validate_json(last)
-    except ValidationError:
-        os.truncate(path, len(data) - len(last))
-        return True
-    with path.open("ab") as file:
-        file.write(b"\n")
-    return False
+    num_whole = data.rfind(b"\n") + 1
+    os.truncate(path, num_whole)
+    return num_whole < len(data)
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:

@@ -20,7 +20,7 @@ from rollout_actors.environments.clients.openai import merged
 from rollout_actors.environments.datasets import GenerateOutputs, mean
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.generate import metadata_of
-from rollout_actors.environments.rubric import compare_rollouts
+from rollout_actors.environments.rewards import compare_rollouts
 from rollout_actors.environments.types import Messages, State
 
 _NUM_ERRORS_SHOWN = 3

@@ -1,10 +1,10 @@
 """Advantages: by how much each sampled token is credited, and how much it counts in the loss.
 
-    advantage = (reward - mean(group)) / (std(group) + epsilon)      the division: `advantage_std`
+    advantage = (reward - baseline(group)) / (std(group) + epsilon)   the division: `advantage_std`
 
-An environment's rubric sends the numerator, or an advantage of the user's; the division is here
-(`token_advantages`). With `advantage_baseline: leave_one_out` the mean is that of the group's other
-rollouts, which makes the numerator n / (n - 1) times as large (Ahmadian et al. 2024, RLOO).
+Environments send rewards; all of this is computed here. A further baseline is a function and a line
+of `BASELINES`. Advantages that an environment gives itself are marked (`token_is_relative` 0) and
+taken as they are.
 
 With a teacher (`environment.teacher`) a sampled token's advantage is
 
@@ -36,7 +36,7 @@ each, and beside another rollout of 6 tokens the step's divisor is 10.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -44,7 +44,27 @@ from typing import Literal, Self
 
 from shared.config.algorithm import TeacherSection
 from shared.config.pipeline import PolicyGradientConfig
-from shared.trajectory import TrainingExample, group_advantages, has_signal
+from shared.trajectory import TrainingExample, has_signal
+
+Baseline = Callable[[float, Sequence[float]], float]
+"""Returns the reward of a rollout less the baseline of its group, whose rewards have a signal."""
+
+
+def less_mean(reward: float, rewards: Sequence[float]) -> float:
+    """Subtract the mean of the group's rewards."""
+    return reward - fmean(rewards)
+
+
+def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
+    """Subtract the mean reward of the group's other rollouts (Ahmadian et al. 2024, RLOO).
+
+    It is n / (n - 1) times the reward less the mean of all n.
+    """
+    return less_mean(reward, rewards) / ((len(rewards) - 1) / len(rewards))
+
+
+BASELINES: dict[str, Baseline] = {"mean": less_mean, "leave_one_out": less_mean_of_others}
+"""By the value of `advantage_baseline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +99,6 @@ class TokenAdvantages:
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-NO_CREDIT = TokenAdvantages((), (), (), (), ())
-
-
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
     """Credits the tokens of an example, as `policy_gradient` is configured."""
@@ -91,8 +108,8 @@ class AdvantageEstimator:
     """The divisor of `constant`."""
     std_epsilon: float | None
     """Added to the standard deviation that advantages are divided by; None: no division."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What the group's advantages are relative to."""
+    baseline: str = "mean"
+    """Key of `BASELINES`."""
     teacher: TeacherSection | None = None
     """The weights of teacher and reward; None: no teacher."""
 
@@ -167,41 +184,53 @@ class AdvantageEstimator:
 
 
 def token_advantages(
-    example: TrainingExample,
-    *,
-    std_epsilon: float | None,
-    baseline: Literal["mean", "leave_one_out"] = "mean",
+    example: TrainingExample, *, std_epsilon: float | None, baseline: str = "mean"
 ) -> list[float]:
     """Return the advantage of each token, 0 outside the mask: [L].
 
     Args:
-        std_epsilon: divide by the standard deviation of the group's rewards plus this, where the
-            rewards differ; None: do not divide. An advantage that a rubric gave itself is never
-            divided: it is in no units of the rewards.
-        baseline: what the rewards are compared with, likewise.
+        std_epsilon, baseline: of `group_advantage`. They do not change an advantage that an
+            environment gave itself, which is in no units of the rewards.
 
     Raises:
         ValueError: nothing was scored.
     """
-    if example.advantage is None:
+    length = len(example.token_ids)
+    is_relative = example.token_is_relative or [bool(example.group_rewards)] * length
+    if example.advantage is None and not all(is_relative):
         raise ValueError(
             f"example {example.example_id!r}: has no advantage, because its rollouts were not"
             ' scored; generate with score_rollouts, or set state["advantage"]'
         )
-    length = len(example.token_ids)
-    advantages = example.token_advantages or [example.advantage] * length
-    rewards = example.group_rewards
-    divisor = 1.0
-    if std_epsilon is not None and has_signal(rewards):
-        divisor = _deviation(rewards) + std_epsilon
-    if baseline == "leave_one_out" and has_signal(rewards):
-        # A reward less the mean of the other n - 1 is n / (n - 1) times itself less that of all.
-        divisor *= (len(rewards) - 1) / len(rewards)
-    if divisor != 1.0:
-        pairs = zip(advantages, _is_relative(example, example.advantage), strict=True)
-        advantages = [one / divisor if relative else one for one, relative in pairs]
-    pairs_of_mask = zip(advantages, example.mask, strict=True)
-    return [advantage if is_learned else 0.0 for advantage, is_learned in pairs_of_mask]
+    own = example.token_advantages or [example.advantage or 0.0] * length
+    of_group = group_advantage(
+        example.reward, example.group_rewards, std_epsilon=std_epsilon, baseline=baseline
+    )
+    columns = zip(own, is_relative, example.mask, strict=True)
+    return [
+        0.0 if not is_learned else of_group if of_the_group else one
+        for one, of_the_group, is_learned in columns
+    ]
+
+
+def group_advantage(
+    reward: float, rewards: Sequence[float], *, std_epsilon: float | None, baseline: str = "mean"
+) -> float:
+    """Return the advantage of a rollout with this reward in a group with these rewards.
+
+    Args:
+        std_epsilon: divide by the standard deviation of the rewards plus this; None: do not divide.
+        baseline: a key of `BASELINES`.
+
+    Example:
+        >>> group_advantage(1.0, [1.0, 0.0], std_epsilon=None)
+        0.5
+    """
+    # Exactly 0 for all if the rewards differ only by rounding.
+    if not has_signal(rewards):
+        return 0.0
+    advantage = BASELINES[baseline](reward, rewards)
+    return advantage if std_epsilon is None else advantage / (_deviation(rewards) + std_epsilon)
 
 
 def teacher_log_ratios(example: TrainingExample) -> list[float]:
@@ -222,20 +251,6 @@ def require_teacher(example: TrainingExample) -> list[float]:
             " and environment.teacher is set"
         )
     return example.teacher_logprobs
-
-
-def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:
-    """Tell whose advantage is the group's, rather than one that a rubric gave itself: [L]."""
-    if example.token_is_relative is not None:
-        return [bool(flag) for flag in example.token_is_relative]
-    if example.token_advantages is not None:
-        # Nobody noted whose they are: taken as they are, the rubric's own.
-        return [False] * len(example.token_ids)
-    is_of_group = any(
-        math.isclose(advantage, of_rollout, rel_tol=1e-9, abs_tol=1e-9)
-        for of_rollout in group_advantages(example.group_rewards)
-    )
-    return [is_of_group] * len(example.token_ids)
 
 
 def _deviation(rewards: Sequence[float]) -> float:

@@ -26,10 +26,9 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.base import Ahead, generation_span
+from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.data.augment import Augmented, AugmentedAhead, Augmenter
 from learner.data.fitting import Fitting, fits_a_row, require_train_lengths
@@ -41,17 +40,10 @@ from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import patience_of_learner
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import (
-    Target,
-    TokenRole,
-    ground_truth_target,
-    rollout_target,
-    target_settings,
-    text_weights,
-)
+from learner.targets import AdvantageTarget, Target, target_settings, text_weights
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import maskiou_gate, policy_gradient
+from shared.config.derive import maskiou_gate
 from shared.config.model import DataSource
 from shared.config.pipeline import Channel
 from shared.dataset import Draw, MixedStream
@@ -62,7 +54,7 @@ from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
-from shared.trajectory import TrainingExample, group_advantages, has_signal
+from shared.trajectory import TrainingExample, has_signal
 
 
 class RolloutMatching:
@@ -76,7 +68,7 @@ class RolloutMatching:
         self.tokens = tokens
         self.decode = decode
         self._ranks = ranks
-        self.encoder = PromptEncoder.from_config(config, tokens.processor)
+        self.encoder = PromptEncoder(tokens.processor, config.prompts)
         self.settings = target_settings(config).for_pictures(self.encoder.picture_resize)
         self._sources = config.data.sources("train")
         self._fittings = [
@@ -108,7 +100,7 @@ class RolloutMatching:
         )
         self.fixed_images: tuple[ImageRef, ...] = first.images
         self.estimator: AdvantageEstimator | None = None
-        objective = policy_gradient(config)
+        objective = config.rollout_matching.pipeline.policy_gradient
         if objective is not None:
             longest = config.rollout_matching.max_new_tokens
             self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)
@@ -353,10 +345,8 @@ class RolloutMatchingStep:
         rewards = tuple(scored.reward for scored in group)
         differs = has_signal(rewards)
         self.metrics.add_group(has_signal=differs, num_left_out=0 if differs else len(group))
-        for scored, advantage in zip(group, group_advantages(rewards), strict=True):
+        for scored in group if differs else ():
             rollout = scored.rollout
-            if not differs:
-                continue
             if rollout.logprobs is None:
                 message = (
                     f"sample {rollout.sample_id}: came without the log-probabilities of its tokens,"
@@ -378,13 +368,12 @@ class RolloutMatchingStep:
                 logprobs,
                 [1] * number,
                 scored.reward,
-                advantage=advantage,
                 example_id=rollout.sample_id,
                 group_rewards=rewards,
             )
             credit = algorithm.estimator.estimate(example, start=0, num_of_rollout=number)
-            neutral = np.full(number, TokenRole.NEUTRAL, dtype=np.uint8)
-            target = Target(rollout.sample_id, tuple(token_ids), neutral, (), (), (), credit=credit)
+            # Compared already, in the segment of its matched target.
+            target = AdvantageTarget(rollout.sample_id, tuple(token_ids), credit)
             yield Segment(
                 rollout.position,
                 scored.prompt,

@@ -40,10 +40,9 @@ from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import StepLog, patience_of_learner
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import Target, TokenRole
+from learner.targets import AdvantageTarget
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.dataset import RowStream
 from shared.errors import RolloutError
 from shared.records import ImageRef, Sample
@@ -77,7 +76,7 @@ class TrajectoryTarget(NamedTuple):
 
     prompt_token_ids: tuple[int, ...]
     """All before the first token that is learned."""
-    target: Target
+    target: AdvantageTarget
     """From there to the last token that is learned. Between the turns of a merged example it holds
     tokens that are only read.
     """
@@ -106,15 +105,11 @@ def trajectory_target(
             " learned, and is predicted from nothing; make examples with mask_prompts=True"
         )
     credit = estimator.estimate(example, start=start, num_of_rollout=num_of_rollout)
-    target = Target(
+    target = AdvantageTarget(
         str(example.example_id),
         tuple(example.token_ids[start:stop]),
-        np.full(stop - start, TokenRole.NEUTRAL, dtype=np.uint8),
-        coord_positions=(),
-        coord_targets=(),
-        box_slots=(),
-        sampled_logprobs=credit.engine_logprobs,
-        credit=credit,
+        credit,
+        compared_logprobs=credit.engine_logprobs,
     )
     return TrajectoryTarget(tuple(example.token_ids[:start]), target)
 
@@ -144,10 +139,10 @@ class Trajectories:
         self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
         if examples.mixture:
             self._digest += f" {[list(part) for part in examples.mixture]}"
-        entries = config.rollout_matching.pipeline.active(Channel.B)
-        objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
+        policy_gradient = config.rollout_matching.pipeline.policy_gradient
+        assert policy_gradient is not None, "checked with the configuration"
         self.estimator = AdvantageEstimator.from_config(
-            objective.config,
+            policy_gradient,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             teacher=config.environment.teacher,
         )
@@ -481,9 +476,13 @@ def _is_cut(rollout: EnvironmentRollout) -> bool:
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:
-    """Tell whether a rubric gave advantages itself: those of equal rewards are 0 everywhere."""
-    examples = (example for rollout in group for example in rollout.examples)
-    return any(one.advantage != 0 or any(one.token_advantages or ()) for one in examples)
+    """Tell whether the environment gave advantages itself, other than 0."""
+    for example in (one for rollout in group for one in rollout.examples):
+        own = example.token_advantages or [example.advantage or 0.0] * len(example.token_ids)
+        is_relative = example.token_is_relative or [bool(example.group_rewards)] * len(own)
+        if any(one for one, relative in zip(own, is_relative, strict=True) if not relative):
+            return True
+    return False
 
 
 def _require_reward(rollout: EnvironmentRollout) -> None:
@@ -506,7 +505,7 @@ def _fixed_segment(
     ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]
     if images:
         sample = Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {})
-        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
         response = tuple(ids)
     else:
         num_prompt = len(ids) // 4
@@ -516,8 +515,7 @@ def _fixed_segment(
     zeros = (0.0,) * length
     weights = (1.0 / length,) * length
     credit = TokenAdvantages(tuple(range(length)), zeros, zeros, weights, (0,) * length)
-    roles = np.full(length, TokenRole.NEUTRAL, dtype=np.uint8)
-    return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
+    return Segment(0, prompt, AdvantageTarget("fixed", response, credit))
 
 
 def _fixed_image() -> ImageRef:

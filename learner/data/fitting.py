@@ -26,10 +26,10 @@ from shared.config import RunConfig
 from shared.config.derive import num_b_steps
 from shared.dataset import Dataset, Joined, note_skipped
 from shared.errors import BadRows, ConfigError, RecordError
-from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
+from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.geometry import aabb
 from shared.grounding.json_list import PictureResize
-from shared.grounding.serialize import SerializedText
+from shared.grounding.serialize import AnswerFormat, SerializedText
 from shared.records import GeometryKind, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans

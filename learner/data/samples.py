@@ -26,7 +26,6 @@ from shared.config import RunConfig
 from shared.config.model import DataSource
 from shared.data.file_rows import FileRows, RowRules, RowTable
 from shared.dataset import Dataset, image_names, load_dataset, note_skipped
-from shared.prompts import Prompts
 
 _GONE = (-1, -1, -1)
 """In place of the fingerprint of an image that is not there."""
@@ -43,7 +42,7 @@ def load_samples(
     path = source.path
     geometry = target_settings(config).geometry
     rules = RowRules(data.sort_objects, data.check_images, geometry, source.name)
-    prompts = Prompts.from_config(config)
+    prompts = config.prompts
     of_file = kept.fingerprint(path)
     key = kept.digest_of(
         *(kept.sources_digest(), PIL.__version__, str(path), of_file, data.on_bad_row),

@@ -19,7 +19,6 @@ from learner.model.loading import LoadedModel
 from learner.model.ranks import Ranks
 from learner.model.sharding import Parallel, load_parallel
 from shared.config import RunConfig
-from shared.config.derive import reference_kl
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ def load_reference(
     Raises:
         ConfigError, LearnerError: as `load_parallel`.
     """
-    if reference_kl(config) is None:
+    if not config.rollout_matching.pipeline.needs_reference:
         return None
     if config.model.adapter is not None:
         return Reference(loaded.model, None, parallel)

@@ -4,7 +4,7 @@ Every term is a weighted sum over a row's positions. The weights already hold th
 segment, so that the terms of rows add and packing cannot change a step's loss (decision 6).
 
 Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
-predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, T
+predict tokens to compare, M of them sampled tokens that are learned by their advantage, T
 tokens that the reference finds most probable, J = T + 1, B boxes, C the 1,000 coord bins.
 """
 
@@ -58,7 +58,7 @@ class TeacherSupervision(NamedTuple):
     """float32 [M], of the teacher's part of the advantage."""
 
 
-class SampledSupervision(NamedTuple):
+class LearnedSupervision(NamedTuple):
     """Sampled tokens that are learned by their advantage, a column per field."""
 
     at: torch.Tensor
@@ -75,7 +75,7 @@ class SampledSupervision(NamedTuple):
     """None: no teacher has scored the tokens."""
 
 
-NOTHING_SAMPLED = SampledSupervision(
+NOTHING_LEARNED = LearnedSupervision(
     torch.empty(0, dtype=torch.int64),
     torch.empty(0),
     torch.empty(0),
@@ -94,7 +94,7 @@ class Supervision(NamedTuple):
     text: TextSupervision
     coord: CoordSupervision
     boxes: BoxSupervision
-    sampled: SampledSupervision = NOTHING_SAMPLED
+    learned: LearnedSupervision = NOTHING_LEARNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class LogitNeeds:
     coord_gate: float | None = None
     """The gate's temperature; None: not asked."""
     coord_mass: bool = False
-    sampled: bool = False
+    learned: bool = False
+    """Log-probabilities of the tokens that are learned by their advantage."""
     reference: bool = False
     """The same of the weights that the run started with, which a run has that declares a
     `reference_kl`."""
@@ -160,7 +161,7 @@ class RowValues:
     """`-log p_coord`"""
     coord_mass_S: torch.Tensor | None
     """`p_coord` at temperature 1."""
-    sampled_logprobs_K: torch.Tensor
+    compared_logprobs_K: torch.Tensor
     """Log-probabilities of the tokens to compare, under what the engine sampled from."""
     learned_logprobs_M: torch.Tensor | None = None
     """Likewise, of the tokens that are learned by their advantage."""

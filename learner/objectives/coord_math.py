@@ -263,28 +263,6 @@ def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
     return torch.exp(-leak_S)
 
 
-def gate_mass_leak(
-    logits_SV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0
-) -> torch.Tensor:
-    """`logsumexp(all / T) - logsumexp(coord / T)`, minus log of the probability on the coord
-    vocabulary: [S], at least 0.
-    """
-    every_S = torch.arange(len(logits_SV), device=logits_SV.device)
-    reading = read_logits(
-        logits_SV, torch.zeros_like(every_S), every_S, coord_ids_C, (Normalizer(temperature),)
-    )
-    return mass_leak(reading.log_normalizers_N[0], reading.coord_logits_PC, temperature=temperature)
-
-
-def text_gate(
-    logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0
-) -> torch.Tensor:
-    """`-log(1 - p_coord)` with `1 - p_coord` not under 1e-6: [T], what coord tokens take from text
-    positions.
-    """
-    return gate_of_leak(gate_mass_leak(logits_TV, coord_ids_C, temperature=temperature))
-
-
 # The coord vocabulary
 
 

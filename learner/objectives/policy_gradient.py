@@ -38,10 +38,10 @@ from typing import ClassVar, Literal
 import torch
 
 from learner.objectives.base import (
+    LearnedSupervision,
     LogitNeeds,
     ObjectiveLoss,
     RowValues,
-    SampledSupervision,
     Supervision,
 )
 from shared.config.pipeline import PolicyGradientConfig
@@ -49,7 +49,7 @@ from shared.config.pipeline import PolicyGradientConfig
 
 def log_ratios(
     learner_logprobs_M: torch.Tensor,
-    sampled: SampledSupervision,
+    learned: LearnedSupervision,
     level: Literal["token", "call", "call_mean"],
 ) -> torch.Tensor:
     """Compute `log(p_learner / p_engine)` of what `level` says: [M], without gradient.
@@ -57,28 +57,28 @@ def log_ratios(
     Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
     `call_mean`: log(1/2).
     """
-    log_ratio_M = learner_logprobs_M.detach() - sampled.engine_logprobs
+    log_ratio_M = learner_logprobs_M.detach() - learned.engine_logprobs
     if level == "token" or not len(log_ratio_M):
         return log_ratio_M
-    calls_C = torch.arange(int(sampled.call[-1]) + 1, device=sampled.call.device)
+    calls_C = torch.arange(int(learned.call[-1]) + 1, device=learned.call.device)
     # Not `index_add`, which adds in no fixed order on a GPU.
-    is_of_CM = sampled.call == calls_C[:, None]
+    is_of_CM = learned.call == calls_C[:, None]
     log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(dim=1)
     if level == "call_mean":
         log_ratio_C = log_ratio_C / is_of_CM.sum(dim=1)
-    return log_ratio_C[sampled.call]
+    return log_ratio_C[learned.call]
 
 
-def advantages(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision) -> torch.Tensor:
+def advantages(learner_logprobs_M: torch.Tensor, learned: LearnedSupervision) -> torch.Tensor:
     """Compute the advantages, the teacher's part included: [M], without gradient.
 
     The teacher's part compares with the learner of this very update, so that it ends where learner
     and teacher agree, however many updates a batch has.
     """
-    if sampled.teacher is None:
-        return sampled.advantage
-    log_ratio_M = sampled.teacher.logprobs - learner_logprobs_M.detach()
-    return sampled.advantage + sampled.teacher.weight * log_ratio_M
+    if learned.teacher is None:
+        return learned.advantage
+    log_ratio_M = learned.teacher.logprobs - learner_logprobs_M.detach()
+    return learned.advantage + learned.teacher.weight * log_ratio_M
 
 
 def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
@@ -88,13 +88,13 @@ def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
 
 
 def is_clipped(
-    learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
+    learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
     """Tell which tokens the clip keeps from being learned: bool [M]. None without an advantage."""
-    log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
+    log_ratio_M = log_ratios(learner_logprobs_M, learned, config.ratio_level)
     if config.clip in ("cispo", "none"):
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
-    advantage_M = advantages(learner_logprobs_M, sampled)
+    advantage_M = advantages(learner_logprobs_M, learned)
     is_worse_M = advantage_M < 0
     too_high_M = (advantage_M > 0) & (log_ratio_M > math.log1p(config.clip_high))
     too_low_M = is_worse_M & (log_ratio_M.exp() < 1.0 - config.clip_low)
@@ -110,16 +110,16 @@ def is_above_cap(log_ratio_M: torch.Tensor, config: PolicyGradientConfig) -> tor
 
 
 def policy_gradient_loss(
-    learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
+    learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
     """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar.
 
     Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped; the loss is -1.2
     and has no gradient. With advantage -1 it is 1.5 and pulls the token back.
     """
-    advantage_M = advantages(learner_logprobs_M, sampled)
-    clipped_M = is_clipped(learner_logprobs_M, sampled, config)
-    log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
+    advantage_M = advantages(learner_logprobs_M, learned)
+    clipped_M = is_clipped(learner_logprobs_M, learned, config)
+    log_ratio_M = log_ratios(learner_logprobs_M, learned, config.ratio_level)
     ratio_M = truncated_ratio(log_ratio_M, cap=config.ratio_cap)
     if config.clip == "cispo":
         ratio_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -133,14 +133,14 @@ def policy_gradient_loss(
     counts_M = torch.where(clipped_M, bound_M, ratio_M * score_M)
     if config.above_cap == "mask":
         counts_M = torch.where(is_above_cap(log_ratio_M, config), 0.0, counts_M)
-    return -(sampled.weight * advantage_M * counts_M).sum()
+    return -(learned.weight * advantage_M * counts_M).sum()
 
 
 class PolicyGradient:
     """The objective of `policy_gradient_loss`."""
 
     term_names: ClassVar[tuple[str, ...]] = ("policy_gradient",)
-    needs: ClassVar[LogitNeeds] = LogitNeeds(sampled=True)
+    needs: ClassVar[LogitNeeds] = LogitNeeds(learned=True)
 
     def __init__(self, weight: float, config: PolicyGradientConfig) -> None:
         self._weight = weight
@@ -149,7 +149,7 @@ class PolicyGradient:
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         learner_M = values.learned_logprobs_M
         assert learner_M is not None
-        loss = policy_gradient_loss(learner_M, supervision.sampled, self._config)
+        loss = policy_gradient_loss(learner_M, supervision.learned, self._config)
         return ObjectiveLoss(self._weight * loss, (loss.detach(),))
 
 
@@ -163,21 +163,21 @@ class PolicyDiag:
         "policy/logprob_difference",
         "policy/entropy",
     )
-    needs: ClassVar[LogitNeeds] = LogitNeeds(sampled=True)
+    needs: ClassVar[LogitNeeds] = LogitNeeds(learned=True)
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self._config = config
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
         learner_M = values.learned_logprobs_M
-        sampled = supervision.sampled
+        learned = supervision.learned
         assert learner_M is not None
-        log_ratio_M = log_ratios(learner_M, sampled, self._config.ratio_level)
+        log_ratio_M = log_ratios(learner_M, learned, self._config.ratio_level)
         return (
             truncated_ratio(log_ratio_M, cap=self._config.ratio_cap),
-            is_clipped(learner_M, sampled, self._config).float(),
+            is_clipped(learner_M, learned, self._config).float(),
             is_above_cap(log_ratio_M, self._config).float(),
-            (learner_M - sampled.engine_logprobs).abs(),
+            (learner_M - learned.engine_logprobs).abs(),
             # Its mean over what a distribution samples is the distribution's entropy.
             -learner_M,
         )

@@ -59,7 +59,7 @@ class ReferenceKL:
     def __init__(self, weight: float, config: ReferenceKLConfig) -> None:
         self._weight = weight
         self._is_top = config.estimator == "top"
-        self.needs = LogitNeeds(sampled=True, reference=True, reference_top=config.top_tokens or 0)
+        self.needs = LogitNeeds(learned=True, reference=True, reference_top=config.top_tokens or 0)
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         reference = values.reference
@@ -72,5 +72,5 @@ class ReferenceKL:
         else:
             assert values.learned_logprobs_M is not None
             divergence_M = k3(values.learned_logprobs_M, reference.learned_logprobs_M)
-        loss = (supervision.sampled.weight * divergence_M).sum()
+        loss = (supervision.learned.weight * divergence_M).sum()
         return ObjectiveLoss(self._weight * loss, (loss.detach(),))

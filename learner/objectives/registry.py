@@ -29,7 +29,6 @@ from shared.config.pipeline import (
     ObjectiveEntry,
     PipelineSection,
     PolicyGradientEntry,
-    ReferenceKLEntry,
 )
 from shared.errors import ConfigError
 from shared.metrics import Reduction, metric_of
@@ -60,8 +59,6 @@ def build_objectives(
     """
     problems: list[str] = []
     entries = pipeline.active(channel)
-    # As a run is told whether to load one.
-    has_reference = any(isinstance(one, ReferenceKLEntry) for one in pipeline.active(Channel.B))
     objectives: list[Objective] = []
     term_owners: dict[str, str] = {}
     for entry in entries:
@@ -73,7 +70,7 @@ def build_objectives(
             continue
         objectives.append(objective)
         needs_reference = objective.needs.reference or objective.needs.reference_top
-        if needs_reference and not has_reference:
+        if needs_reference and not pipeline.needs_reference:
             problems.append(
                 f"{path}.name: {entry.name} needs the reference, and no reference_kl of channel B"
                 " is enabled; declare one, with weight 0 to measure alone"

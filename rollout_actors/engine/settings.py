@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 from shared.model_families import (
     EXPERT_MODEL_TYPES,
     HYBRID_MODEL_TYPES,

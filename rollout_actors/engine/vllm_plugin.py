@@ -13,7 +13,7 @@ from threading import Thread
 
 from rollout_actors.engine.failure import write_failures_down
 from rollout_actors.engine.left_over import write_process_down
-from rollout_actors.engine.warm_python import end_at_once
+from rollout_actors.warm.warm_python import end_at_once
 from shared.weight_sync.transports import TransportKind
 
 # vLLM's name for the process of an engine.

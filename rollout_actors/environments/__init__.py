@@ -13,7 +13,6 @@ from rollout_actors.environments.answers.parsers import (
     extract_hash_answer,
 )
 from rollout_actors.environments.answers.rubrics import JudgeRubric, MathRubric
-from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.chat.messages import (
     cleanup_messages,
     concat_messages,
@@ -37,6 +36,7 @@ from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolEnv, ToolRubric
+from rollout_actors.environments.training.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.training.examples import (
     merge_trajectories_for_training,
     process_trajectories_for_training,

@@ -1,8 +1,8 @@
 """Tasks, threads, clocks and scoring slots of rollouts, and how errors of environments are kept.
 
 Plain (not asynchronous) reward functions and tools run in threads. No thread can be ended from
-outside. One whose caller is gone, because of a time limit or a cancellation, is given up: it runs
-until its function returns, and another thread takes its place.
+outside. If its caller reaches a time limit or is cancelled, the thread is given up: it runs until
+its function returns, and another thread takes its place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import logging
 import os
-import sys
 import sysconfig
 import threading
 import time
@@ -28,9 +27,9 @@ from contextlib import (
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from types import FrameType
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from shared.config.secrets import redacted
 
@@ -127,12 +126,10 @@ async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     """
     try:
         return await work
-    except (Exception, asyncio.CancelledError):
+    except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
-        # A GeneratorExit that came into this frame is of a coroutine that nobody awaits any more.
-        is_closed = isinstance(error, GeneratorExit) and _last_frame(error) is sys._getframe()
-        if is_closed or is_process_exit(error):
+        if is_process_exit(error):
             raise
         raise _as_failure(error, "an environment") from error
 
@@ -141,10 +138,6 @@ def _as_failure(error: BaseException, who: str) -> RuntimeError:
     """Make an error that rollouts may fail of, with the place of the one that it stands for."""
     said = "called exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
     return RuntimeError(f"{who} {said}").with_traceback(error.__traceback__)
-
-
-def _last_frame(error: BaseException) -> FrameType:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
 # Clocks
@@ -184,6 +177,14 @@ class Stopwatch:
             self._running -= 1
             if not self._running:
                 self.total_s += time.perf_counter() - self._since_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.end()
+        try:
+            yield
+        finally:
+            self.begin()
 
     def so_far_s(self) -> float:
         """Return the time with what is under way now, such as a thread that was given up."""
@@ -233,6 +234,19 @@ LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=(
 """Time limits of this task and of the tasks around it, the outermost first."""
 
 
+@contextmanager
+def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
+    """Count a thread call in all time limits around it."""
+    limits = LIMITS.get()
+    for limit in limits:
+        limit.count(waiting=waiting, running=running)
+    try:
+        yield
+    finally:
+        for limit in limits:
+            limit.count(waiting=-waiting, running=-running)
+
+
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
     """Cancel the block at the limit and raise TimeoutError, even if the block swallows the end.
 
@@ -265,14 +279,14 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
 # Threads
 
 MOST_GIVEN_UP = 256
-"""Threads that are replaced. Beyond them the pool shrinks; at none, calls are refused."""
+"""Hanging functions whose threads are replaced. Beyond them, calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
-"""Names of a rollout's functions that were given up; None if nobody collects them."""
+"""Names of a rollout's functions that were given up; None if they are not collected."""
 
 
 class _Call:
-    """A function on its way through a thread."""
+    """A function that has a thread."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.function = function
@@ -280,23 +294,7 @@ class _Call:
         self.context = contextvars.copy_context()
         self.loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[Any] = self.loop.create_future()
-        self.limits = LIMITS.get()
-        self.is_queued = False
-        """True while it waits for a thread, as the event loop knows it."""
-        self.has_begun = False
-        self.is_abandoned = False
-
-    def start_clocks(self) -> None:
-        """Let its time limits go on: it has a thread now."""
-        if self.is_queued:
-            self.is_queued = False
-            for limit in self.limits:
-                limit.count(waiting=-1, running=1)
-
-    def leave_clocks(self) -> None:
-        for limit in self.limits:
-            limit.count(waiting=-int(self.is_queued), running=-int(not self.is_queued))
-        self.is_queued = False
+        self.is_given_up = False
 
     def resolve(self, value: Any, error: BaseException | None) -> None:
         if self.answer.done():
@@ -306,71 +304,61 @@ class _Call:
         else:
             self.answer.set_exception(error)
 
-    def post(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Have the event loop call this; nobody waits on a loop that was closed."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(callback, *arguments)
-
 
 class Threads:
-    """A bounded pool of daemon threads; none of them keeps the process from ending."""
+    """A bounded pool of daemon threads.
+
+    The pools of anyio and asyncio wait for their threads at the end of the process. One function
+    that hangs would keep the process alive.
+    """
+
+    # No lock: single operations of lists and sets are atomic, and a signal handler may call
+    # `running` at any time.
 
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
         """Start without a thread.
 
         Args:
-            most: functions that run at a time, without those that were given up.
-            most_given_up: of those, how many get a substitute while they still run.
+            most: functions that run at a time in an event loop, without those that were given up.
+            most_given_up: functions that were given up and may still run. Beyond, calls are
+                refused.
         """
-        self.most = most
-        self.most_given_up = most_given_up
+        self._most = most
+        self._most_given_up = most_given_up
+        self.num_given_up = 0
+        """All functions that were given up since the start."""
         self.reset()
 
     def reset(self) -> None:
-        """Forget all threads, which a forked process does not have."""
-        # Reentrant: a signal handler may ask what runs in the middle of `call`.
-        self._lock = threading.RLock()
-        self._queue: SimpleQueue[_Call] = SimpleQueue()
-        self._num_queued = 0
-        """Calls that no thread has taken."""
+        """Forget all threads. A forked process has none of them."""
+        self._idle: list[SimpleQueue[_Call]] = []
+        """One queue for each idle thread, which waits for its next call there."""
         self._running: set[_Call] = set()
-        self._given_up: set[_Call] = set()
-        self._num_threads = 0
-        """Threads at work or idle, without those that were given up."""
-        self._num_idle = 0
-        self.num_given_up = 0
-        """All that ever were."""
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
 
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Return the function's value, run by a thread in the caller's context.
 
-        A caller that is cancelled meanwhile gives the thread up.
+        If the caller is cancelled meanwhile, the thread is given up.
 
         Raises:
-            RuntimeError: so many threads were given up that none is left.
+            RuntimeError: too many functions were given up and still run, or no thread can start.
         """
-        call = _Call(function, name)
-        with self._lock:
-            self._queue.put(call)
-            self._num_queued += 1
-            if self._num_queued > self._num_idle:
-                self._add_threads()
-                self._refuse_if_none_is_left()
-                call.is_queued = self._num_queued > self._num_idle
-        for limit in call.limits:
-            limit.count(waiting=int(call.is_queued), running=int(not call.is_queued))
+        loop = asyncio.get_running_loop()
+        places = self._places.setdefault(loop, asyncio.Semaphore(self._most))
+        with _counted(waiting=1) if places.locked() else nullcontext():
+            await places.acquire()
         try:
-            return cast("T", await call.answer)
-        except asyncio.CancelledError:
-            self._leave(call)
-            raise
+            with _counted(running=1):
+                return await self._answer(_Call(function, name))
         finally:
-            call.leave_clocks()
+            places.release()
 
     def running(self) -> list[str]:
         """Return the names of the functions that run now, given up or not."""
-        with self._lock:
-            return sorted(call.name for call in self._running)
+        return sorted(call.name for call in list(self._running))
 
     def wait(self, limit_s: float) -> list[str]:
         """Wait until no function runs, and return the names of those that still do at the limit."""
@@ -379,113 +367,78 @@ class Threads:
             time.sleep(min(0.01, left_s))
         return running
 
-    def _add_threads(self) -> None:
-        """Start the threads that the queue needs and the bounds allow. The lock is held."""
-        most = min(self.most, self.most + self.most_given_up - len(self._given_up))
-        while self._num_queued > self._num_idle and self._num_threads < most:
-            try:
-                threading.Thread(target=self._work, name="plain-function", daemon=True).start()
-            except RuntimeError:  # the system has no more; the existing ones take the queue
-                _LOGGER.warning(
-                    "no further thread can be started beside %d; raise the limit of processes"
-                    " (`ulimit -u`, pids)",
-                    self._num_threads,
-                )
-                return
-            # Counted as idle at once: it takes one of the queue.
-            self._num_threads += 1
-            self._num_idle += 1
-
-    def _refuse_if_none_is_left(self) -> None:
-        """Answer all queued calls with an error if no thread can take them. The lock is held."""
-        if self._num_threads:
-            return
-        if self._given_up:
-            names = ", ".join(sorted({call.name for call in self._given_up}))
-            reason = (
-                f"{len(self._given_up)} plain functions that were given up still run ({names});"
-                " give what they wait for a limit of its own, or write them as `async def`"
+    async def _answer(self, call: _Call) -> Any:
+        hanging = [one.name for one in list(self._running) if one.is_given_up]
+        if len(hanging) > self._most_given_up:
+            raise RuntimeError(
+                f"no thread is left for {call.name}: {len(hanging)} plain functions that were given"
+                f" up still run ({', '.join(sorted(set(hanging)))}); give what they wait for a"
+                " limit of its own, or write them as `async def`"
             )
-        else:
-            reason = (
-                "the system starts no more threads; raise its limit of processes (`ulimit -u`,"
-                " pids), or write plain functions as `async def`"
-            )
-        with contextlib.suppress(Empty):
-            while True:
-                call = self._queue.get_nowait()
-                self._num_queued -= 1
-                error = RuntimeError(f"no thread is left for {call.name}: {reason}")
-                call.post(call.resolve, None, error)
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = self._started(call.name)
+        self._running.add(call)
+        thread.put(call)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call in self._running:
+                self._give_up(call)
+            raise
 
-    def _leave(self, call: _Call) -> None:
-        """Drop a call that nobody waits for: out of the queue, or with the thread that runs it."""
-        with self._lock:
-            if not call.has_begun:
-                call.is_abandoned = True  # the thread that takes it drops it
-                return
-            if call not in self._running:
-                return  # its value came at the same moment
-            self._given_up.add(call)
-            self._num_threads -= 1
-            self.num_given_up += 1
-            number = self.num_given_up
-            num_still_running = len(self._given_up)
-            self._add_threads()
-            self._refuse_if_none_is_left()
+    def _started(self, name: str) -> SimpleQueue[_Call]:
+        queue: SimpleQueue[_Call] = SimpleQueue()
+        thread = threading.Thread(
+            target=self._work, args=(queue,), name="plain-function", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no thread is left for {name}: the system starts no more threads; raise its limit"
+                " of processes (`ulimit -u`, pids), or write plain functions as `async def`"
+            ) from error
+        return queue
+
+    def _give_up(self, call: _Call) -> None:
+        call.is_given_up = True
+        self.num_given_up += 1
         names = GIVEN_UP.get()
         if names is not None:
             names.append(call.name)
         # The first, the second, the fourth, ...: a thousand of them are ten lines.
-        if number & (number - 1) == 0:
+        if self.num_given_up & (self.num_given_up - 1) == 0:
             _LOGGER.warning(
                 "plain function %s was given up, because its caller was cancelled or had reached"
                 " its limit of time: its thread runs until it returns, and another takes its place"
                 " (%d were given up so far, %d of them still run, at most %d are replaced); give"
                 " what it waits for a limit of its own, or write it as `async def`",
                 call.name,
-                number,
-                num_still_running,
-                self.most_given_up,
+                self.num_given_up,
+                sum(one.is_given_up for one in list(self._running)),
+                self._most_given_up,
             )
 
-    def _work(self) -> None:
+    def _work(self, queue: SimpleQueue[_Call]) -> None:
         """Run calls until one of them is given up: the body of a thread."""
-        goes_on = True
-        while goes_on:
-            call = self._queue.get()
-            with self._lock:
-                self._num_queued -= 1
-                call.has_begun = not call.is_abandoned
-                if call.has_begun:
-                    self._num_idle -= 1
-                    self._running.add(call)
-            if call.has_begun:
-                goes_on = self._run(call)
-            del call  # not kept until the next one comes
-
-    def _run(self, call: _Call) -> bool:
-        """Run one call and return whether this thread goes on: it was not given up."""
-        if call.is_queued and call.limits:
-            call.post(call.start_clocks)
-        value = None
-        error = None
-        try:
-            value = call.context.run(call.function)
-        except BaseException as raised:  # of whatever kind, it is the caller's
-            error = raised
-        with self._lock:
+        is_replaced = False
+        while not is_replaced:
+            call = queue.get()
+            value = None
+            error = None
+            try:
+                value = call.context.run(call.function)
+            except BaseException as raised:  # of any kind, it is the caller's
+                error = raised
             self._running.discard(call)
-            goes_on = call not in self._given_up
-            if goes_on:
-                self._num_idle += 1
-            else:
-                self._given_up.discard(call)
-                self._add_threads()
-        if goes_on:
-            call.post(call.resolve, value, error)
-        del error  # its traceback has this frame
-        return goes_on
+            is_replaced = call.is_given_up
+            if not is_replaced:
+                self._idle.append(queue)
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed
+                call.loop.call_soon_threadsafe(call.resolve, value, error)
+            del call, value, error  # not kept until the next call comes
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
@@ -526,13 +479,12 @@ class ScoringSlot(Stopwatch):
     async def gather(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run all works, each in a place, while this slot's own is free."""
         await self._places.__aexit__(None, None, None)
-        self.end()
         try:
-            return await _gather([self._in_place(work) for work in works])
+            with self.paused():
+                return await _gather([self._in_place(work) for work in works])
         finally:
             for work in works:
                 work.close()  # it may not have begun when this was cancelled
-            self.begin()
             await self._places.__aenter__()
 
     async def _in_place(self, work: Coroutine[Any, Any, T]) -> T:
@@ -572,14 +524,9 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     """
     slot = _SLOT.get()
     name = name_of(function)
-    call = partial(_in_slot, slot, function, name, arguments)
-    if slot is None:
-        return await THREADS.call(call, name)
-    slot.end()  # its clock goes while the function runs, and stands while it waits for a thread
-    try:
-        return await THREADS.call(call, name)
-    finally:
-        slot.begin()
+    # The slot's clock counts the function, and not its wait for a thread.
+    with nullcontext() if slot is None else slot.paused():
+        return await THREADS.call(partial(_in_slot, slot, function, name, arguments), name)
 
 
 def _in_slot(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -31,7 +30,6 @@ from rollout_actors.environments.types import Messages, RolloutInput, State
 from shared.config.secrets import masked
 from shared.errors import StorageError
 
-_LOGGER = logging.getLogger(__name__)
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
 """Files that `GenerateOutputs.save` writes into its folder."""
@@ -108,7 +106,7 @@ class PromptFormat:
                 raise ValueError(
                     f"{column}: of row {index} is NaN; give every row one, or leave the column out"
                 )
-        row = {key: _without_gaps(value, key, index) for key, value in row.items()}
+        row = {key: _without_gaps(value) for key, value in row.items()}
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index}: its prompt is NaN; give it one, or leave the row out")
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
@@ -128,32 +126,17 @@ class PromptFormat:
         return result
 
 
-def _without_gaps(value: Any, field: str, index: int) -> Any:
-    """Return a field of a row with None for NaN, by which tables say that there is no value."""
+def _without_gaps(value: Any) -> Any:
+    """Return a field of a row with None for NaN, which in tables says that there is no value."""
     if isinstance(value, Real) and value != value:
-        _note_gap(field, index)
         return None
     if isinstance(value, Mapping):
-        held = {key: _without_gaps(one, f"{field}.{key}", index) for key, one in value.items()}
+        held = {key: _without_gaps(one) for key, one in value.items()}
         return held if any(held[key] is not value[key] for key in held) else value
     if isinstance(value, list):
-        items = [_without_gaps(one, f"{field}[]", index) for one in value]
+        items = [_without_gaps(one) for one in value]
         return items if any(map(is_not, items, value)) else value
     return value
-
-
-_GAPS: set[str] = set()
-"""Fields that were told."""
-
-
-def _note_gap(field: str, index: int) -> None:
-    if field not in _GAPS:
-        _GAPS.add(field)
-        _LOGGER.warning(
-            "row %d: %s is NaN, which is taken for a gap (None) here and in all other rows",
-            index,
-            field,
-        )
 
 
 class Examples(Sequence[RolloutInput]):

@@ -7,13 +7,13 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from random import Random
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.messages import (
@@ -51,40 +51,16 @@ from rollout_actors.environments.scope import bind_client, current_scope, in_sco
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _NO_CHAT = "with message_type='completion' the model is sent the row's text alone"
 
 
-def _by_other_name(
-    method: Callable[P, Coroutine[Any, Any, T]],
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    @wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        environment, *others = args
-        return await _own(environment, method)(*others, **kwargs)
-
-    return call
-
-
-def _in_loop_of_its_own(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    @wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if asyncio._get_running_loop() is not None:
-            name = method.__name__
-            remedy = f"write `await environment.{name}(...)`"
-            raise RuntimeError(f"{name}_sync: an event loop runs here, as in a notebook; {remedy}")
-        environment, *others = args
-        return asyncio.run(_own(environment, method)(*others, **kwargs))
-
-    return run
-
-
-def _own(environment: object, method: Callable[..., T]) -> Callable[..., T]:
-    """Return the environment's method, which may be a subclass's."""
-    found: Callable[..., T] = getattr(environment, method.__name__)
-    return found
+def _require_no_loop(method: str) -> None:
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            f"{method}_sync: an event loop runs here, as in a notebook; write"
+            f" `await environment.{method}(...)`"
+        )
 
 
 class Environment(ABC):
@@ -446,8 +422,8 @@ class Environment(ABC):
             _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
-    a_generate = _by_other_name(generate)
-    """`generate`, or a subclass's own."""
+    async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        return await self.generate(*args, **kwargs)
 
     async def evaluate(
         self,
@@ -479,10 +455,19 @@ class Environment(ABC):
             self._save(results, save_path)
         return results
 
-    generate_sync = _in_loop_of_its_own(generate)
-    """Runs `generate`. RuntimeError if an event loop runs already, as in a notebook."""
-    evaluate_sync = _in_loop_of_its_own(evaluate)
-    """Runs `evaluate`, likewise."""
+    # RuntimeError if an event loop runs already.
+    def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        _require_no_loop("generate")
+        return asyncio.run(self.generate(*args, **kwargs))
+
+    def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        _require_no_loop("evaluate")
+        return asyncio.run(self.evaluate(*args, **kwargs))
+
+    # They take, and say that they take, the arguments of the methods that they call.
+    update_wrapper(a_generate, generate)
+    update_wrapper(generate_sync, generate)
+    update_wrapper(evaluate_sync, evaluate)
 
     def make_dataset(
         self,

@@ -42,18 +42,15 @@ from rollout_actors.environments.datasets import (
     with_positions,
 )
 from rollout_actors.environments.lifecycle import awaited
-from rollout_actors.environments.rubric import (
-    Rubric,
+from rollout_actors.environments.rewards import (
     compare_rollouts,
     give,
     group_indices,
-    lent_parser,
     note_failed_rubric,
-    score_at_once,
-    score_unit,
     settle,
     time_limit,
 )
+from rollout_actors.environments.rubric import Rubric, lent_parser, score_at_once, score_unit
 from rollout_actors.environments.scope import (
     RolloutScope,
     current_scope,

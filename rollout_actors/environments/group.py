@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from rollout_actors.environments.datasets import Examples, PromptFormat
 from rollout_actors.environments.environment import Environment, full_name
 from rollout_actors.environments.lifecycle import awaited, call_all
-from rollout_actors.environments.rubric import RewardFunction, Rubric, lent_parser
+from rollout_actors.environments.rewards import RewardFunction
+from rollout_actors.environments.rubric import Rubric, lent_parser
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 from shared.dataset import even_order
 

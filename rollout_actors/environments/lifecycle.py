@@ -16,7 +16,6 @@ import logging
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import StrEnum
 from types import CoroutineType, FrameType
@@ -154,8 +153,9 @@ async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> Non
     task = asyncio.ensure_future(without_exit(work))
     cancelled = sys.exception() if is_cancelled() else None
     interrupted: asyncio.CancelledError | None = None
-    deadline_s = time.monotonic() + limit_s
-    while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
+    now_s = asyncio.get_running_loop().time
+    deadline_s = now_s() + limit_s
+    while not task.done() and (left_s := deadline_s - now_s()) > 0:
         try:
             await asyncio.wait([task], timeout=left_s)
         except asyncio.CancelledError as error:

@@ -13,7 +13,8 @@ from rollout_actors.environments.chat.tools import Tool
 from rollout_actors.environments.concurrency import is_process_exit, name_of
 from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.rewards import RewardFunction
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Message, Messages, State
 from shared.config.secrets import redacted
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute, OpenAIServing
@@ -65,29 +65,7 @@ class EngineThread:
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         assert self._openai is not None, "start comes first"
-        answer = await self._in_thread(self._openai.answer(route, call))
-        if isinstance(answer.content, dict):
-            return answer
-        return OpenAIAnswer(answer.status, self._events_here(answer.content))
-
-    async def _events_here(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        # A generator at work cannot be closed: when the caller goes, the event that it waited for
-        # has to come first.
-        turn = asyncio.Lock()
-
-        async def next_event() -> str | None:
-            async with turn:
-                return await anext(events, None)
-
-        async def close() -> None:
-            async with turn:
-                await events.aclose()
-
-        try:
-            while (event := await self._in_thread(next_event())) is not None:
-                yield event
-        finally:
-            await asyncio.shield(self._in_thread(close()))
+        return await self._in_thread(self._openai.answer(route, call))
 
     # Read without the thread, so that a stuck engine does not delay `/health/`.
 

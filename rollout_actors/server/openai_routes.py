@@ -16,19 +16,19 @@ import binascii
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from rollout_actors.engine.sampling import decode_image, open_image, png_of
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.messages import CallLimits
-from rollout_actors.server.service import Admission, RefusalError, RolloutService
+from rollout_actors.server.service import RefusalError, RolloutService
 from shared.prompts import PictureTooLargeError, orientation_of
 
 PREFIX = "/v1/"
@@ -66,10 +66,10 @@ def error_content(status: int, message: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIAnswer:
-    """An answer to send: one object of JSON, or the events of a stream."""
+    """An answer to send, with its HTTP status."""
 
     status: int
-    content: dict[str, Any] | AsyncGenerator[str, None]
+    content: dict[str, Any]
 
 
 class OpenAIServing(Protocol):
@@ -101,31 +101,11 @@ class OpenAIRoutes:
             raise RefusalError(400, f"{why}; split it, or start the server with max_requests=N")
         with self._service.running(1):
             answer = await while_there(request, self._serving.answer(route, call), admission.check)
-        if isinstance(answer.content, dict):
-            admission.check()
-            return _response(answer, admission.version)
-        return StreamingResponse(
-            self._stream(answer.content, admission),
-            media_type="text/event-stream",
-            headers={VERSION_HEADER: str(admission.version)},
-        )
-
-    async def _stream(
-        self, events: AsyncGenerator[str, None], admission: Admission
-    ) -> AsyncGenerator[str, None]:
-        try:
-            with self._service.running(1):
-                async for event in events:
-                    admission.check()
-                    yield event
-        except RefusalError as error:  # its status has been sent
-            yield f"data: {json.dumps(error_content(error.status, error.message))}\n\n"
-        finally:
-            await events.aclose()
+        admission.check()
+        return _response(answer, admission.version)
 
 
 def _response(answer: OpenAIAnswer, version: int) -> Response:
-    assert isinstance(answer.content, dict)
     content = answer.content
     if answer.status == 200:
         content = content | {"weight_version": version}

@@ -1,9 +1,11 @@
-"""vLLM's own code for the OpenAI API over one of our engines: all of the protocol is vLLM's."""
+"""vLLM's own code for the OpenAI API over one of our engines: all of the protocol is vLLM's.
+
+Grammars that an answer has to follow, and streams, are refused (docs/decisions.md).
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -25,16 +27,8 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from rollout_actors.engine.vllm_engine import VllmEngine
-from rollout_actors.server.grammars import (
-    MAX_CHARS,
-    Grammar,
-    GrammarKind,
-    GrammarTrial,
-    XgrammarSpec,
-)
 from rollout_actors.server.messages import MAX_PROBLEMS, brief_validator, shortened
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
 from rollout_actors.server.service import RefusalError
@@ -53,10 +47,10 @@ OPENAI_FORMS = {
     OpenAIRoute.COMPLETIONS: completion_create_params.CompletionCreateParamsNonStreaming,
 }
 """Fields that every caller of OpenAI may send, whether vLLM heeds them or not."""
-GRAMMAR_FIELDS = ("response_format", "structured_outputs")
-"""Fields of a call that say what its answer has to be like."""
-FREE_TOOL_CHOICES = (None, "none", "auto")
-"""Choices of a tool that force no call of one."""
+STOCK_FIELDS = ("stream", "structured_outputs", "response_format")
+"""Fields that only a stock server takes."""
+NEUTRAL = (None, False, {"type": "text"})
+"""Values of these fields that ask for nothing."""
 
 NO_TOOL_CALLS = (
     "tools: this server was not told how the model writes calls of tools; start it with"
@@ -80,21 +74,26 @@ class VllmOpenAI:
     models: OpenAIServingModels
     chat: OpenAIServingChat
     completion: OpenAIServingCompletion
-    grammars: GrammarTrial | None = None
-    """Tries the grammars of calls; None: nobody does."""
+    stock_command: str
     reads_tool_calls: bool = False
 
     @classmethod
     def from_engine(
-        cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None
+        cls,
+        engine: VllmEngine,
+        names: Sequence[str],
+        *,
+        tool_call_parser: str | None,
+        stock_command: str,
     ) -> VllmOpenAI:
         """Make vLLM's parts over a started engine; answers say the first of the model's names.
 
         Args:
             tool_call_parser: vLLM's name of what reads tool calls from the model's text; None: they
                 stay text, and calls that bring tools are refused.
+            stock_command: starts the server that takes what this one refuses.
         """
-        client = cast("EngineClient", GuardedClient(engine))
+        client = cast("EngineClient", GuardedClient(engine, stock_command))
         paths = [BaseModelPath(name=name, model_path=engine.model_path) for name in names]
         models = OpenAIServingModels(client, paths)
         reads_tool_calls = tool_call_parser is not None
@@ -110,10 +109,7 @@ class VllmOpenAI:
         completion = OpenAIServingCompletion(
             client, models, online_renderer=renderer, request_logger=None
         )
-        grammars = GrammarTrial(
-            XgrammarSpec(engine.model_path, client.model_config.get_vocab_size())
-        )
-        return cls(models, chat, completion, grammars, reads_tool_calls=reads_tool_calls)
+        return cls(models, chat, completion, stock_command, reads_tool_calls=reads_tool_calls)
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Answer a call, also one that is wrong. Raises RefusalError and EngineDeadError."""
@@ -133,8 +129,6 @@ class VllmOpenAI:
                 "message": shortened(answer.error.message),
             }
             return OpenAIAnswer(answer.error.code, {"error": error_fields})
-        if isinstance(answer, AsyncGenerator):
-            return OpenAIAnswer(200, answer)
         return OpenAIAnswer(200, answer.model_dump())
 
     async def _answer(self, route: OpenAIRoute, call: dict[str, Any]) -> Any:
@@ -143,7 +137,8 @@ class VllmOpenAI:
         if unknown := _unknown_fields(route, call):
             # vLLM would leave out of account a field that has perhaps only been misspelled.
             return create_error_response(f"no such field: {', '.join(unknown)}")
-        _require_small_grammars(call)
+        if refused := [name for name in STOCK_FIELDS if call.get(name) not in NEUTRAL]:
+            raise _not_served(", ".join(refused), self.stock_command)
         form: type[BaseModel] = FORMS[route]
         try:
             request = brief_validator(form).validate_python(call)
@@ -161,47 +156,15 @@ class VllmOpenAI:
         if penalty is not None and not least <= penalty <= most:
             wanted = f"a value from {least:g} to {most:g}"
             raise VLLMValidationError(f"repetition_penalty: is {penalty}; send {wanted}")
-        if self.grammars is not None:
-            await self.grammars.require(grammars_of(request))
         if isinstance(request, ChatCompletionRequest):
             return await self.chat.create_chat_completion(request)
         return await self.completion.create_completion(request)
 
 
-def _require_small_grammars(call: Mapping[str, Any]) -> None:
-    fields: tuple[str, ...] = GRAMMAR_FIELDS
-    if call.get("tool_choice") not in FREE_TOOL_CHOICES:
-        fields = (*GRAMMAR_FIELDS, "tools")
-    try:
-        size = sum(len(json.dumps(call.get(name))) for name in fields)
-    except RecursionError as error:
-        why = "is nested too deeply; send a simpler one"
-        raise VLLMValidationError(f"{', '.join(fields)}: {why}") from error
-    if size > MAX_CHARS:
-        why = f"a grammar of {size} characters, a call may bring {MAX_CHARS}; send a smaller one"
-        raise VLLMValidationError(f"{', '.join(fields)}: {why}")
-
-
-def grammars_of(request: ChatCompletionRequest | CompletionRequest) -> Iterator[Grammar]:
-    """Yield the grammars that the answer has to follow, those of tools that it must call too."""
-    outputs = request.extract_structured_outputs()
-    if outputs is not None:
-        schema = outputs.json
-        if schema is not None:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            yield Grammar(GrammarKind.JSON_SCHEMA, text)
-        if outputs.regex is not None:
-            yield Grammar(GrammarKind.REGEX, outputs.regex)
-        if outputs.grammar is not None:
-            is_lark = grammar_is_likely_lark(outputs.grammar)
-            yield Grammar(GrammarKind.LARK if is_lark else GrammarKind.EBNF, outputs.grammar)
-        if outputs.choice:
-            yield Grammar(GrammarKind.EBNF, choice_as_grammar(outputs.choice))
-        if outputs.structural_tag is not None:
-            yield Grammar(GrammarKind.STRUCTURAL_TAG, outputs.structural_tag)
-    if isinstance(request, ChatCompletionRequest) and request.tool_choice not in FREE_TOOL_CHOICES:
-        for tool in request.tools or ():
-            yield Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.function.parameters))
+def _not_served(what: str, stock_command: str) -> RefusalError:
+    # No error of vLLM's: that would have no paths in its message.
+    instead = f"start in this server's place: {stock_command}"
+    return RefusalError(400, f"{what}: not served here; leave it out, or {instead}")
 
 
 def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
@@ -239,8 +202,9 @@ def _error_code(answer: ErrorResponse, call: Mapping[str, Any]) -> str | int:
 class GuardedClient:
     """An `EngineClient`, as far as vLLM's serving code needs one, that refuses calls and counts."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine, stock_command: str) -> None:
         self._engine = engine
+        self._stock_command = stock_command
         llm = engine.llm
         self.vllm_config = llm.vllm_config
         self.model_config = llm.model_config
@@ -270,6 +234,11 @@ class GuardedClient:
         # vLLM queues what comes while it is paused, and would begin with it when the canary does.
         if shut := self._engine.shut:
             raise RefusalError(409, f"{name} serves no rollouts: {shut}; complete a sync")
+        # Some grammars compile for minutes, in threads that all callers share. vLLM makes them of
+        # tools too, which the fields of a call do not show.
+        if sampling_params.structured_outputs is not None:
+            what = "a grammar for tool calls (tool_choice, strict, parallel_tool_calls)"
+            raise _not_served(what, self._stock_command)
         if sampling_params.prompt_logprobs is not None and self._dies_of_prompt_logprobs:
             why = "a server with enable_lora has none on CPU; leave it out (and echo with logprobs)"
             raise VLLMValidationError(f"prompt_logprobs: {why}")

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shared.config.base import Fraction01, Section, refusal
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, LearnsFrom
 from shared.config.rollout import HttpUrl
 from shared.records import ALL_GEOMETRY, GeometryKind
 
@@ -46,14 +46,19 @@ class AlgorithmSpec:
 
     channels: tuple[Channel, ...]
     """Channels that its steps may be of. With both, `stage2_ab.schedule` decides."""
+    learns_from: frozenset[LearnsFrom] = frozenset({LearnsFrom.GROUND_TRUTH})
+    """What its answers are compared with. Entries that learn from anything else are refused."""
     uses_environment: bool = False
-    """It learns advantages from an environment, rather than ground truth from samples."""
-    learns_rewards: bool = False
-    """Beside ground truth it can learn the rollouts of a sample by their rewards."""
+    """An environment has its data and plays its rollouts, in place of samples of `data.train`."""
     carries_segments: bool = False
     """One row per micro-step; leftover segments wait for later steps (decision 7)."""
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
     """Kinds of shapes that it can learn."""
+
+    @property
+    def learns_rewards(self) -> bool:
+        """Tell whether it can learn the rollouts of a sample by their rewards too."""
+        return not self.uses_environment and LearnsFrom.ADVANTAGES in self.learns_from
 
     @property
     def uses_rollouts(self) -> bool:
@@ -71,10 +76,12 @@ ALGORITHMS: dict[TrainerVariant, AlgorithmSpec] = {
     TrainerVariant.STAGE2_ROLLOUT_ALIGNED: AlgorithmSpec((Channel.B,), carries_segments=True),
     TrainerVariant.STAGE2_TWO_CHANNEL: AlgorithmSpec(
         (Channel.A, Channel.B),
-        learns_rewards=True,
+        learns_from=frozenset(LearnsFrom),
         geometry=frozenset({GeometryKind.BBOX, GeometryKind.POINT}),
     ),
-    TrainerVariant.TRAJECTORY_PG: AlgorithmSpec((Channel.B,), uses_environment=True),
+    TrainerVariant.TRAJECTORY_PG: AlgorithmSpec(
+        (Channel.B,), learns_from=frozenset({LearnsFrom.ADVANTAGES}), uses_environment=True
+    ),
 }
 
 _FORMER_NAMES = {

@@ -9,13 +9,6 @@ from typing import Literal
 
 from shared.chunking import chunk_size
 from shared.config.base import Section
-from shared.config.pipeline import (
-    Channel,
-    PolicyGradientConfig,
-    PolicyGradientEntry,
-    ReferenceKLConfig,
-    ReferenceKLEntry,
-)
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
 from shared.model_families import ModelPart
@@ -212,26 +205,6 @@ def group_size(run: RunConfig) -> int:
     Those of one example of an environment are compared with each other; others stand alone.
     """
     return 1 if run.environment is None else run.environment.rollouts_per_example
-
-
-def policy_gradient(run: RunConfig) -> PolicyGradientConfig | None:
-    """Return the settings of the policy gradient that channel B learns; None without one."""
-    entries = run.rollout_matching.pipeline.active(Channel.B)
-    found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
-    return next(found, None)
-
-
-def reference_kl(run: RunConfig) -> ReferenceKLConfig | None:
-    """Return the settings of the divergence from the run's start; None without one."""
-    entries = run.rollout_matching.pipeline.active(Channel.B)
-    found = (entry.config for entry in entries if isinstance(entry, ReferenceKLEntry))
-    return next(found, None)
-
-
-def divides_by_tokens(run: RunConfig) -> bool:
-    """Tell whether a step's loss is divided by its sampled tokens instead of its rollouts."""
-    config = policy_gradient(run)
-    return config is not None and config.normalize == "batch"
 
 
 def has_held_out(run: RunConfig) -> bool:

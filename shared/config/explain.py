@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
-from shared.config.retired import moved_under
+from shared.config.retired import RENAMED
 
 MISSING = "is required, and missing"
 """The problem with an absent key."""
@@ -46,8 +46,6 @@ class KeyPath:
     """
 
     path: str
-    above: str
-    """Path of the section that holds the last key."""
     key: str | int
     field: FieldInfo | None
     """The schema's field of the last key that is one: for `channels[1]` that of `channels`."""
@@ -77,7 +75,7 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
             field = parent.model_fields.get(part)
             keys.append(part)
             inside = () if field is None else sections_in(field.annotation)
-    return KeyPath(dotted(tuple(keys)), dotted(tuple(keys[:-1])), keys[-1], field, parent, inside)
+    return KeyPath(dotted(tuple(keys)), keys[-1], field, parent, inside)
 
 
 def explain(root: type[Section], error: ErrorDetails) -> Problem:
@@ -193,12 +191,10 @@ def _instead(word: str, known: Collection[str], introduction: str = "choose one 
 
 
 def _another_key(at: KeyPath) -> str:
-    """Suggest a key of the section, or one that was moved out of it, for an unknown one."""
-    elsewhere = moved_under(at.above)
-    close = suggestion(str(at.key), [*at.parent.model_fields, *elsewhere])
-    if close in elsewhere:
-        section, _, key = elsewhere[close].rpartition(".")
-        return f"did you mean '{key if section == at.above else elsewhere[close]}'?"
+    """Suggest a key of the section for an unknown one."""
+    renamed = RENAMED.get(str(at.key))
+    if renamed in at.parent.model_fields:
+        return f"use {renamed}"
     return _instead(str(at.key), at.parent.model_fields, "the keys here are")
 
 

@@ -2,15 +2,15 @@
 
 Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
 `advantage_epsilon`, `top_tokens`, and the options beyond the specification (decision 30). A new
-objective of this repository has its settings and its entry here, and a line in `_Objective`; one of
-your own modules needs nothing here (`ImportedEntry`).
+objective of this repository has its settings and its entry here, with what it learns from, and a
+line in both unions of entries; one of your own modules needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
+    field_validator,
 )
 
 from shared.config.base import Fraction01, Section, refusal
@@ -56,7 +57,7 @@ EXAMPLE_POLICY_GRADIENT = {
         "advantage_std": True,
     },
 }
-"""The one module that learns from trajectories."""
+"""The module whose settings decide the advantages."""
 
 
 class Channel(StrEnum):
@@ -66,6 +67,23 @@ class Channel(StrEnum):
     """Teacher-forced on ground truth."""
     B = "B"
     """On the model's own rollout."""
+
+
+class LearnsFrom(StrEnum):
+    """What a module compares the model's answer with."""
+
+    GROUND_TRUTH = "ground truth"
+    ADVANTAGES = "advantages"
+
+
+class Reads(StrEnum):
+    """The positions of a target that a module reads."""
+
+    TEXT = "text"
+    SLOTS = "slots"
+    """Coord slots, each of which is one token."""
+    SAMPLED = "sampled"
+    """Sampled tokens that have an advantage."""
 
 
 def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
@@ -85,14 +103,32 @@ Channels = Annotated[
 
 
 class PipelineEntry(Section):
-    """The keys that every entry has beside its `name` and `config`."""
+    """The keys that every entry has in addition to `name` and `config`, and what it declares."""
+
+    learns_from: ClassVar[LearnsFrom | None] = LearnsFrom.GROUND_TRUTH
+    """Algorithms without it refuse the entry; None: no algorithm does."""
+    reads: ClassVar[Reads | None] = Reads.TEXT
+    """None: not declared."""
+    needs_reference: ClassVar[bool] = False
+    """Whether it compares the learner with the model that the run started with."""
 
     enabled: bool
     """False: as if the entry were absent."""
     weight: NonNegativeFloat
     """Factor of the module's loss in the step's loss."""
     channels: Channels
-    """The channels in whose steps the module takes part."""
+    """The channels in whose steps the module takes part; [B] if it reads sampled tokens."""
+
+    @field_validator("channels")
+    @classmethod
+    def _has_samples(cls, channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+        if cls.reads is Reads.SAMPLED and channels != (Channel.B,):
+            raise refusal(
+                f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has"
+                " a policy gradient",
+                "write [B]",
+            )
+        return channels
 
     @property
     def teaches(self) -> bool:
@@ -147,6 +183,7 @@ class CoordRegConfig(Section):
 class CoordRegEntry(PipelineEntry):
     """Coordinate terms over supervised coord slots."""
 
+    reads = Reads.SLOTS
     name: Literal["coord_reg"]
     """The module."""
     config: CoordRegConfig
@@ -168,6 +205,7 @@ class BboxGeoConfig(Section):
 class BboxGeoEntry(PipelineEntry):
     """Terms over boxes decoded by expectation."""
 
+    reads = Reads.SLOTS
     name: Literal["bbox_geo"]
     """The module."""
     config: BboxGeoConfig
@@ -222,23 +260,13 @@ class PolicyGradientConfig(Section):
     out."""
 
 
-def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
-    if channels != (Channel.B,):
-        raise refusal(
-            f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a"
-            " policy gradient",
-            "write [B]",
-        )
-    return channels
-
-
 class PolicyGradientEntry(PipelineEntry):
     """Policy gradient over the tokens that the model sampled, of trajectories of environments."""
 
+    learns_from = LearnsFrom.ADVANTAGES
+    reads = Reads.SAMPLED
     name: Literal["policy_gradient"]
     """The module."""
-    channels: Annotated[Channels, AfterValidator(_b_alone)]
-    """[B]: it learns from the model's own samples."""
     config: PolicyGradientConfig
     """The module's settings."""
 
@@ -255,10 +283,11 @@ class ReferenceKLEntry(PipelineEntry):
     """Divergence of the learner's policy from the one that the run started with, over the tokens
     of `policy_gradient` and with their weights."""
 
+    learns_from = LearnsFrom.ADVANTAGES
+    reads = Reads.SAMPLED
+    needs_reference = True
     name: Literal["reference_kl"]
     """The module."""
-    channels: Annotated[Channels, AfterValidator(_b_alone)]
-    """[B]: it goes with `policy_gradient`."""
     config: ReferenceKLConfig
     """The module's settings."""
 
@@ -270,6 +299,7 @@ class CoordDiagConfig(Section):
 class CoordDiagEntry(PipelineEntry):
     """Expected-bin error, top-5 accuracy and coord mass at supervised coord slots."""
 
+    reads = Reads.SLOTS
     name: Literal["coord_diag"]
     """The module."""
     weight: NonNegativeFloat
@@ -293,6 +323,8 @@ def _module_and_class(name: str) -> str:
 class ImportedEntry(PipelineEntry):
     """An objective of one of your own modules: docs/objectives.md."""
 
+    learns_from = None
+    reads = None
     name: Annotated[str, AfterValidator(_module_and_class)]
     """The class, as `module:Class`; Python looks for the module in the working directory too."""
     config: dict[str, Any]
@@ -374,3 +406,28 @@ class PipelineSection(Section):
         """Return the enabled diagnostics for a step of this channel."""
         entries = self.diagnostics
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
+
+    @property
+    def policy_gradient(self) -> PolicyGradientConfig | None:
+        """The settings of the policy gradient that channel B learns; None without one."""
+        entries = self.active(Channel.B)
+        found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
+        return next(found, None)
+
+    @property
+    def divides_by_tokens(self) -> bool:
+        """Whether a step's loss is divided by its sampled tokens instead of its rollouts."""
+        config = self.policy_gradient
+        return config is not None and config.normalize == "batch"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a run has to load the model that it started with a second time."""
+        return any(entry.needs_reference for entry in self.active(Channel.B))
+
+    @property
+    def num_reference_top(self) -> int:
+        """Tokens of the reference that are read at each sampled token; 0: the sampled one only."""
+        entries = self.active(Channel.B)
+        found = (entry.config for entry in entries if isinstance(entry, ReferenceKLEntry))
+        return max((config.top_tokens or 0 for config in found), default=0)

@@ -26,8 +26,9 @@ from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.secrets import masked
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
-from shared.grounding.formats import AnswerFormat, answer_format
-from shared.prompts import DEFAULT_USER_PROMPT
+from shared.grounding.formats import answer_format
+from shared.grounding.serialize import AnswerFormat
+from shared.prompts import DEFAULT_USER_PROMPT, Prompts
 from shared.records import DEFAULT_GEOMETRY, GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
@@ -100,6 +101,12 @@ class RunConfig(Section):
         """`data.user_prompt`; its default asks for what `data.answer_format` is."""
         written = self.data.user_prompt
         return self.answer_format.user_prompt if written == DEFAULT_USER_PROMPT else written
+
+    @property
+    def prompts(self) -> Prompts:
+        """The questions that samples are asked."""
+        templates = self.data.prompts or (self.user_prompt,)
+        return Prompts(templates, self.data.system_prompt, self.training.seed)
 
     @property
     def answer_format(self) -> AnswerFormat:

@@ -35,6 +35,9 @@ _USER = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|(?<=https://)[^/\s@]+(?=@)")
 """User and password of a URL; of https a user alone may be a token."""
 _QUERY = re.compile(r"(?P<start>[?&](?P<key>[\w.-]+)=)[^&#\s'\"]+")
 
+_FOLDERS = ("PWD", "OLDPWD")
+"""Variables in which a shell has its working folders."""
+
 _hidden: set[str] = set()
 
 
@@ -91,7 +94,9 @@ def hide(values: Mapping[str, Any]) -> None:
 
 def redacted(text: str) -> str:
     """Replace the secrets that this process knows in a text."""
-    of_variables = (value for name, value in os.environ.items() if is_secret(name))
+    of_variables = (
+        value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS
+    )
     known = {value for value in (*_hidden, *of_variables) if len(value) >= _SHORTEST}
     # The longest first, as one may be a part of another, and all at once, as one may be a part of
     # the mask.

@@ -64,11 +64,6 @@ class CocoResults:
     """Points left out: COCO's detections are boxes and masks."""
 
 
-def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
-    """Return `[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon."""
-    return box_around(pixels_of(bins, width=width, height=height))
-
-
 def box_around(pixels: Sequence[float]) -> list[float]:
     """Return `[x, y, w, h]` of the smallest box around x, y, ..."""
     xs = pixels[::2]

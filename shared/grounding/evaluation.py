@@ -20,9 +20,10 @@ import numpy as np
 
 from shared.data.annotations import IgnoredRegion
 from shared.grounding.coco import ScoredObject
-from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
+from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou, point_overlap
 from shared.grounding.objects import DropReason
+from shared.grounding.serialize import AnswerFormat
 from shared.records import POINT_TOLERANCE, GeometryKind, Sample
 from shared.rollouts import FinishReason
 

@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, sqrt
+from typing import Self
 
 from shared.grounding.objects import DropReason, ParsedObject
 from shared.grounding.scanner import (
@@ -29,7 +30,13 @@ from shared.grounding.scanner import (
     read_lexeme,
     unescape,
 )
-from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText, escaped
+from shared.grounding.serialize import (
+    AnswerFormat,
+    ObjectLayout,
+    SerializedText,
+    SpannedText,
+    escaped,
+)
 from shared.grounding.validation import (
     Leaf,
     Response,
@@ -125,8 +132,8 @@ class PictureResize:
 
 
 @dataclass(frozen=True, slots=True)
-class BoxList:
-    """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`: an `AnswerFormat` in digits."""
+class BoxList(AnswerFormat):
+    """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`, in digits."""
 
     in_pixels: bool = False
     """Numbers are pixels of the resized picture; else thousandths."""
@@ -136,31 +143,22 @@ class BoxList:
     size: tuple[int, int] | None = None
     """Width and height of the resized picture; of pixels, for one picture."""
 
-    opening = empty_prefix = "["
-    coord_tokens = ()
-    markup_tokens = ()
-    names_each_object = True
+    opening = "["
     geometry = frozenset({GeometryKind.BBOX, GeometryKind.POINT})
     user_prompt = LIST_USER_PROMPT
 
-    def for_pictures(self, resize: PictureResize) -> BoxList:
+    def for_pictures(self, resize: PictureResize) -> Self:
         return replace(self, resize=resize) if self.in_pixels else self
 
-    def of(self, sample: Sample) -> BoxList:
+    def of(self, sample: Sample) -> Self:
         if not self.in_pixels:
             return self
         assert self.resize is not None, "how pictures are resized is the processor's to say"
         return replace(self, size=self.resize.size_of(sample.width, sample.height))
 
-    def opens(self, text: str) -> bool:
-        return _OPENING.match(text.encode(errors="replace")) is not None
-
     def scan(self, text: bytes) -> Container | None:
         scanned = _scan(text)
         return None if scanned is None else scanned.container
-
-    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
-        return None
 
     def validate(
         self,
@@ -291,10 +289,6 @@ class BoxList:
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
         return self.layout_append("```json\n[{}", objects, start_index=1)
-
-    def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
-        before = text[: value[0]].rstrip(b" \t\n\r")
-        return len(before) - 1 if before.endswith(b",") else value[0]
 
     def _layout(
         self, opening: str, objects: Sequence[GroundTruthObject], closing: str

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
+from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.grounding.scanner import SPACE, Container, Entry
+from shared.grounding.serialize import AnswerFormat
 from shared.grounding.validation import Response
 from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec

@@ -20,14 +20,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.grounding.geometry import pixels_of
-from shared.grounding.json_list import PictureResize
-from shared.grounding.objects import DropReason, ParsedObject
+from shared.grounding.objects import DropReason
 from shared.grounding.scanner import SPACE, Container, Entry, PlainFields
-from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText
+from shared.grounding.serialize import AnswerFormat, ObjectLayout, SerializedText, SpannedText
 from shared.grounding.validation import Response, ValidValue, fits, is_box, is_utf8
 from shared.prompts import PHRASE_USER_PROMPT
-from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import NUM_BINS
 
 PHRASE_START = "<|object_ref_start|>"
@@ -114,7 +112,7 @@ def _scan(text: bytes) -> _ScannedPhrases | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PhraseList:
+class PhraseList(AnswerFormat):
     """`<|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400><|box_end|>`."""
 
     opening = PHRASE_START
@@ -122,24 +120,11 @@ class PhraseList:
     coord_tokens = tuple(f"<{bin}>" for bin in range(NUM_BINS))
     markup_tokens = (PHRASE_START, PHRASE_END, BOX_START, BOX_END)
     names_each_object = False
-    geometry = frozenset({GeometryKind.BBOX})
     user_prompt = PHRASE_USER_PROMPT
-
-    def for_pictures(self, resize: PictureResize) -> PhraseList:  # noqa: ARG002
-        return self
-
-    def of(self, sample: Sample) -> PhraseList:  # noqa: ARG002
-        return self
-
-    def opens(self, text: str) -> bool:
-        return _scan(text.encode(errors="replace")) is not None
 
     def scan(self, text: bytes) -> Container | None:
         scanned = _scan(text)
         return None if scanned is None else scanned.container
-
-    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
-        return None
 
     def validate(
         self,
@@ -170,12 +155,6 @@ class PhraseList:
         if not is_box(bins):
             return DropReason.BBOX_INVALID
         return ValidValue(GeometryKind.BBOX, desc, name, tuple(positions), tuple(bins))
-
-    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
-        return pixels_of(found.bins, width=sample.width, height=sample.height)
-
-    def digits(self, bins: Sequence[int]) -> tuple[str, ...]:  # noqa: ARG002
-        raise AssertionError("coord tokens have no digits")
 
     def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
         return self._layout(None, objects)

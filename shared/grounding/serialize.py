@@ -1,14 +1,23 @@
-"""Objects to the text that the model is taught to write (decisions 1 and 33)."""
+"""Objects to the text that the model is taught to write (decisions 1 and 33), and the base class of
+the formats of that text."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from shared.grounding.scanner import is_open_container
-from shared.records import GeometryKind, GroundTruthObject
+from shared.grounding.geometry import pixels_of
+from shared.grounding.objects import DropReason, ParsedObject
+from shared.grounding.scanner import Container, Entry, is_open_container
+from shared.grounding.validation import Response, ValidValue
+from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.tokens.vocabulary import coord_token
+
+if TYPE_CHECKING:
+    from shared.grounding.json_list import PictureResize
 
 DESC_FIRST = "desc_first"
 GEOMETRY_FIRST = "geometry_first"
@@ -39,6 +48,100 @@ class SerializedText:
     """Byte span of the closing top-level brace, of the last phrase's end, or empty."""
 
 
+class AnswerFormat(ABC):
+    """One way to write the objects of a picture, and to read them back (`data.answer_format`).
+
+    A format has an `opening`, a `user_prompt`, and the four abstract methods. The rest is as here
+    unless the format says otherwise: one name for each object, boxes, coordinates in digits.
+
+    Example: `FORMATS["qwen3_vl"]` writes `[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`.
+    """
+
+    __slots__ = ()
+    opening: ClassVar[str]
+    """The text that an answer with objects begins with."""
+    user_prompt: ClassVar[str]
+    """The question that asks for it."""
+    coord_tokens: ClassVar[tuple[str, ...]] = ()
+    """The token of each bin, 0..999; empty if coordinates are digits, a token or more."""
+    markup_tokens: ClassVar[tuple[str, ...]] = ()
+    """The other tokens that an answer is made of. A name must not have one."""
+    names_each_object: ClassVar[bool] = True
+    """Every object has a name of its own; else one name may stand for several."""
+    geometry: ClassVar[frozenset[GeometryKind]] = frozenset({GeometryKind.BBOX})
+    """Kinds of shapes that can be written."""
+
+    @abstractmethod
+    def scan(self, text: bytes) -> Container | None:
+        """Find the complete entries of an answer; None if it begins with no container."""
+
+    @abstractmethod
+    def validate(
+        self,
+        entry: Entry,
+        response: Response,
+        ends: Sequence[int],
+        geometry: frozenset[GeometryKind],
+    ) -> ValidValue | DropReason:
+        """Return the object of a complete entry, or the first reason why it is none.
+
+        Args:
+            ends: [token of the kept prefix]: offset behind its bytes.
+            geometry: the kinds that are wanted.
+        """
+
+    @abstractmethod
+    def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        """Write a whole answer, with the place of everything in it."""
+
+    @abstractmethod
+    def layout_append(
+        self, prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int
+    ) -> SerializedText:
+        """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
+
+        Places are counted from the end of the prefix. ValueError if nothing can be appended.
+        """
+
+    @property
+    def empty_prefix(self) -> str:
+        """The text of a container without entries, not closed: the prefix of an unusable answer."""
+        return self.opening
+
+    def for_pictures(self, resize: PictureResize) -> Self:  # noqa: ARG002
+        """Return the format of a model that is shown its pictures so."""
+        return self
+
+    def of(self, sample: Sample) -> Self:  # noqa: ARG002
+        """Return the format of answers about this sample; its numbers may be the picture's own."""
+        return self
+
+    def opens(self, text: str) -> bool:
+        """Tell whether an answer begins with a container, whatever follows."""
+        return self.scan(text.encode(errors="replace")) is not None
+
+    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
+        """Return the largest number of a key in the kept text; None if no key has one."""
+        return None
+
+    def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
+        """Return the coordinates of an object of an answer, in pixels of the sample's picture."""
+        return pixels_of(found.bins, width=sample.width, height=sample.height)
+
+    def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
+        """Write each coordinate of an object; not asked of formats with coord tokens."""
+        return tuple(map(str, bins))
+
+    def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        """Write the objects as an append to the prefix that makes it longest."""
+        return self.layout_append(self.empty_prefix, objects, start_index=1)
+
+    def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
+        """Return the byte at which an answer could have ended in place of the entry of `value`."""
+        before = text[: value[0]].rstrip(b" \t\n\r")
+        return len(before) - 1 if before.endswith(b",") else value[0]
+
+
 def serialize_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> str:
@@ -47,23 +150,6 @@ def serialize_objects(
     Example: one cat is `{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`.
     """
     return layout_objects(objects, field_order=field_order, start_index=start_index).text
-
-
-def serialize_append(
-    prefix_text: str,
-    objects: Sequence[GroundTruthObject],
-    *,
-    start_index: int,
-    field_order: str = DESC_FIRST,
-) -> str:
-    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
-
-    Raises:
-        ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
-            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
-    """
-    layout = layout_append(prefix_text, objects, start_index=start_index, field_order=field_order)
-    return layout.text
 
 
 def layout_objects(
@@ -80,7 +166,14 @@ def layout_append(
     start_index: int,
     field_order: str = DESC_FIRST,
 ) -> SerializedText:
-    """Write as `serialize_append`, with places counted from the end of the prefix."""
+    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
+
+    Places are counted from the end of the prefix.
+
+    Raises:
+        ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
+            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
+    """
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(

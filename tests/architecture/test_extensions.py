@@ -7,26 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 from config_support import configuration, trajectory_config
 from learner_support import finish_step, make_learner
+from pydantic import ValidationError
 from tiny_qwen import stock_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from learner.algorithms.advantages import BASELINES, AdvantageEstimator
 from learner.algorithms.base import Algorithm, AlgorithmStep
+from learner.algorithms.matched_targets import ground_truth_target
 from learner.data.samples import load_samples
 from learner.model.loading import load_model
 from learner.packing import packing_policy
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
-from learner.targets import ground_truth_target, target_settings
+from learner.targets import target_settings
 from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
-from shared.config.pipeline import Channel
+from shared.config.checks.algorithm import objective_has_its_input
+from shared.config.pipeline import Channel, LearnsFrom, PipelineEntry, Reads
 from shared.model_families import TEXT_MODEL_TYPES
 from shared.schedule import StepPlan
+from shared.trajectory import TrainingExample
 
 PLAN = StepPlan(0, Channel.A, 8, 0, False, False)
 
@@ -36,7 +43,7 @@ class OneSample:
 
     def __init__(self, config, tokens, decode, ranks):
         sample = load_samples(config, *config.data.sources("train"))[0]
-        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
         target = ground_truth_target(sample, tokens.codec, target_settings(config))
         self.fixed = Segment(0, prompt, target)
         self.fixed_images = sample.images
@@ -111,6 +118,42 @@ def test_a_variant_of_an_algorithm_is_an_entry_of_its_table(
     spec = replace(ALGORITHMS[name], channels=(Channel.B,), carries_segments=True)
     monkeypatch.setitem(ALGORITHMS, name, spec)
     assert packing_policy(config).carries
+
+
+def test_a_baseline_of_advantages_is_a_function_and_its_line(monkeypatch):
+    def less_median(reward, rewards):
+        return reward - median(rewards)
+
+    monkeypatch.setitem(BASELINES, "median", less_median)
+    estimator = AdvantageEstimator("step", 8, std_epsilon=None, baseline="median")
+    group = (0.0, 0.25, 1.0)
+    example = TrainingExample([5, 6], [0.0, -0.5], [0, 1], reward=1.0, group_rewards=group)
+    assert estimator.estimate(example, start=1, num_of_rollout=1).advantages == (0.75,)
+
+
+def test_an_objective_over_trajectories_is_an_entry_that_declares_it():
+    class BonusEntry(PipelineEntry):
+        learns_from = LearnsFrom.ADVANTAGES
+        reads = Reads.SAMPLED
+        name: str = "bonus"
+
+    entry = BonusEntry(enabled=True, weight=0.1, channels=["B"])
+    for variant, refused in (
+        ("trajectory_pg", []),
+        ("stage2_two_channel", []),
+        ("stage1_sft", [0]),
+    ):
+        run = SimpleNamespace(
+            custom=SimpleNamespace(trainer_variant=variant),
+            algorithm=ALGORITHMS[TrainerVariant(variant)],
+            rollout_matching=SimpleNamespace(
+                pipeline=SimpleNamespace(objective=[entry], diagnostics=[])
+            ),
+        )
+        found = [problem.path for problem in objective_has_its_input(run)]
+        assert found == [f"rollout_matching.pipeline.objective[{n}].name" for n in refused]
+    with pytest.raises(ValidationError, match="must be \\[B\\], got \\[A\\]"):
+        BonusEntry(enabled=True, weight=0.1, channels=["A"])
 
 
 def test_a_metric_is_a_line_of_the_table_and_a_call_where_it_is_counted(monkeypatch):

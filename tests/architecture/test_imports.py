@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +24,24 @@ def modules_of(package: str) -> list[str]:
     return [name.removesuffix(".__init__") for name in names]
 
 
-def loaded_after(*groups: list[str], python: Sequence[str] = (sys.executable,)) -> list[set[str]]:
+def loaded_after(
+    *groups: list[str], python: Sequence[str] = (sys.executable,), apart: str = ""
+) -> list[set[str]]:
     """Import the groups one after the other in a fresh process; return what is loaded after each.
 
-    Names are those at the top level of `sys.modules`.
+    Names are those at the top level of `sys.modules`. `apart`: import these first, and then each
+    group in a fork of that process.
     """
     code = (
-        "import importlib, json, sys\n"
+        f"import importlib, json, os, sys\n{apart}\n"
         "for group in json.loads(sys.argv[1]):\n"
+        f"    if {bool(apart)} and os.fork():\n"
+        "        assert os.wait()[1] == 0\n"
+        "        continue\n"
         "    for name in group: importlib.import_module(name)\n"
-        "    print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+        "    names = sorted({name.split('.')[0] for name in sys.modules})\n"
+        "    print(json.dumps(names), flush=True)\n"
+        f"    if {bool(apart)}: os._exit(0)"
     )
     done = subprocess.run(
         [*python, "-c", code, json.dumps(groups)],
@@ -56,12 +64,6 @@ def test_shared_is_pure():
     with_torch = {"shared.weight_sync.gloo"}
     loaded = loaded_by([name for name in modules_of("shared") if name not in with_torch])
     assert not loaded & (HEAVY | {"learner", "rollout_actors", "launch", "PIL"})
-
-
-def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor():
-    loaded = loaded_by([name for name in modules_of("learner") if name != "learner.actor"])
-    assert "torch" in loaded
-    assert not loaded & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
 
 
 def imported_at_the_top_of(name: str) -> set[str]:
@@ -112,17 +114,21 @@ def test_the_engine_modules_are_found():
     }
 
 
-def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_actors_and_in_what_asks_them():
+def test_learner_and_rollout_actors_import_neither_each_other_nor_launch_and_ray_only_in_actors():
+    """And in what asks actors. Both import torch and transformers, which is done once."""
     with_ray = {
         "rollout_actors.engine.ray_calls",
         "rollout_actors.engine.actor",
         "rollout_actors.environments.training.actor",
     }
     names = [name for name in modules_of("rollout_actors") if name not in ENGINE_MODULES]
-    without_ray, everything = loaded_after(
+    learner, without_ray, everything = loaded_after(
+        [name for name in modules_of("learner") if name != "learner.actor"],
         [name for name in names if name not in with_ray],
-        [name for name in names if name in with_ray],
+        names,
+        apart="import torch, transformers.generation",
     )
+    assert not learner & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
     assert "ray" not in without_ray and "ray" in everything
     assert not everything & {"learner", "launch", "hydra", "omegaconf", "vllm"}
 

@@ -18,7 +18,7 @@ from launch.evaluate import ModelOptions, model_config
 from launch.import_data.__main__ import FORMATS
 from launch.new_environment import write_environment
 from launch.rex_omni.__main__ import RexOmniOptions
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 from shared.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +19,29 @@ def _handlers_of_the_tests_own_process() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def call_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run `python -m MODULE ARGUMENTS` in this process, which has imported what takes seconds:
+    return the exit status and what it printed.
+    """
+
+    def call(module: str, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        monkeypatch.setenv("COLUMNS", "400")
+        status = 0
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # imported already
+            try:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from process_family import descendants_of, is_engine
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForImageTextToText
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 pytestmark = pytest.mark.engine
 

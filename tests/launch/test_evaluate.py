@@ -20,7 +20,13 @@ from ray.exceptions import ObjectLostError
 from launch.checks.data import ImageNeeds
 from launch.cli import as_mapping, read_arguments
 from launch.driver import evaluate
-from launch.evaluate import EvaluateOptions, LocalHeldOut, evaluation_config, report_folder
+from launch.evaluate import (
+    EvaluateOptions,
+    LocalHeldOut,
+    evaluation_config,
+    main,
+    report_folder,
+)
 from launch.pipeline import one_ahead
 from launch.reports.detection import make_report
 from launch.reports.page import write_report
@@ -61,7 +67,7 @@ def run(make_run):
     return make_run(evaluation__iou_thresholds=[0.5, 0.6])
 
 
-def command(*arguments):
+def in_a_process(*arguments):
     """The command in a process of its own, which prints at its end what it has imported."""
     code = (
         "import sys; from launch.evaluate import main\ntry: main(sys.argv[1:])\nfinally:"
@@ -84,7 +90,7 @@ def refused(run, *overrides, **options):
 @pytest.mark.slow
 def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
     wrong = ("training.lerning_rate=0.1", "rollout_matching.decode_batch_size=six")
-    output = command(f"run={run}", *wrong, "checkpoint=nowhere")
+    output = in_a_process(f"run={run}", *wrong, "checkpoint=nowhere")
     assert "training.lerning_rate: is not a known key; did you mean" in output
     assert "rollout_matching.decode_batch_size" in output
     imported = set(output.split("imported ")[1].split())
@@ -92,9 +98,12 @@ def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
     assert not imported & {"torch", "ray", "vllm", "transformers", "pycocotools"}
 
 
-@pytest.mark.slow
-def test_arguments_that_are_none_and_keys_that_are_missing_are_named():
-    output = command("outputs/run", "runn=x")
+def test_arguments_that_are_none_and_keys_that_are_missing_are_named(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        main(["outputs/run", "runn=x"])
+    assert ended.value.code == 2
+    output = capsys.readouterr().out
     for problem in (
         "outputs/run: is not key=value",
         "run: is required, and missing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def test_what_cannot_be_replayed_is_told(copy):
         replayed(copy, 7)
     with pytest.raises(ConfigError, match=r"checkpoint: .* before step 2: none"):
         replayed(copy, 2, checkpoint=copy / "checkpoint")
+
+
+def test_a_run_of_several_learner_ranks_is_refused(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["learner"]["world_size"] = 2
+    config["rollout_matching"]["vllm"] = {"mode": "actors", "actors": {"num_actors": 1}}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has 2 learner ranks, and a replay learns in one"):
+        replayed(copy, 1)
 
 
 OF_AN_ENVIRONMENT = {

@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from launch import serve
 from launch.cli import CONF, as_mapping, read_arguments
 from launch.serve import ServeOptions, settings_of
 from rollout_actors.backends.rollmatch_server import serve_arguments, serve_command
@@ -208,10 +207,12 @@ def test_what_vllm_does_not_do_with_a_family_is_said_before_anything_is_loaded(t
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
+def test_a_port_that_is_taken_is_known_before_anything_is_loaded(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"port: cannot listen on 127.0.0.1:{port}" in done.stderr
+        with pytest.raises(SystemExit) as ended:
+            serve.main([f"model={model}", f"port={port}"])
+    assert ended.value.code == 2
+    assert f"port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from command_support import ROOT
 from ray.cluster_utils import Cluster
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

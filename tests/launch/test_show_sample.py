@@ -8,25 +8,22 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from config_support import configuration
+from golden import assert_golden, page_text
 from page_support import Page
 from PIL import Image
 from transformers import AutoTokenizer
 
 from launch.sample_pages.detection import Canvas, ShapeStyle
 from launch.show_sample import ShowOptions, main, show_sample
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target
 from learner.data.samples import load_samples
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
-from learner.targets import (
-    TokenRole,
-    ground_truth_target,
-    parsed_target,
-    target_settings,
-    text_weights,
-)
+from learner.targets import target_settings, text_weights
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
@@ -117,11 +114,6 @@ def run(tmp_path_factory, demo_checkpoint, demo_data):
     return run
 
 
-@pytest.fixture(scope="module")
-def everything(run):
-    return run.page()[1]
-
-
 @pytest.mark.slow
 def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run, capsys):
     main([f"run={run.folder}", f"step={STEP}", "position=2"])
@@ -130,115 +122,31 @@ def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run, capsys):
     assert path.read_text().startswith("<!doctype html>")
 
 
-def test_the_page_is_sound_html_that_needs_nothing_beside_itself(everything):
-    page = Page(everything)
+def assert_page(run, name, **where):
+    """It is sound HTML that needs nothing beside itself, without what a model wrote as markup."""
+    _, html = run.page(**where)
+    page = Page(html)
     assert "script" not in page.tags
     assert len(page.ids) == len(set(page.ids))
-    assert not re.search(r"""(src|href)="(?!data:|#)""", everything)
-    assert "http" not in everything
-
-
-def test_what_a_model_wrote_is_escaped(everything):
-    assert "<script" not in everything
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in everything
-    assert "cut &lt;off" in everything
+    assert not re.search(r"""(src|href)="(?!data:|#)""", html)
     # What would rearrange the text, or cannot be encoded, is shown by its code point.
-    assert "\u202e" not in everything
-    assert "\\u202e" in everything
-    assert "\\ud800" in everything
-
-
-def test_every_object_and_every_reason_is_listed(run, everything):
-    text = re.sub(r"<[^>]*>", " ", everything)
-    for words in (
-        "the name differs",
-        "unmatched: neutral",
-        "dropped: wrong_arity",
-        "dropped: poly_unsupported",
-        "dropped: missing_geom",
-        "truncated",
-        "appended as object_7",
-        "appended as object_8",
-        "3 valid predictions for 4 ground-truth objects: 2 matched and supervised, 1 unmatched",
-        "1 unmatched, 3 dropped; 2 appended",
-        run.scene.sample_id,
-        *("v5", "actor-1", "99", "length"),
-    ):
-        assert words in text
-
-
-def test_pairs_share_colour_and_number_and_all_objects_are_drawn(everything):
-    labels = set(re.findall(r">([GP][^<]*)</text>", everything))
-    assert {"G0", "G1", "G2", "G3", "P0→G0", "P1→G1", "P2"} <= labels
-    # A halo and a line each, on two panels: 4 ground truths, 3 predictions.
-    assert everything.count("<polygon") == 2 * 7
-    assert Page(everything).tags.count("figure") == 2
-    for i in (0, 1):
-        pair = (f"G{i}", f"P{i}→G{i}")
-        colour, same = (re.search(rf'fill="(#\w+)">{label}<', everything)[1] for label in pair)
-        assert colour == same
-        assert f'style="color:{colour}">P{i}<' in everything
-    # Unmatched on either side: 2 ground truths and 1 prediction.
-    assert everything.count("stroke-dasharray") == 3
-
-
-def test_the_kept_prefix_and_what_was_cut_are_the_whole_rollout(everything):
-    cut = re.search(r'<span class="cut"[^>]*>(.*?)</span>', everything)[1]
-    assert cut == ', "object_7": {"desc": "cut &lt;off'
-    assert "Struck through" in everything
-
-
-OTHERS = {"separator", "corrected_desc", "digits", "corrected_digits"}
-"""Roles of options, and of coordinates in digits."""
-
-
-def test_every_token_shows_what_supervises_it_and_how_much(run, everything):
-    page = Page(everything)
-    first_id = run.codec.encode(run.everything())[0]
-    tooltips = [title for title in page.titles if re.match(r"token \d+ · id \d+ · ", title)]
-    assert [int(title.split(" ")[1]) for title in tooltips] == list(range(len(tooltips)))
-    assert f"token 0 · id {first_id} · neutral · weight 0" in tooltips[0]
-    roles = {title.split(" · ")[2] for title in tooltips}
-    assert roles == {role.name.lower() for role in TokenRole} - OTHERS
-    # The slots of the first match: the token's bin and the ground truth's.
-    first = run.scene.objects[0]
-    for has, should in zip(shifted(first, 20), first.bins, strict=True):
-        assert f"{has}<b>→{should}</b>" in everything
-        slot = f"bin {has}, should be {should} · one of 16 slots"
-        assert any(slot in title for title in tooltips)
-    shares = [re.search(r"\((.*)% of the sample", title) for title in tooltips]
-    total = sum(float(share[1]) for share in shares if share)
-    assert total == pytest.approx(100, abs=0.5)
-    assert "append" in page.texts["seam"]
-    assert [role for role in roles if role not in page.texts["legend"]] == []
-    assert "Objective of channel B: token_ce × 1" in everything
-    assert "coord_reg × 1 (soft_ce_weight 1" in everything
+    assert "\u202e" not in html
+    folders = {run.folder: "RUN", run.config.data.train.parent: "DATA"}
+    folders[Path(run.config.model.path)] = "MODEL"
+    assert_golden(f"sample_{name}.html", page_text(html, folders))
 
 
 @pytest.mark.parametrize(
-    ("position", "words"),
+    ("name", "where"),
     [
-        pytest.param(
-            1,
-            [
-                "fallback",
-                'class="cut"',
-                "no json at all",
-                "0 valid predictions for 4 ground-truth objects",
-            ],
-            id="a fallback, of which nothing was kept",
-        ),
-        pytest.param(
-            2,
-            ["4 matched and supervised, 0 unmatched, 0 dropped; 0 appended"],
-            id="a perfect rollout, with nothing appended",
-        ),
+        ("everything", {}),
+        ("fallback", {"position": 1}),
+        ("perfect", {"position": 2}),
+        ("channel_a", {"step": 1}),
     ],
 )
-def test_the_page_counts_what_was_kept_and_appended_of(run, position, words):
-    _, html = run.page(position=position)
-    Page(html)
-    assert [one for one in words if one not in html] == []
+def test_the_page_of_a_sample_is_the_one_of_the_file(run, name, where):
+    assert_page(run, name, **where)
 
 
 def test_what_options_beyond_the_specification_did_is_on_the_page(
@@ -253,37 +161,8 @@ def test_what_options_beyond_the_specification_did_is_on_the_page(
     run = Run(tmp_path / "run", demo_checkpoint, demo_data, **config)
     run.rules = replace(run.rules, corrects_names=True)
     run.write(run.everything(), "{" + entry(1, "x", (0, 0, 6, 6)) + "}")
-    html = run.page()[1]
-    page = Page(html)
-    text = re.sub(r"<[^>]*>", " ", html)
-    for words in (
-        "4 cut off behind the last match",
-        "Behind the last match 4 entries were cut off (trim_trailing_false_positives).",
-        "unmatched: cut off, behind the last match",
-        "dropped: missing_geom; cut off, behind the last match",
-        "appended as object_3",
-        "the name differs, which matching ignores, and is taught from “",
-        "Pairs under mask IoU 0.12 could not match (maskiou_gate_schedule).",
-    ):
-        assert words in text, words
-    cut = re.search(r'<span class="cut"[^>]*>(.*?)</span>', html)[1]
-    assert cut.startswith(', "object_3"')
-    roles = [title.split(" · ")[2] for title in page.titles if title.startswith("token ")]
-    assert roles.count("separator") == 2
-    assert roles.count("corrected_desc") == 1
-    (taught,) = (title for title in page.titles if " · corrected_desc · " in title)
-    assert re.search(r" · taught is id \d+ · ", taught)
-    nothing_kept = re.sub(r"<[^>]*>", " ", run.page(position=1)[1])
-    assert "Nothing was kept: the whole target is ours. Without a match 1 entry was" in nothing_kept
-    assert "fallback:" not in nothing_kept
-
-
-def test_a_step_of_channel_a_is_shown_without_a_rollout(run):
-    _, html = run.page(step=1)
-    assert Page(html).tags.count("figure") == 1
-    assert "taught as object_4" in html
-    assert "Rollout" not in html
-    assert 'class="seam"' not in html
+    assert_page(run, "options")
+    assert_page(run, "options_nothing_kept", position=1)
 
 
 def test_an_excluded_match_is_marked(run):
@@ -293,11 +172,7 @@ def test_an_excluded_match_is_marked(run):
         return replace(parsed, objects=(found,))
 
     run.write(serialize_objects(run.scene.objects[:1]), step=30, spoil=backwards)
-    _, html = run.page(step=30)
-    Page(html)
-    assert "excluded: its coord slots cannot be supervised" in html
-    assert "1 matched but excluded" in html
-    assert "appended as object_2" in html
+    assert_page(run, "excluded", step=30)
 
 
 def test_the_same_sample_gives_the_same_bytes_also_elsewhere(run, tmp_path):

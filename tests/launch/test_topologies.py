@@ -16,7 +16,7 @@ from serve_process import serve_process
 from launch.diff_runs import diff_runs
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

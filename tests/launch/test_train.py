@@ -2,10 +2,6 @@
 types it: what is wrong appears in seconds, and says what to do.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +13,6 @@ from shared.errors import ConfigError, LearnerError, LostLearnerError, LostStart
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 SOUND = {
     "global_max_length": 512,
     "rollout_matching__max_new_tokens": 96,
@@ -51,19 +46,20 @@ def test_a_run_that_cannot_work_is_refused_before_anything_is_there(
     assert not (tmp_path / "run").exists()
 
 
-def train(tmp_path, *overrides):
-    command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", *overrides]
-    command.append(f"telemetry.run_dir={tmp_path / 'run'}")
-    wide = os.environ | {"COLUMNS": "400"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=wide, check=False)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def train(call_command, tmp_path):
+    def train(*overrides):
+        run_dir = f"telemetry.run_dir={tmp_path / 'run'}"
+        status, output = call_command("launch.train", "+experiment=stage2_3v1", *overrides, run_dir)
+        assert status == 2, output
+        assert "Traceback" not in output
+        return output
+
+    return train
 
 
-def test_every_wrong_key_is_reported_at_once_with_its_path_and_a_suggestion(tmp_path):
+def test_every_wrong_key_is_reported_at_once_with_its_path_and_a_suggestion(train):
     output = train(
-        tmp_path,
         "training.lerning_rate=0.1",
         "rollout_matching.decode_batch_size=six",
         "rollout_matching.temperature=1.0",
@@ -75,18 +71,18 @@ def test_every_wrong_key_is_reported_at_once_with_its_path_and_a_suggestion(tmp_
         assert word in output
 
 
-def test_a_queue_without_dedicated_devices_is_refused(tmp_path):
-    output = train(tmp_path, "rollout_matching.vllm.mode=colocate")
+def test_a_queue_without_dedicated_devices_is_refused(train):
+    output = train("rollout_matching.vllm.mode=colocate")
     assert "stage2_ab.channel_b.enable_pipeline" in output
 
 
 def test_a_missing_data_file_ends_the_run_after_the_batch_algebra_and_before_anything_is_started(
-    tmp_path,
+    train, tmp_path
 ):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    output = train(tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={model}")
+    output = train(f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={model}")
     assert "data.train: there is no file" in output
     assert "32 raw rollouts in 2 rounds (16 + 16)" in output
 

@@ -40,7 +40,7 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.long
-def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_path):
+def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_path, demo_checkpoint):
     source, elsewhere, environment = (tmp_path / name for name in ("source", "else", "venv"))
     elsewhere.mkdir()
     # A copy: the build leaves its files beside the sources, and takes what an older one has left.
@@ -56,10 +56,7 @@ def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_pat
     venv.create(environment, symlinks=True, with_pip=False)
     python, rollmatch = environment / "bin" / "python", environment / "bin" / "rollmatch"
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    installed = run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-    )
-    packages = Path(installed.strip())
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment)}))
     (packages / "dependencies.pth").write_text(DEPENDENCIES + "\n")
     shutil.rmtree(source)
 
@@ -68,7 +65,7 @@ def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_pat
         lost = {name for name in files if not (packages / name).is_file()}
         assert files and not lost
     run(rollmatch, "demo", "data", "--train", "64", "--val", "8", cwd=elsewhere)
-    run(rollmatch, "demo", "model", cwd=elsewhere)
+    shutil.copytree(demo_checkpoint, elsewhere / "outputs" / "demo" / "model")
     job = ("+experiment=stage2_hf", "cluster=local", "training.max_steps=1")
     told = run(rollmatch, "train", *job, "telemetry.run_dir=run", cwd=elsewhere)
     assert "step    1/1 A" in told

@@ -113,7 +113,7 @@ def test_where_there_is_no_memory_for_the_copy_the_run_waits_and_the_figures_are
     learner_of, tmp_path, monkeypatch
 ):
     learner, _ = learner_of()
-    monkeypatch.setattr("learner.learner.available_memory", lambda: 2**31 + 2**20)
+    monkeypatch.setattr("learner.saving.available_memory", lambda: 2**31 + 2**20)
     reason = learner.save(tmp_path / "foreground", "{}", background=True)
     assert "MiB of a node's host memory beside 2.00 GiB that stay free, and 2.00 GiB are" in reason
     assert (tmp_path / "foreground" / "run_state" / "run.json").exists()
@@ -152,7 +152,7 @@ def test_the_copy_holds_each_tensor_once_and_so_much_memory_is_asked_for(
     enough = 2**31 + sum(held.values())
     for available, has_room in ((enough, True), (enough - 1, False)):
         monkeypatch.setattr(
-            "learner.learner.available_memory", lambda available=available: available
+            "learner.saving.available_memory", lambda available=available: available
         )
         reason = learner.save(tmp_path / f"room {has_room}", "{}", background=True)
         assert (reason is None) is has_room

@@ -35,7 +35,7 @@ def prompt(*token_ids):
 def segment(sample_id, *logprobs):
     ids = tuple(range(10, 10 + len(logprobs) + 1))
     roles = np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8)
-    target = Target(sample_id, ids, roles, (), (), (), sampled_logprobs=logprobs)
+    target = Target(sample_id, ids, roles, (), (), (), compared_logprobs=logprobs)
     return Segment(0, prompt(1), target, actor="rollout-actor-1")
 
 
@@ -154,7 +154,7 @@ def test_a_float32_run_ends_on_the_first_token_and_a_bfloat16_run_on_more_than_o
     dtype, max_abs, num_tokens, most
 ):
     config = configuration(Path("model"), Path("data"), Path("run"), model__dtype=dtype)
-    tolerance = LogprobTolerance.from_config(config)
+    tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
     assert tolerance.max_abs == max_abs
     assert tolerance.permits(Compared(num_tokens, most))
     assert not tolerance.permits(Compared(num_tokens, most + 1))

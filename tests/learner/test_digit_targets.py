@@ -14,16 +14,9 @@ from small_tokenizers import FastTokenizer, byte_level_bpe, gpt2_words, no_words
 from tiny_qwen import make_stock_model
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
 from learner.ot_targets import OTSettings
-from learner.targets import (
-    MatchSettings,
-    TargetSettings,
-    TextWeights,
-    TokenRole,
-    ground_truth_target,
-    parsed_target,
-    rollout_target,
-)
+from learner.targets import MatchSettings, TargetSettings, TextWeights, TokenRole
 from shared.config import load_config
 from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.errors import ConfigError

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.model_shape import ModelShape
+from learner.algorithms.matched_targets import ground_truth_target
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from learner.model.loading import load_model, model_type_problem
@@ -27,7 +28,7 @@ from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import ImageEncoder, PromptEncoder, Segment, decode_image
 from learner.step import train_row
-from learner.targets import ground_truth_target, target_settings, text_weights
+from learner.targets import target_settings, text_weights
 from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
@@ -60,7 +61,7 @@ def parts(request, demo_data, tmp_path_factory):
     samples = load_dataset(
         config.data.train, on_bad_row="error", sort_objects=True, check_images=True
     )
-    encoder = PromptEncoder.from_config(config, loaded.processor)
+    encoder = PromptEncoder(loaded.processor, config.prompts)
     settings = target_settings(config)
     segments = []
     for position, (sample, size) in enumerate(zip(samples, IMAGE_SIZES, strict=False)):

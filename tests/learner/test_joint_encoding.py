@@ -12,14 +12,9 @@ from small_tokenizers import byte_level_bpe, qwen_words, small_codecs, with_coor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target
 from learner.ot_targets import OTSettings
-from learner.targets import (
-    MatchSettings,
-    TargetSettings,
-    TokenRole,
-    ground_truth_target,
-    parsed_target,
-)
+from learner.targets import MatchSettings, TargetSettings, TokenRole
 from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects

@@ -7,13 +7,14 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
+from learner.algorithms.matched_targets import rollout_target
 from learner.collate import collate
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.packing import packing_policy
 from learner.segments import Segment
 from learner.step import train_row
-from learner.targets import rollout_target, text_weights
+from learner.targets import text_weights
 from shared.config.pipeline import Channel
 from shared.schedule import RunSchedule
 

@@ -12,15 +12,10 @@ from small_tokenizers import byte_level_bpe, gpt2_words, qwen_words, rex_codec
 from tiny_qwen import make_rex_omni
 
 from launch.rex_omni.__main__ import write_tokenizer
+from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.model.loading import load_tokens
 from learner.ot_targets import OTSettings
-from learner.targets import (
-    MatchSettings,
-    TargetSettings,
-    TokenRole,
-    ground_truth_target,
-    rollout_target,
-)
+from learner.targets import MatchSettings, TargetSettings, TokenRole
 from shared.config import load_config
 from shared.errors import ConfigError
 from shared.grounding.formats import FORMATS

@@ -35,7 +35,7 @@ def rank_state() -> RankState:
     roles = np.array([TokenRole.CORRECTED_DESC, TokenRole.CLOSING], dtype=np.uint8)
     target = Target(
         *("half \ud83d", (5, 6), roles, (), (), ()),
-        sampled_logprobs=(-0.1, float("-inf")),
+        compared_logprobs=(-0.1, float("-inf")),
         label_overrides=(LabelOverride(0, 7, 0),),
     )
     segment = Segment(3, prompt, target, actor="rollout-0")
@@ -81,7 +81,7 @@ def test_a_state_comes_back_with_its_types_and_bits_and_shares_what_it_shared(tm
     assert segment.prompt.pixel_values_RD.dtype is torch.bfloat16
     assert torch.equal(segment.prompt.pixel_values_RD, was.prompt.pixel_values_RD)
     assert segment.target.roles.dtype == np.uint8
-    for name in ("token_ids", "sample_id", "sampled_logprobs", "label_overrides", "credit"):
+    for name in ("token_ids", "sample_id", "compared_logprobs", "label_overrides"):
         assert getattr(segment.target, name) == getattr(was.target, name)
     assert type(segment.target.label_overrides[0]) is LabelOverride
     rollout, (played,) = read.answers_ahead

@@ -13,20 +13,14 @@ from rollout_support import make_rollout
 from slow_losses import SlowRow
 
 from learner.algorithms.advantages import TokenAdvantages
+from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.collate import collate
 from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import PromptEncoder, Segment
 from learner.step import LOGIT_CHUNK, train_row
-from learner.targets import (
-    TextWeights,
-    TokenRole,
-    ground_truth_target,
-    rollout_target,
-    target_settings,
-    text_weights,
-)
+from learner.targets import AdvantageTarget, TextWeights, TokenRole, target_settings, text_weights
 from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
 
@@ -69,7 +63,7 @@ def parts(demo_checkpoint, demo_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = configuration(demo_checkpoint, demo_data, folder, rollout_matching__pipeline=PIPELINE)
     loaded = load_model(config, torch.device("cpu"))
-    encoder = PromptEncoder.from_config(config, loaded.processor)
+    encoder = PromptEncoder(loaded.processor, config.prompts)
     samples = load_dataset(
         config.data.train, on_bad_row="error", sort_objects=True, check_images=True
     )[:NUM_SEGMENTS]
@@ -164,9 +158,7 @@ def sampled_here_and_there(segment, draw):
     credit = TokenAdvantages(
         tuple(positions), logprobs, advantages, (1.0 / number,) * number, (0,) * number
     )
-    nothing = {"coord_positions": (), "coord_targets": (), "box_slots": ()}
-    neutral = np.zeros_like(segment.target.roles)
-    target = replace(segment.target, roles=neutral, credit=credit, **nothing)
+    target = AdvantageTarget("sampled", segment.target.token_ids, credit)
     return replace(segment, target=target)
 
 
@@ -295,7 +287,7 @@ def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_t
     # As if every token of the prefix had been compared with the engine's: it is read, and not
     # learned from.
     num_prefix = target.reading.num_prefix
-    compared = replace(segment, target=replace(target, sampled_logprobs=(-1.0,) * num_prefix))
+    compared = replace(segment, target=replace(target, compared_logprobs=(-1.0,) * num_prefix))
     row = row_of(loaded, [compared], TextWeights(desc=0.0, matched_structure=0.0))
     size = loaded.model.config.text_config.hidden_size
     hidden = torch.randn(1, row.num_tokens, size, requires_grad=True)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from rollout_support import make_rollout
 
+from learner.segments import EncodedPrompt, Segment
+from learner.step import RowResult
 from learner.step_metrics import StepMetrics
 from learner.targets import (
     LabelOverride,
@@ -16,7 +21,7 @@ from learner.targets import (
     TokenRole,
 )
 from shared.config.pipeline import Channel
-from shared.grounding.matching import MatchResult
+from shared.grounding.matching import MatchedPair, MatchResult
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.records import GeometryKind
 from shared.rollouts import FinishReason
@@ -51,6 +56,13 @@ def step_metrics() -> StepMetrics:
 
 FOUND = ParsedObject("object_1", 1, GeometryKind.BBOX, "x", (1, 1, 2, 2), (1, 2, 3, 4), (0, 6))
 PARSED = ParsedRollout((), "{", (), (), None, truncated=True, fallback=True)
+COUNTED = (
+    *("truncated", "fallback", "valid_objects", "objects_after_close", "excluded"),
+    *("ground_truth", "matched", "appended", "gating_rejections"),
+)
+SEGMENT = Segment(
+    0, EncodedPrompt.from_text((1, 2)), Target("scene", (1, 2), np.zeros(2, np.uint8), (), (), ())
+)
 READING = ParsedAndMatched(PARSED, PARSED, MatchResult((), (), (), 0), (), (), (), "")
 
 
@@ -64,6 +76,44 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
     assert counted["rollout/num"] == 10
     assert counted["rollout/num_repeat_terminated"] == 3
     assert counted["rollout/num_length_limited"] == 2
+
+
+def test_what_an_answer_held_and_what_became_of_it_is_counted() -> None:
+    pairs = (MatchedPair(0, 0, 0.9), MatchedPair(1, 2, 0.8))
+    parsed = replace(PARSED, objects=(FOUND,) * 6, fallback=False, num_behind=3)
+    reading = replace(
+        READING,
+        parsed=parsed,
+        match=MatchResult(pairs, (2, 3, 4, 5), (1,), gating_rejections=7),
+        excluded=pairs[:1],
+        appended=(0, 1, 3, 4, 5),
+    )
+    metrics = step_metrics()
+    metrics.add_rollout(ROLLOUT, reading, num_ground_truth=8, staleness=0)
+    whole = replace(reading, parsed=replace(parsed, truncated=False))
+    metrics.add_rollout(ROLLOUT, whole, num_ground_truth=8, staleness=0)
+    counted = metrics.totals.as_dict()
+    assert {name: counted[f"rollout/num_{name}"] for name in COUNTED} == {
+        "truncated": 1,
+        "fallback": 0,
+        "valid_objects": 12,
+        "objects_after_close": 6,
+        "excluded": 2,
+        "ground_truth": 16,
+        "matched": 4,
+        "appended": 10,
+        "gating_rejections": 14,
+    }
+
+
+def test_a_row_filled_less_than_the_least_ratio_is_underfilled() -> None:
+    metrics = step_metrics()
+    result = RowResult(0.0, {}, {}, torch.zeros(0))
+    for num_tokens in (3, 4, 5):
+        row: Any = SimpleNamespace(segments=(SEGMENT,), num_tokens=num_tokens)
+        metrics.add_row(row, result)
+    counted = metrics.totals.as_dict()
+    assert (counted["packing/num_rows"], counted["packing/num_underfilled_rows"]) == (3, 1)
 
 
 def test_what_options_change_is_counted_and_without_them_there_is_no_such_number() -> None:

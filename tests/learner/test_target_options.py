@@ -13,6 +13,7 @@ from rollout_support import make_rollout
 from small_tokenizers import small_codecs
 from transformers import AutoTokenizer
 
+from learner.algorithms.matched_targets import parsed_target, rollout_target
 from learner.collate import collate
 from learner.ot_targets import OTSettings
 from learner.segments import EncodedPrompt, Segment
@@ -21,8 +22,6 @@ from learner.targets import (
     TargetSettings,
     TextWeights,
     TokenRole,
-    parsed_target,
-    rollout_target,
     target_settings,
     text_weights,
 )
@@ -115,7 +114,7 @@ def test_entries_behind_the_last_match_are_cut_off_and_numbers_go_on_from_what_i
     assert target.token_ids == ended.token_ids
     assert np.array_equal(target.roles, ended.roles)
     assert target.coord_targets == ended.coord_targets
-    assert len(target.sampled_logprobs) == reading.num_kept == ended.reading.num_kept
+    assert len(target.compared_logprobs) == reading.num_kept == ended.reading.num_kept
     without = target_of(text, codec, RULES, (SEVEN, TWO, third))
     assert '"object_10": {"desc": "one"' in text_of(without.token_ids[:-1], codec)
     assert (without.reading.num_trimmed, without.reading.false_positives) == (0, (1, 3))
@@ -127,7 +126,7 @@ def test_of_an_answer_without_a_match_nothing_is_kept_and_the_target_is_that_of_
         nothing = target_of("", codec, RULES)
         assert target.token_ids == nothing.token_ids
         assert np.array_equal(target.roles, nothing.roles)
-        assert target.sampled_logprobs == ()
+        assert target.compared_logprobs == ()
     assert target_of(answer(FALSE_ENTRY), codec, TRIM, ()).token_ids == (
         *codec.encode("{}"),
         codec.eos_token_id,
@@ -260,9 +259,9 @@ def test_the_loss_sees_the_corrected_label_and_the_comparison_the_sampled_token(
     assert at == [2 + n for n in own] + [3 + length + 2 + n for n in own]
     weight = supervision.text.weight[own.index(override.position)].item()
     assert weight == pytest.approx(0.5 / weights.of(target).sum())
-    sampled = list(target.token_ids[: len(target.sampled_logprobs)])
+    sampled = list(target.token_ids[: len(target.compared_logprobs)])
     assert override.position < len(sampled)
-    assert row.token_ids_N[row.sampled.at].tolist() == sampled * 2
+    assert row.token_ids_N[row.compared.at].tolist() == sampled * 2
     coords = [target.token_ids[n] for n in target.coord_positions]
     assert row.token_ids_N[supervision.coord.at].tolist() == coords * 2
     assert (row.positions_N.diff() >= 0).all()

@@ -10,6 +10,7 @@ import pytest
 from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
 from learner.ot_targets import OTSettings, barycentric_targets
 from learner.targets import (
     LabelOverride,
@@ -18,9 +19,6 @@ from learner.targets import (
     TargetSettings,
     TextWeights,
     TokenRole,
-    ground_truth_target,
-    parsed_target,
-    rollout_target,
 )
 from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
@@ -156,10 +154,10 @@ def test_a_rollout_that_found_everything_gets_only_the_closing_brace_and_eos(cod
 def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts_own(codec):
     rollout = response("{" + entry(1, "seven", SEVEN.bins) + ', "object_2": {"de', codec)
     target = rollout_target(rollout, SAMPLE, codec, RULES)
-    own = len(target.sampled_logprobs)
+    own = len(target.compared_logprobs)
     assert 0 < own < len(rollout.response_token_ids)
     assert target.token_ids[:own] == rollout.response_token_ids[:own]
-    assert target.sampled_logprobs == rollout.logprobs[:own]
+    assert target.compared_logprobs == rollout.logprobs[:own]
 
 
 def appended_text(codec, field_order=None):
@@ -391,9 +389,9 @@ def test_a_forced_token_is_no_sampled_one_and_eos_is_supervised_as_ever(codec):
     )
     target = rollout_target(forced, SAMPLE, codec, RULES)
     assert target.token_ids == rollout_target(sampled, SAMPLE, codec, RULES).token_ids
-    assert target.sampled_logprobs == sampled.logprobs[: len(target.sampled_logprobs)] != ()
+    assert target.compared_logprobs == sampled.logprobs[: len(target.compared_logprobs)] != ()
     assert (target.token_ids[-1], target.roles[-1]) == (codec.eos_token_id, TokenRole.CLOSING)
     early = replace(sampled, forced_positions=(3, 5))
-    assert rollout_target(early, SAMPLE, codec, RULES).sampled_logprobs == sampled.logprobs[:3], (
+    assert rollout_target(early, SAMPLE, codec, RULES).compared_logprobs == sampled.logprobs[:3], (
         "nothing behind a forced token is compared"
     )

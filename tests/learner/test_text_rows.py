@@ -22,7 +22,7 @@ def segment(position: int, num_prompt: int, num_target: int) -> Segment:
     ids = np.random.default_rng(position).integers(5, NUM_IDS, num_prompt + num_target).tolist()
     roles = np.full(num_target, TokenRole.NEUTRAL, dtype=np.uint8)
     logprobs = (-1.0,) * num_target
-    target = Target("s", tuple(ids[num_prompt:]), roles, (), (), (), sampled_logprobs=logprobs)
+    target = Target("s", tuple(ids[num_prompt:]), roles, (), (), (), compared_logprobs=logprobs)
     return Segment(position, EncodedPrompt.from_text(ids[:num_prompt]), target)
 
 
@@ -68,4 +68,4 @@ def test_a_packed_row_without_images_is_what_its_segments_are_alone(parts):
 def test_its_sampled_tokens_are_predicted_by_the_position_before_them(parts):
     row, _ = hidden_of(*parts, SEGMENTS)
     sampled = [token for one in SEGMENTS for token in one.target.token_ids]
-    assert row.token_ids_N[row.sampled.at].tolist() == sampled
+    assert row.token_ids_N[row.compared.at].tolist() == sampled

@@ -162,7 +162,7 @@ def test_a_stuck_engine_ends_its_server_with_a_message(
     demo_checkpoint: Path, tmp_path: Path
 ) -> None:
     settings = small_settings(demo_checkpoint)
-    with serve_process([*serve_arguments(settings, port=0), "stall_s=30"], tmp_path) as one:
+    with serve_process([*serve_arguments(settings, port=0), "stall_s=15"], tmp_path) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=settings))
         assert pool.start() == 1
         pool.close()

@@ -15,7 +15,8 @@ from rollout_actors.environments.answers.parsers import (
     text_of,
 )
 from rollout_actors.environments.clients.openai import OVERLONG, ask
-from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.rewards import RewardFunction
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client
 from rollout_actors.environments.types import Messages, SamplingArgs, State
 

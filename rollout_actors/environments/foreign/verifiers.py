@@ -42,7 +42,8 @@ from rollout_actors.environments.clients.openai import OVERLONG, ask
 from rollout_actors.environments.foreign import verifiers_bridge
 from rollout_actors.environments.lifecycle import teardown
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.rubric import Rubric, give, scoring_limit
+from rollout_actors.environments.rewards import give, scoring_limit
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 from shared.data.limits import MAX_EXAMPLE_BYTES, file_lines

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rollout_actors.environments.chat.images import shown_in
 from rollout_actors.environments.chat.responses import SENT_IMAGES
-from rollout_actors.environments.rubric import relative_steps
+from rollout_actors.environments.rewards import relative_steps
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
 
@@ -89,7 +89,7 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
             draft.extend(number, step, tokens, mask_prompts=mask_prompts)
         rewards = groups[_group(state)]
         group_rewards = () if None in rewards else tuple(rewards)
-        relative = relative_steps(state)
+        relative = relative_steps(state) or ()
         for draft in drafts:
             examples.append(draft.example(index, state, group_rewards, relative, merges=merges))
     return MergedExamples(examples, num_splits)
@@ -136,7 +136,7 @@ class _Draft:
         rollout: int,
         state: State,
         group_rewards: tuple[Any, ...],
-        relative: Sequence[int] | None,
+        relative: Sequence[int],
         *,
         merges: bool,
     ) -> TrainingExample:
@@ -158,7 +158,7 @@ class _Draft:
                 value if is_learned and value is not None else 0.0 for value, is_learned in pairs
             ]
         token_is_relative = None
-        if relative is not None:
+        if any(advantage is not None for advantage in advantages):
             token_is_relative = self._by_token([int(number in relative) for number in numbers])
         return TrainingExample(
             token_ids=self.token_ids,

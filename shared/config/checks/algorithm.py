@@ -19,19 +19,17 @@ from shared.config.derive import (
     engines_in,
     group_size,
     needed_accumulation_steps,
-    policy_gradient,
     raw_rollouts_per_step,
     row_rule,
 )
 from shared.config.explain import MISSING, as_yaml
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
-    BboxGeoEntry,
     Channel,
-    CoordDiagEntry,
     CoordRegEntry,
-    ImportedEntry,
+    LearnsFrom,
     PolicyGradientEntry,
+    Reads,
     ReferenceKLEntry,
     TokenCEEntry,
 )
@@ -67,27 +65,21 @@ def has_its_data(run: RunConfig) -> Iterator[Problem]:
 
 
 def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
-    """Trajectories have advantages and no ground truth; samples have it the other way round."""
+    """Trajectories have advantages and no ground truth; most other variants the reverse."""
     variant = run.custom.trainer_variant
     pipeline = run.rollout_matching.pipeline
-    on_trajectories = run.algorithm.uses_environment
-    missing = "ground truth" if on_trajectories else "advantages"
-    change = "choose another custom.trainer_variant" if on_trajectories else _SET_TRAJECTORIES
+    found: frozenset[LearnsFrom | None] = run.algorithm.learns_from | {None}
     for index, entry in enumerate(pipeline.objective):
-        if not entry.enabled or isinstance(entry, ImportedEntry):  # which may use either
-            continue
-        is_of_samples = isinstance(entry, (PolicyGradientEntry, ReferenceKLEntry))
-        if is_of_samples and run.algorithm.learns_rewards:
-            continue
-        if is_of_samples is not on_trajectories:
-            wrong = f"'{entry.name}' has no {missing} to learn from under {variant}"
-            path = f"{_OBJECTIVE}[{index}].name"
-            yield Problem(path, wrong, f"remove the entry, or {change}")
-    for index, diagnostic in enumerate(pipeline.diagnostics if on_trajectories else ()):
-        if diagnostic.enabled:
-            path = f"rollout_matching.pipeline.diagnostics[{index}].name"
-            wrong = f"'{diagnostic.name}' has no ground truth to look at under {variant}"
-            yield Problem(path, wrong, "remove the entry")
+        if entry.enabled and entry.learns_from not in found:
+            wrong = f"'{entry.name}' has no {entry.learns_from} to learn from under {variant}"
+            needs_rewards = entry.learns_from is LearnsFrom.ADVANTAGES
+            change = _SET_TRAJECTORIES if needs_rewards else "choose another custom.trainer_variant"
+            yield Problem(f"{_OBJECTIVE}[{index}].name", wrong, f"remove the entry, or {change}")
+    for index, diagnostic in enumerate(pipeline.diagnostics):
+        if diagnostic.enabled and diagnostic.learns_from not in found:
+            missing = diagnostic.learns_from
+            wrong = f"'{diagnostic.name}' has no {missing} to look at under {variant}"
+            yield Problem(f"{_DIAGNOSTICS}[{index}].name", wrong, "remove the entry")
 
 
 def policy_gradient_agrees_with_itself(run: RunConfig) -> Iterator[Problem]:
@@ -131,7 +123,7 @@ def reference_kl_can_be_measured(run: RunConfig) -> Iterator[Problem]:
             continue
         path = f"{_OBJECTIVE}[{index}]"
         # Trajectories without one, and variants that have none, are told so already.
-        if run.algorithm.learns_rewards and policy_gradient(run) is None:
+        if run.algorithm.learns_rewards and run.rollout_matching.pipeline.policy_gradient is None:
             yield Problem(
                 f"{path}.name",
                 "'reference_kl' takes the tokens of policy_gradient, and none is enabled",
@@ -180,7 +172,7 @@ def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
             instead = "environment.rollouts_per_example does this for environments"
             yield Problem(key, wrong, f"remove it; {instead}")
         return
-    if policy_gradient(run) is not None and size == 1:
+    if run.rollout_matching.pipeline.policy_gradient is not None and size == 1:
         wrong = "1, and policy_gradient compares the rollouts of a sample with each other"
         yield Problem(key, wrong, "set 2 or more, or disable the policy_gradient entry")
     rollouts = raw_rollouts_per_step(run)
@@ -213,8 +205,7 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
     has_slots = bool(run.answer_format.coord_tokens)
     for path, entries in ((_OBJECTIVE, pipeline.objective), (_DIAGNOSTICS, pipeline.diagnostics)):
         for index, entry in enumerate(entries):
-            is_of_slots = isinstance(entry, (CoordRegEntry, BboxGeoEntry, CoordDiagEntry))
-            if entry.enabled and is_of_slots and not has_slots:
+            if entry.enabled and entry.reads is Reads.SLOTS and not has_slots:
                 yield Problem(
                     f"{path}[{index}].name",
                     f"'{entry.name}' reads one token for each coordinate, and data.answer_format"
@@ -396,7 +387,7 @@ def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
         # that are not known yet: only room for all of it is safe.
         samples = len(rank_share(effective_batch_size(run), ranks, 0))
         rollouts = len(rank_share(raw_rollouts_per_step(run), ranks, 0))
-        is_twice = policy_gradient(run) is not None
+        is_twice = run.rollout_matching.pipeline.policy_gradient is not None
         needed = max(samples, 2 * rollouts if is_twice else rollouts)
         unit = "step"
         share = "a whole step" if ranks == 1 else f"a rank's share of a step, of {ranks} ranks"
@@ -414,7 +405,7 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
     is_learner = "policy_gradient"
     if run.algorithm.uses_environment:
         is_learner = _TRAJECTORIES
-    elif not run.algorithm.learns_rewards or policy_gradient(run) is None:
+    elif not run.algorithm.learns_rewards or run.rollout_matching.pipeline.policy_gradient is None:
         return
     if mode is DecodeMode.SAMPLE:
         return

@@ -16,7 +16,6 @@ from shared.config.derive import (
     resolved_sync_mode,
     tokens_beside_adapter,
 )
-from shared.config.pipeline import PolicyGradientEntry
 from shared.config.run import RunConfig
 from shared.rollouts import MAX_TEMPERATURE, DecodeMode
 from shared.weight_sync.offer import LORA_RANKS
@@ -154,10 +153,7 @@ def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
     Only then can engine and learner compute the same number (decision 25).
     """
     matching = run.rollout_matching
-    if not any(
-        isinstance(entry, PolicyGradientEntry) and entry.enabled
-        for entry in matching.pipeline.objective
-    ):
+    if matching.pipeline.policy_gradient is None:
         return
     top_p = matching.decoding.top_p
     top_k = matching.decoding.top_k

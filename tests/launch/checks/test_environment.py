@@ -4,10 +4,8 @@ spec: loading).
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from launch.checks.environment import EnvironmentKeys, loaded_environment
 from rollout_actors.environments.concurrency import describe_error, traceback_of
 from shared.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
 KEYS = EnvironmentKeys("environment.id", "environment.args")
 CALLS_EXIT = "def load_environment():\n    exit()\n"
 
@@ -34,26 +31,26 @@ def refusal(env_id: Path | str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "status"), [("train", 2), ("vf_eval", 2), ("preflight", 1)])
 def test_an_environment_that_calls_exit_is_told_with_its_place_and_the_command_fails(
-    command: str, status: int, tmp_path: Path
+    command: str,
+    status: int,
+    tmp_path: Path,
+    call_command: Callable[..., tuple[int, str]],
 ) -> None:
     """Preflight goes on to what else is wrong, and ends as with any problem."""
     mine = written(tmp_path, CALLS_EXIT)
     written(tmp_path, "{}", "config.json")
     of_run = [
-        "+experiment=env_3v1",
+        *("+experiment=env_3v1", "backend=hf"),
         f"environment.id={mine}",
         f"model.path={tmp_path}",
         f"telemetry.run_dir={tmp_path / 'run'}",
     ]
     arguments = [str(mine), "-b", "http://127.0.0.1:9/v1"] if command == "vf_eval" else of_run
-    words = [sys.executable, "-m", f"launch.{command}", *arguments]
-    wide = os.environ | {"COLUMNS": "400"}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=wide, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == status, output
+    ended, output = call_command(f"launch.{command}", *arguments)
+    assert ended == status, output
     called = (
         f"{mine} was not loaded: RuntimeError: load_environment called exit() ({mine}:2); check"
     )

@@ -6,7 +6,7 @@ from config_support import configuration
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import DeviceMemory, Needs
 from launch.checks.model_shape import ModelShape, VisionShape
-from launch.checks.proposals import changes, proposals
+from launch.checks.proposals import _of_more_ranks, _of_one_rank, proposals
 from shared.weight_sync.transports import Device, TransportKind
 
 pytestmark = pytest.mark.slow
@@ -95,7 +95,7 @@ def test_an_adapter_of_4b_is_trained_on_24_gib_with_keys_that_preflight_names(co
 def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_out(config, qwen):
     found = proposed(config(), qwen, 40 * GIB)
     assert found
-    order = [key for change in changes(config()) for key in change]
+    order = [key for change in _of_one_rank(config()) + _of_more_ranks(config()) for key in change]
     for one in found:
         keys = [override.partition("=")[0] for override in one.overrides]
         assert keys == sorted(keys, key=order.index), "in the order of their cost"
@@ -107,7 +107,7 @@ def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_ou
 def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
     frozen = {"training__parts": {"language_model": {"frozen": True}}}
     run = config(**frozen)
-    assert not any("model.adapter.kind" in change for change in changes(run))
+    assert not any("model.adapter.kind" in change for change in _of_one_rank(run))
     assert proposed(run, qwen, 24 * GIB)
 
 

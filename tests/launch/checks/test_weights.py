@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from config_support import trajectory_config
 from safetensors.torch import load_file, save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
+from launch import serve
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.model_shape import ModelShape
 from launch.checks.weights import weight_warnings
@@ -219,7 +219,9 @@ def test_a_head_in_the_files_of_a_tied_configuration_is_told_and_wins_and_is_sav
 
 
 @pytest.mark.slow
-def test_every_entry_refuses_a_checkpoint_that_lacks_tensors(changed, demo_data, tmp_path):
+def test_every_entry_refuses_a_checkpoint_that_lacks_tensors(
+    changed, demo_data, tmp_path, call_command, capsys, monkeypatch
+):
     lacking = changed(
         without("visual.merger.norm.weight"), make_stock_model(tmp_path / "s", "qwen3_vl")
     )
@@ -228,12 +230,12 @@ def test_every_entry_refuses_a_checkpoint_that_lacks_tensors(changed, demo_data,
         make_coord_model(AddOptions(model=lacking, out=tmp_path / "out"))
     assert lacks in str(caught.value) and not (tmp_path / "out").exists()
     words = [f"model={lacking}", f"data={demo_data / 'val.jsonl'}", "data.answer_format=qwen3_vl"]
-    command = [sys.executable, "-m", "launch.evaluate", *words, f"telemetry.run_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and lacks in " ".join((done.stdout + done.stderr).split())
-    command = [sys.executable, "-m", "launch.serve", f"model={lacking}", "port=0", "device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and lacks in " ".join(done.stderr.split())
+    status, output = call_command("launch.evaluate", *words, f"telemetry.run_dir={tmp_path}")
+    assert status == 2 and lacks in " ".join(output.split())
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which the server changes
+    with pytest.raises(SystemExit) as ended:
+        serve.main([f"model={lacking}", "port=0", "device=cpu"])
+    assert ended.value.code == 2 and lacks in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -18,9 +18,10 @@ from launch.reports.detection import make_report, report_tables
 from launch.reports.lenient import read_leniently
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Evaluation, Scene
-from shared.grounding.formats import FORMATS, AnswerFormat
+from shared.grounding.formats import FORMATS
 from shared.grounding.json_list import PictureResize
 from shared.grounding.parsing import parse_rollout
+from shared.grounding.serialize import AnswerFormat
 from shared.records import GeometryKind, Sample
 
 SHAPES = frozenset({GeometryKind.BBOX, GeometryKind.POINT})

@@ -15,7 +15,7 @@ from launch.runtime.placement import Resources, plan_placement
 from launch.runtime.rollout_client import RankRolloutClient
 from launch.runtime.rounds import RoundSize
 from rollout_actors.backends.colocate import colocate_tensor_parallel
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 from shared.config.algorithm import TeacherSection
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection

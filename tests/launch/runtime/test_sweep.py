@@ -1,5 +1,6 @@
 """Hydra sweeps: a folder for every trial, a failed one does not end the others (`-m`)."""
 
+import io
 import json
 import os
 import re
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from rich.console import Console
 
 from launch.cli import CONF, as_mapping
+from launch.runtime import sweep
 from launch.runtime.placement import Resources
 from launch.runtime.sweep import MARGIN_S, TRIALS, Room, Trial, print_summary
+from rollout_actors.warm import warm_python
 from shared.config import load_config
 
 
@@ -22,8 +26,8 @@ from shared.config import load_config
 def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_what_is_not_done(
     start_command, warm_checkpoint, demo_data, tmp_path
 ):
-    """Of four trials the first is refused, the second ends, the third is interrupted and saves its
-    weights, and the fourth never begins; the same sweep with resume=auto does the rest.
+    """Of three trials the first is refused, the second ends, the third is interrupted and saves its
+    weights; the same sweep with resume=auto does the rest.
     """
     small = [
         "cluster=local",
@@ -38,38 +42,38 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
             warm_checkpoint,
             demo_data,
             *small,
-            "training.max_steps=-1,1,20,2",
+            "training.max_steps=-1,1,12",
             *options,
             experiment="stage2_hf",
             options=["-m"],
         )
 
-    sweep = start()
-    sweep.wait_for("step    2/20")
-    os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
-    assert sweep.process.wait(timeout=90) == 130, sweep.output
-    sweep.assert_nothing_left()
-    trials = sweep.lines("trials.jsonl")
+    first = start()
+    first.wait_for("step    2/12")
+    os.killpg(first.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
+    assert first.process.wait(timeout=90) == 130, first.output
+    first.assert_nothing_left()
+    trials = first.lines("trials.jsonl")
     assert [(trial["exit_code"], trial["interrupted"]) for trial in trials] == [
         (2, False),
         (0, False),
         (130, True),
     ]
-    folders = [sweep.run_dir / f"trial_{number}" for number in range(4)]
-    assert [trial["folder"] for trial in trials] == [str(folder) for folder in folders[:3]]
-    assert [(folder / "metrics.jsonl").exists() for folder in folders] == [False, True, True, False]
-    (checkpoint,) = sweep.run_dir.glob("trial_*/checkpoint_interrupted_*")
-    assert f"saved     {checkpoint}" in sweep.output
-    assert re.search(r"training\.max_steps: must be .*got -1", sweep.output)
-    assert "trial     0: failed with exit status 2" in sweep.output
-    assert re.search(r"trial     1: no held-out report, loss \d+\.\d{4}, ", sweep.output)
-    assert "trial     2: interrupted, " in sweep.output
-    assert "sweep     1 of 4 trials finished; resume=auto continues the others" in sweep.output
-    assert "Traceback" not in sweep.output
+    folders = [first.run_dir / f"trial_{number}" for number in range(3)]
+    assert [trial["folder"] for trial in trials] == [str(folder) for folder in folders]
+    assert [(folder / "metrics.jsonl").exists() for folder in folders] == [False, True, True]
+    (checkpoint,) = first.run_dir.glob("trial_*/checkpoint_interrupted_*")
+    assert f"saved     {checkpoint}" in first.output
+    assert re.search(r"training\.max_steps: must be .*got -1", first.output)
+    assert "trial     0: failed with exit status 2" in first.output
+    assert re.search(r"trial     1: no held-out report, loss \d+\.\d{4}, ", first.output)
+    assert "trial     2: interrupted, " in first.output
+    assert "sweep     1 of 3 trials finished; resume=auto continues the others" in first.output
+    assert "Traceback" not in first.output
 
     again = start()
     assert again.process.wait(timeout=60) == 2
-    assert f"{sweep.run_dir} holds a sweep already; continue it with resume=auto" in again.output
+    assert f"{first.run_dir} holds a sweep already; continue it with resume=auto" in again.output
 
     written = (folders[1] / "metrics.jsonl").read_bytes()
     rest = start("resume=auto")
@@ -77,39 +81,88 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     rest.assert_nothing_left()
     assert f"trial     1: complete, {folders[1]}" in rest.output
     ends = [(one["trial"], one["exit_code"]) for one in rest.lines("trials.jsonl")[3:]]
-    assert ends == [(0, 2), (2, 0), (3, 0)]
+    assert ends == [(0, 2), (2, 0)]
     assert (folders[1] / "metrics.jsonl").read_bytes() == written
-    for folder, num_steps in ((folders[2], 20), (folders[3], 2)):
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, num_steps + 1))
-    assert re.search(r"resume    \S+trial_2 after \d+ of 20 steps", rest.output)
+    lines = (folders[2] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    assert re.search(r"resume    \S+trial_2 after \d+ of 12 steps", rest.output)
     assert re.search(r"^trial  training\.max_steps  steps  loss$", rest.output, flags=re.MULTILINE)
-    assert "sweep     3 of 4 trials finished; " in rest.output
+    assert "sweep     2 of 3 trials finished; " in rest.output
 
 
-@pytest.mark.long
+TRIAL = """#!/bin/sh
+# In place of Python: `-m launch.train seed=SEED telemetry.run_dir=FOLDER`.
+seed=${3#seed=} folder=$(echo "${4#telemetry.run_dir=}" | tr -d "'")
+wait_for() { for _ in $(seq 1200); do "$@" && return; sleep 0.05; done; exit 9; }
+mkdir -p "$folder"
+echo "step    1/1"
+echo "{\\"step\\": 1, \\"loss/total\\": $seed.5}" > "$folder/metrics.jsonl"
+"""
+"""A program that stands in for a training."""
+
+
+@pytest.fixture
+def trials_of(tmp_path, monkeypatch):
+    """Make trials of these seeds, which run `TRIAL` and this shell code; print to a file."""
+
+    def make(*seeds, code, limit=2):
+        program = tmp_path / "python"
+        program.write_text(TRIAL + code)
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        local = ("cluster.kind=local", f"cluster.trials_at_once={limit}")
+        config = load_config(as_mapping(composed_of("stage2_hf", *local)))
+        folders = [tmp_path / f"trial_{number}" for number in range(len(seeds))]
+        trials = [
+            Trial(number, (f"seed={seed}",), (f"++training.seed={seed}",), folder, config)
+            for number, (seed, folder) in enumerate(zip(seeds, folders, strict=True))
+        ]
+        monkeypatch.setattr(sweep, "_trials", trials)
+        return Console(file=io.StringIO(), width=400)
+
+    return make
+
+
+@pytest.mark.slow
 def test_trials_that_leave_room_run_side_by_side_and_their_loss_is_summed_up_over_seeds(
-    start_command, warm_checkpoint, demo_data, tmp_path
+    trials_of, tmp_path, capsys
 ):
-    options = ["cluster=local", "cluster.trials_at_once=2", "training.max_steps=1", "data.val=null"]
-    sweep = start_command(
-        *(tmp_path, warm_checkpoint, demo_data, *options, "training.seed=1,2,3"),
-        experiment="stage2_hf",
-        options=["-m"],
-    )
-    assert sweep.process.wait(timeout=240) == 0, sweep.output
-    begun = [
-        line for line in sweep.output.splitlines() if ", output in " in line or "ended" in line
-    ]
-    assert [re.match(r"trial     \d: (ended)?", line)[1] for line in begun] == [
-        *(None, None, "ended", None),
-        *("ended", "ended"),
-    ]
-    losses = [trial["loss"] for trial in sweep.lines("trials.jsonl")]
+    """Each of the first two waits for the other. The last one ends when both have ended."""
+    meets = """
+    case "$seed" in
+        1) wait_for [ -e "$folder/../trial_1" ] ;;
+        2) wait_for [ -e "$folder/../trial_2" ] ;;
+        3) wait_for grep -q '"trial": 1' "$folder/../trials.jsonl" ;;
+    esac
+    """
+    console = trials_of(1, 2, 3, code=meets)
+    sweep.run_trials(console)
+    told = ["ended" in line for line in console.file.getvalue().splitlines() if "trial " in line]
+    assert told == [False, False, True, False, True, True]
+    lines = [json.loads(line) for line in (tmp_path / TRIALS).read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
+    assert sorted(losses) == [1.5, 2.5, 3.5]
     row = f"3      {statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
-    assert ["seeds  loss", row] == sweep.output.splitlines()[-3:-1]
+    assert ["seeds  loss", row] == capsys.readouterr().out.splitlines()[-3:-1]
     for number in range(3):
-        assert "step    1/1" in (sweep.run_dir / f"trial_{number}.log").read_text()
+        assert "step    1/1" in (tmp_path / f"trial_{number}.log").read_text()
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_begins_no_further_trial(trials_of, tmp_path, capsys):
+    """A trial that is told to end may still save its weights."""
+    saves = "trap 'exit 130' TERM; kill -INT $PPID; wait_for false\n"
+    console = trials_of(1, 2, code=saves, limit=1)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sweep.run_trials(console)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    (line,) = (tmp_path / TRIALS).read_text().splitlines()
+    assert (json.loads(line)["exit_code"], json.loads(line)["interrupted"]) == (130, True)
+    assert not (tmp_path / "trial_1").exists()
+    assert "sweep     0 of 2 trials finished; resume=auto" in capsys.readouterr().out
 
 
 def trial(number, *overrides, exit_code=0, reward=None):
@@ -277,13 +330,13 @@ def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_
 @pytest.mark.long
 def test_the_files_of_a_sweep_have_no_secret_of_its_configuration(tmp_path):
     """Hydra writes the composed configuration itself, before the first trial."""
-    sweep = [
+    words = [
         *("-m", "+experiment=env_3v1", "environment.args={api_key: sk-LEAK5}"),
-        *("training.max_steps=-1,-2", f"telemetry.run_dir={tmp_path / 'sweep'}"),
+        *("training.max_steps=-1", f"telemetry.run_dir={tmp_path / 'sweep'}"),
     ]
-    command = [sys.executable, "-m", "launch.train", *sweep]
+    command = [*warm_python.command(), "-m", "launch.train", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert "0 of 2 trials finished" in done.stdout
+    assert "0 of 1 trials finished" in done.stdout
     files = {path.name: path.read_text() for path in (tmp_path / "sweep").glob("*.*")}
     assert files.keys() == {"multirun.yaml", TRIALS}
     for text in (*files.values(), done.stdout, done.stderr):

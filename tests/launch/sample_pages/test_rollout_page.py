@@ -6,12 +6,14 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_support import trajectory_config
+from golden import assert_golden, page_text
 from page_support import Page
 from transformers import AutoTokenizer
 
@@ -132,15 +134,6 @@ def merged(run: Run) -> TrainingExample:
     )
 
 
-def text_of(html: str) -> str:
-    """Return what a reader reads, elements apart."""
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.partition("</style>")[2]))
-
-
-def tooltips(page: Page) -> list[str]:
-    return [title for title in page.titles if re.match(r"token \d+ · id \d+ · ", title)]
-
-
 def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run, capsys):
     run.write(run.rollout(merged(run)))
     main([f"run={run.folder}", f"step={STEP}", "position=0"])
@@ -156,205 +149,95 @@ def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_b
     assert run.page() == html
 
 
-def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run):
-    other = run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0")
-    errors = {"judge": "TimeoutError: 60 s"}
-    rollout = run.rollout(
-        merged(run), other, is_truncated=True, is_overlong=True, reward_errors=errors
-    )
-    text = text_of(run.page_of(rollout))
-    for part in (
-        "Step 7, position 0",
-        str(run.folder),
-        "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens.",
-        "row 12",
-        "turns 3",
-        "splits 1",
-        "seconds 1.23",
-        "weights v5, v6",
-        "engine actor-0, actor-2",
-        "environment environment-1",
-        "truncated: there was no room for its next prompt",
-        "reward 0.75",
-        "exact 1",
-        "form 0.25",
-        "judge failed: TimeoutError: 60 s",
-        (
-            "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize"
-            " step, advantage_epsilon 0.0001, advantage_baseline mean, ratio_level token, clip ppo,"
-            " above_cap truncate)"
+def tool_call(name: str, arguments: str) -> str:
+    function = {"name": name, "arguments": arguments}
+    return json.dumps({"id": "call_7", "type": "function", "function": function})
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+PROMPT = [
+    {"role": "system", "content": "<script>alert(1)</script>"},
+    {"role": "user", "content": "first\nsecond"},
+    {"role": "user", "content": [{"type": "text", "text": "how many"}, IMAGE, "bare", {"odd": 1}]},
+]
+CALLS = [tool_call("to_centimetres", '{"length": 3}'), "{broken", json.dumps({"other": 1})]
+COMPLETION = [
+    {"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "content": "91.44", "tool_call_id": "call_7", "name": None},
+    *({"role": '"><b>', "content": "<hr>"}, {"role": "user", "content": ""}),
+    *({"content": 5}, {"role": "tool", "tool_calls": "all"}),
+]
+ABSENT = {"token_advantages": None, "weight_version": None, "engine": None, "steps": ()}
+IMAGES = tuple(ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
+TEACHER = {"base_url": "http://127.0.0.1:9", "model": "m", "weight": 0.5}
+
+
+def with_teacher(example: TrainingExample) -> TrainingExample:
+    return replace(example, teacher_logprobs=[-2.25 * mask for mask in example.mask])
+
+
+PAGES: dict[str, tuple[dict[str, Any], Callable[[Run], EnvironmentRollout]]] = {
+    # Two merged calls; another engine and weights; no token has an advantage of its own; images.
+    "examples": (
+        {},
+        lambda run: run.rollout(
+            merged(run),
+            run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0"),
+            run.example(("last", READ), (" of", 0.5), advantage=-0.5, **ABSENT),
+            run.example(("last", READ), images=IMAGES),
+            metrics={"exact": 1.0, "form": 0.25, "reward": 0.125},
+            is_truncated=True,
+            is_overlong=True,
+            reward_errors={"judge": "TimeoutError: 60 s"},
         ),
-    ):
-        assert part in text
+    ),
+    "messages": ({}, lambda run: run.rollout(prompt=PROMPT, completion=COMPLETION)),
+    "text": ({}, lambda run: run.rollout(prompt="Once upon", completion=" a <time>")),
+    "failed": (
+        {},
+        lambda run: run.rollout(
+            error="ValueError: <no>\ud800", reward=0.0, metrics={}, prompt=None, completion=None
+        ),
+    ),
+    # Numbers that ended a run.
+    "not_a_number": (
+        {},
+        lambda run: run.rollout(
+            run.example(("last", READ), (" of", 0.5), token_advantages=None, advantage=math.nan),
+            replace(
+                run.example(("last", READ), (" of", 0.5), (" of", 0.5), token_advantages=None),
+                logprobs=[0.0, math.inf, -math.inf],
+                advantage=None,
+            ),
+            metrics={"exact": math.nan},
+        ),
+    ),
+    # What the objective makes of advantages, here none.
+    "no_signal": (
+        {"objective": {"advantage_std": True}, "environment__drop_equal_groups": True},
+        lambda run: run.rollout(run.example(("last", READ), (" of", 0.0), advantage=0.0)),
+    ),
+    "teacher": (
+        {"environment__teacher": TEACHER},
+        lambda run: run.rollout(with_teacher(run.example(("last", READ), (" of", 0.5)))),
+    ),
+}
 
 
-def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run):
-    prompt = [
-        {"role": "system", "content": "<script>alert(1)</script>"},
-        {"role": "user", "content": "first\nsecond"},
-    ]
-    completion = [
-        {"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"},
-        {"role": '"><b>', "content": "<hr>"},
-    ]
-    page = run.shown(prompt=prompt, completion=completion)
-    assert page.texts["who"] == 'systemuserassistant"><b>'
-    assert not {"script", "hr"} & set(page.tags)
-    for text in ("<script>alert(1)</script>", "first↵\nsecond", "<hr>"):
-        assert text in page.texts["text"]
-    assert page.texts["completion"] == "4\\ud800 \\u202egroße"
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_of_a_rollout_is_the_one_of_the_file(name, tmp_path, language_model):
+    changes, make = PAGES[name]
+    run = Run(tmp_path / "run", language_model, **changes)
+    html = run.page_of(make(run))
+    assert not {"script", "hr"} & set(Page(html).tags)
+    assert "\u202e" not in html and "base64" not in html
+    folders = {run.folder: "RUN", language_model: "MODEL"}
+    assert_golden(f"rollout_{name}.html", page_text(html, folders))
 
 
-def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run):
-    function = {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'}
-    call = json.dumps({"id": "call_7", "type": "function", "function": function})
-    calls = [call, "{broken", json.dumps({"other": 1})]
-    completion = [
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": "91.44", "tool_call_id": "call_7", "name": None},
-    ]
-    texts = run.shown(completion=completion).texts
-    expected = 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
-    assert texts["call"] == expected
-    assert texts["field"] == "tool_call_id call_7"
-    assert "91.44" in texts["text"]
-
-
-def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run):
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    parts = [{"type": "text", "text": "how many"}, image, "bare", {"odd": 1}]
-    html = run.page_of(run.rollout(prompt=[{"role": "user", "content": parts}]))
-    shown = ("how many", '<b class="code">image_url</b>', "bare", '{"odd": 1}')
-    assert "".join(f"<div>{part}</div>" for part in shown) in html
-    assert "base64" not in html
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ({"role": "user", "content": ""}, "no content"),
-        ({"content": 5}, "no role"),
-        ({"role": "tool", "tool_calls": "all"}, "all"),
-    ],
-)
-def test_a_message_of_any_form_is_shown(run, message, shown):
-    texts = run.shown(completion=[message]).texts
-    assert shown in texts["who"] + texts["text"]
-
-
-def test_of_an_environment_that_completes_text_the_text_is_shown(run):
-    texts = run.shown(prompt="Once upon", completion=" a <time>").texts
-    assert texts["who"] == "promptcompletion"
-    assert texts["completion"] == " a <time>"
-
-
-def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run):
-    example = merged(run)
-    page = run.shown(example)
-    facts = [title.split(" · ") for title in tooltips(page)]
-    assert [of_token[:2] for of_token in facts] == [
-        [f"token {index}", f"id {token_id}"] for index, token_id in enumerate(example.token_ids)
-    ]
-    logprob = "log-probability -0.500 (probability 0.607)"
-    assert facts[0][2] == "context"
-    assert facts[example.mask.index(1)][2:] == ["advantage +0.75", logprob, "4"]
-    assert facts[-2][2:] == ["advantage -0.25", logprob, "1"]
-    assert facts[-1][2] == "advantage 0"
-    assert "first of 431<|im_end|>" in page.texts["tokens"]
-
-
-def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run):
-    html = run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5))))
-    tokens = html.partition("<h3>")[2]
-    assert re.findall(r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', tokens) == [
-        ("context", ""),
-        ("up", "0.50"),
-        ("context", ""),
-        ("down", "0.25"),
-        ("level", ""),
-        ("context", ""),
-        ("up", "0.37"),
-    ]
-    legend = Page(html).texts["legend"]
-    for row in (
-        "up3+0.5 … +0.75learned, and to be made more likely",
-        "down1-0.25learned, and to be made less likely",
-        "level10",
-        "context",
-    ):
-        assert row in legend
-    assert "unusable" not in legend
-
-
-def test_each_example_has_its_figures(run):
-    absent = {"token_advantages": None, "weight_version": None, "engine": None, "steps": ()}
-    whole = run.example(("last", READ), (" of", 0.5), advantage=-0.5, **absent)
-    text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
-    first = f"0 {len(merged(run).token_ids)} 4 one per token -0.500 0, 1 v5 actor-2"
-    second = "1 2 1 -0.5 -0.500 – – –"
-    assert f"{first} {second} 2 1 0 one per token – 0 v5 actor-2" in text
-
-
-def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run):
-    html = run.page_of(run.rollout(merged(run), reward=0.75, metrics={"reward": 0.125}))
-    assert re.search(r"reward\b(?! \(metric\)).*0\.75.*reward \(metric\).*0\.125", html, re.DOTALL)
-
-
-def test_the_images_of_each_example_are_counted_where_there_are_any(run):
-    images = tuple(ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
-    seen = run.example(("last", READ), (" of", 0.5), images=images)
-    read = run.example(("last", READ), (" of", 0.5))
-    with_images = text_of(run.page_of(run.rollout(seen, read)))
-    assert "example tokens images learned" in with_images
-    assert "0 2 2 1 one per token" in with_images
-    assert "1 2 0 1 one per token" in with_images
-    assert "example tokens learned" in text_of(run.page_of(run.rollout(read, read)))
-
-
-def test_numbers_that_ended_a_run_are_shown(run):
-    parts = (("last", READ), (" of", 0.5), (" of", 0.5))
-    example = run.example(*parts, token_advantages=None, advantage=math.nan)
-    unscored = replace(example, logprobs=[0.0, math.inf, -math.inf], advantage=None)
-    page = run.shown(example, unscored, metrics={"exact": math.nan})
-    assert "exact nan" in page.text
-    assert "to be learned, but with no advantage that is a number: the run ends here" in page.text
-    assert any("no advantage · log-probability inf" in title for title in tooltips(page))
-
-
-def test_a_rollout_that_failed_shows_its_error_and_one_without_examples_says_so(run):
-    ended = {"reward": 0.0, "metrics": {}, "prompt": None, "completion": None}
-    failed = text_of(run.page_of(run.rollout(error="ValueError: <no>\ud800", **ended)))
-    for part in (
-        "Failed after 3 calls of the model: nothing is learned of it.",
-        "ValueError: &lt;no&gt; \\ud800",
-        "none: it ended before",
-        "Nothing: it failed.",
-    ):
-        assert part in failed
-    assert "Nothing: no call of the model has left tokens." in run.shown().text
-
-
-def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path, language_model):
-    settings = {"objective": {"advantage_std": True}, "environment__drop_equal_groups": True}
-    run = Run(tmp_path / "run", language_model, **settings)
-    flat = run.example(("last", READ), (" of", 0.0), advantage=0.0)
-    run.write(run.rollout(merged(run)), run.rollout(flat))
-    left_out = "drop_equal_groups leaves them out of the step"
-    assert "advantage_std divides them by the standard deviation" in run.page(0)
-    assert "drop_truncated" not in run.page(0)
-    assert left_out not in run.page(0)
-    assert left_out in run.page(1)
-
-
-def test_what_a_teacher_says_of_each_token_is_told(tmp_path, language_model):
-    teacher = {"base_url": "http://127.0.0.1:9", "model": "m", "weight": 0.5}
-    run = Run(tmp_path / "run", language_model, environment__teacher=teacher)
-    example = run.example(("last", READ), (" of", 0.5))
-    learned = [-2.25 * mask for mask in example.mask]
-    page = run.shown(replace(example, teacher_logprobs=learned))
-    assert "learned is 1 times them, and 0.5 times the teacher's log-probability" in page.text
-    told = [title for title in tooltips(page) if "advantage +0.5" in title]
-    assert told and all("the teacher's -2.250" in title for title in told)
+def tooltips(page: Page) -> list[str]:
+    return [title for title in page.titles if re.match(r"token \d+ · id \d+ · ", title)]
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from learner.algorithms.advantages import (
     AdvantageEstimator,
+    group_advantage,
     learned_by_call,
     token_advantages,
 )
 from learner.algorithms.trajectories import trajectory_target
-from learner.targets import TokenRole
 from shared.config.pipeline import PolicyGradientConfig
-from shared.trajectory import TrainingExample, group_advantages
+from shared.trajectory import TrainingExample
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=9)
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0}
@@ -46,15 +46,13 @@ def test_a_target_goes_from_the_first_sampled_token_to_the_last_and_learns_and_c
     prompt_token_ids, target = of(TWO_TURNS)
     assert (prompt_token_ids, target.token_ids) == ((10, 11), (12, 13, 14, 15, 16))
     assert target.sample_id == "7"
-    assert target.credit.positions == target.sampled_positions == (0, 1, 4)
-    assert target.credit.engine_logprobs == target.sampled_logprobs == (-0.25, -0.5, -0.75)
+    assert target.credit.positions == target.compared_positions == (0, 1, 4)
+    assert target.credit.engine_logprobs == target.compared_logprobs == (-0.25, -0.5, -0.75)
     assert target.credit.advantages == (0.5, 0.5, 0.5)
-    assert set(target.roles.tolist()) == {TokenRole.NEUTRAL}
-    assert (target.coord_positions, target.box_slots, target.reading) == ((), (), None)
     one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])).target
-    assert (one_turn.sampled_logprobs, one_turn.sampled_positions) == ((-0.25, -0.5), (0, 1))
-    of_older_weights = replace(target, sampled_logprobs=())
-    assert of_older_weights.sampled_positions == (), "nothing is compared"
+    assert (one_turn.compared_logprobs, one_turn.compared_positions) == ((-0.25, -0.5), (0, 1))
+    of_older_weights = replace(target, compared_logprobs=())
+    assert of_older_weights.compared_positions == (), "nothing is compared"
 
 
 @pytest.mark.parametrize(
@@ -106,12 +104,14 @@ def test_leave_one_out_compares_a_reward_with_the_mean_of_the_groups_others(rewa
         **OBJECTIVE, advantage_std=False, normalize="step", advantage_baseline="leave_one_out"
     )
     rule = AdvantageEstimator.from_config(config, max_new_tokens=20)
-    for index, advantage in enumerate(group_advantages(rewards)):
+    for index, reward in enumerate(rewards):
         others = [*rewards[:index], *rewards[index + 1 :]]
-        expected = rewards[index] - sum(others) / len(others) if others else 0.0
-        example = replace(TWO_TURNS, advantage=advantage, group_rewards=rewards)
+        expected = reward - sum(others) / len(others) if others else 0.0
+        example = replace(TWO_TURNS, reward=reward, group_rewards=rewards)
         assert of(example, rule).target.credit.advantages == pytest.approx((expected,) * 3)
-    own = replace(TWO_TURNS, advantage=7.0, group_rewards=rewards)
+    own = replace(
+        TWO_TURNS, advantage=7.0, token_is_relative=[0] * 8, reward=2.0, group_rewards=rewards
+    )
     assert of(own, rule).target.credit.advantages == (7.0,) * 3
 
 
@@ -126,7 +126,7 @@ def test_an_example_without_a_learned_token_has_no_target():
             {"mask": [1] * 8},
             "its first token is to be learned, .*; make examples with mask_prompts",
         ),
-        ({"advantage": float("nan")}, "token 2 has the advantage nan; its reward functions must"),
+        ({"reward": float("nan")}, "token 2 has the advantage nan; its reward functions must"),
         (
             {"logprobs": [0.0] * 6 + [float("-inf"), 0.0]},
             "token 6 has the log-probability -inf; the endpoint must return finite ones",
@@ -140,22 +140,14 @@ def test_what_nothing_can_be_learned_from_is_refused_with_its_example(changes, m
 
 def test_an_example_that_was_not_scored_says_so():
     with pytest.raises(ValueError, match="example 7: has no advantage, because its rollouts were"):
-        of(replace(TWO_TURNS, advantage=None))
-
-
-def credited(rewards, advantage, std_epsilon=0.0):
-    """The advantage of the one learned token of an example of this group."""
-    example = TrainingExample(
-        [1, 2], [0.0, -0.5], [0, 1], 0.0, advantage=advantage, group_rewards=tuple(rewards)
-    )
-    return token_advantages(example, std_epsilon=std_epsilon)[1]
+        of(replace(TWO_TURNS, advantage=None, group_rewards=()))
 
 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(REWARDS)
 def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewards):
-    advantages = np.array([credited(rewards, advantage) for advantage in group_advantages(rewards)])
+    advantages = [group_advantage(reward, rewards, std_epsilon=0.0) for reward in rewards]
     # Scaled, for the squares of the tiniest rewards are 0 in numpy's deviation.
     scaled = np.array(rewards) / max(np.abs(rewards).max(), np.finfo(float).tiny)
     if np.std(scaled) > 1e-6:
@@ -168,12 +160,15 @@ def test_with_an_epsilon_rewards_that_hardly_differ_are_hardly_told_apart():
     """Divided by the deviation alone, the eighth rollout is as good as a single hit among
     misses."""
     rewards = (1.0,) * 7 + (1.000001,)
-    best = 7 / 8 * 1e-6
-    divided = credited(rewards, best, 1e-4)
-    assert credited(rewards, best) == pytest.approx(2.474874, rel=1e-6)
+    best = group_advantage(rewards[-1], rewards, std_epsilon=None)
+    divided = group_advantage(rewards[-1], rewards, std_epsilon=1e-4)
+    whole = group_advantage(rewards[-1], rewards, std_epsilon=0.0)
+    assert best == pytest.approx(7 / 8 * 1e-6)
+    assert whole == pytest.approx(2.474874, rel=1e-6)
     assert divided == pytest.approx(best / (np.std(rewards, ddof=1) + 1e-4))
     assert divided < 0.01
-    assert credited((0.0,) * 7 + (1.0,), 7 / 8, 1e-4) == pytest.approx(2.474, abs=1e-3)
+    hit = (0.0,) * 7 + (1.0,)
+    assert group_advantage(1.0, hit, std_epsilon=1e-4) == pytest.approx(2.474, abs=1e-3)
 
 
 def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
@@ -184,34 +179,23 @@ def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
 
 ROOT = math.sqrt(0.5)
 """The advantage of one of two rollouts over their deviation."""
-OWN = {"advantage": -2.0, "token_advantages": [7.0, 0.25, -2.0], "group_rewards": (0.0, 4.0)}
+GROUP = {"reward": 0.0, "group_rewards": (0.0, 4.0)}
+OWN = GROUP | {"advantage": 9.0, "token_advantages": [7.0, 0.25, 9.0]}
 
 
 @pytest.mark.parametrize(
     ("fields", "std_epsilon", "expected"),
     [
-        pytest.param({"advantage": -0.5}, None, [0, -0.5, -0.5], id="no group"),
-        pytest.param({"advantage": -0.5}, 0.0, [0, -0.5, -0.5], id="no group to divide by"),
+        pytest.param({"reward": 1.0, "group_rewards": (1.0, 1.0)}, 0.0, [0, 0, 0], id="equal"),
+        pytest.param(GROUP, None, [0, -2.0, -2.0], id="the group's"),
+        pytest.param(GROUP, 0.0, [0, -ROOT, -ROOT], id="the group's, divided"),
         pytest.param(
-            {"advantage": -0.5, "group_rewards": (1.0, 1.0)},
+            GROUP | {"advantage": -2.0, "token_is_relative": [0, 0, 0]},
             0.0,
-            [0, -0.5, -0.5],
-            id="no deviation",
+            [0, -2.0, -2.0],
+            id="its own, although it is the group's number",
         ),
-        pytest.param(
-            {"advantage": 0.5, "group_rewards": (1.0, 0.0)}, 0.0, [0, ROOT, ROOT], id="the group's"
-        ),
-        pytest.param(
-            {"advantage": 1.0, "group_rewards": (0.5, 0.52)},
-            0.0,
-            [0, 1.0, 1.0],
-            id="a rubric's own",
-        ),
-        pytest.param(
-            {"advantage": -0.25, "group_rewards": (1.0, 0.0)}, 0.0, [0, -0.25, -0.25], id="its own"
-        ),
-        pytest.param(OWN, None, [0, 0.25, -2.0], id="of single calls"),
-        pytest.param(OWN, 0.0, [0, 0.25, -2.0], id="of single calls, in no units of the rewards"),
+        pytest.param(OWN | {"token_is_relative": [0, 0, 0]}, 0.0, [0, 0.25, 9.0], id="per call"),
         pytest.param(
             OWN | {"token_is_relative": [0, 0, 1]}, 0.0, [0, 0.25, -ROOT], id="beside own"
         ),
@@ -219,5 +203,5 @@ OWN = {"advantage": -2.0, "token_advantages": [7.0, 0.25, -2.0], "group_rewards"
     ],
 )
 def test_only_an_advantage_that_is_the_groups_is_divided(fields, std_epsilon, expected):
-    example = TrainingExample([1, 2, 3], [0.0, -0.5, -1.0], [0, 1, 1], 1.0, **fields)
+    example = TrainingExample([1, 2, 3], [0.0, -0.5, -1.0], [0, 1, 1], **fields)
     assert token_advantages(example, std_epsilon=std_epsilon) == pytest.approx(expected)

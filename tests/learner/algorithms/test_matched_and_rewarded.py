@@ -12,7 +12,8 @@ from config_support import MINIMAL, configuration
 from learner_support import finish_step, make_learner
 from rollout_support import make_rollout
 
-from learner.targets import ground_truth_target
+from learner.algorithms.matched_targets import ground_truth_target
+from learner.targets import AdvantageTarget
 from shared.grounding.parsing import parse_rollout
 from shared.rollouts import FinishReason
 from shared.schedule import RunSchedule
@@ -158,7 +159,7 @@ def test_what_was_sampled_is_credited_with_its_f1_less_that_of_its_samples_other
             segment
             for round_ in rounds
             for segment in step.segments([answers[place] for place in round_], version=0)
-            if segment.target.credit.positions
+            if isinstance(segment.target, AdvantageTarget)
         ]
         assert [segment.position for segment in found] == list(range(PER_SAMPLE, ROLLOUTS))
         rewards = []

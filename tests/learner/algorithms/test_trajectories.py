@@ -406,9 +406,8 @@ def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_i
 ):
     def with_own(example):
         size = len(example.token_ids)
-        return replace(
-            example, **{key: own[key][:size] if "token" in key else own[key] for key in own}
-        )
+        values = {key: own[key][:size] if "token" in key else own[key] for key in own}
+        return replace(example, token_is_relative=[0] * size, **values)
 
     kept, dropping = (
         Learned(
@@ -480,8 +479,11 @@ def learned_of(config, change, **how):
     [
         ({"weight_version": 7}, r"generated with weight version 7, the learner holds 0; a sync"),
         ({"weight_version": None}, r"example \d+: the engine did not say which weights sampled it"),
-        ({"advantage": math.nan}, r"score on .* the advantage nan; its reward functions must"),
-        ({"advantage": None}, r"has no advantage, because its rollouts were not scored"),
+        ({"reward": math.nan}, r"score on .* the advantage nan; its reward functions must"),
+        (
+            {"advantage": None, "group_rewards": ()},
+            r"has no advantage, because its rollouts were not scored",
+        ),
     ],
 )
 def test_an_example_that_nothing_can_be_learned_from_ends_the_run(config, changes, message):

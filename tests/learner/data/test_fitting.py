@@ -118,7 +118,7 @@ def test_a_question_with_a_control_token_of_the_tokenizer_is_refused_with_its_li
     file.write_text("".join(json.dumps(of_all | one) + "\n" for one in ({}, row)))
     (source,) = config.data.sources("train")
     dataset = load_samples(config, source)
-    encoder = PromptEncoder.from_config(config, tokens.processor)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
     if field is None:
         assert len(require_train_lengths(config, dataset, encoder, tokens.codec).samples) == 2
         return
@@ -174,7 +174,7 @@ def measured(monkeypatch, tmp_path, demo_checkpoint, demo_data):
         changes = {"global_max_length": 512} | changes
         config = configuration(model, data, tmp_path, **changes)
         tokens = load_tokens(config)
-        encoder = PromptEncoder.from_config(config, tokens.processor)
+        encoder = PromptEncoder(tokens.processor, config.prompts)
         dataset = load_samples(config, *config.data.sources("train"))
         return require_train_lengths(config, dataset, encoder, tokens.codec), len(encoded)
 

@@ -66,7 +66,7 @@ def packed_row(model: Any, *, has_images: bool) -> ModelInputs:
             patches = torch.from_numpy(values)
             prompt = EncodedPrompt(ids, ids, modality, patches, torch.tensor([grid]))
         roles = np.full(3, TokenRole.NEUTRAL, dtype=np.uint8)
-        target = Target("s", (7, 8, 9), roles, (), (), (), sampled_logprobs=(-1.0,) * 3)
+        target = Target("s", (7, 8, 9), roles, (), (), (), compared_logprobs=(-1.0,) * 3)
         segments.append(Segment(position, prompt, target))
     rope = model.model.get_rope_index if has_images or hasattr(model.model, "visual") else None
     no_text = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)

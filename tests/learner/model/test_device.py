@@ -82,7 +82,7 @@ class WatchedModel(nn.Module):
 
 
 def publisher(
-    transport: str = "rollmatch_gloo", *, offers_adapter: bool = False
+    transport: str = "rollmatch_gloo", *, offers_adapter: bool = False, of_several: bool = False
 ) -> tuple[WeightPublisher, list[str]]:
     events: list[str] = []
     model = WatchedModel(events)
@@ -96,7 +96,7 @@ def publisher(
     parallel = Parallel(model, source, Ranks())
     sender = WeightSender(source, transport=transport, receivers=(ReceiverGroup(1),), timeout_s=0.5)
     device = WatchedDevice(events)
-    ranks = Ranks()
+    ranks = ranks_on(LearnerDevice(CPU), events) if of_several else Ranks()
     return WeightPublisher(
         ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter
     ), events
@@ -118,6 +118,16 @@ def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read
     publishes.close()
     assert events[0] == "wait"
     assert set(events[1:]) == readers
+
+
+def test_several_ranks_meet_before_rank_0_offers_and_before_a_version_is_served() -> None:
+    publishes, events = publisher(of_several=True)
+    publishes.offer()
+    assert events[:2] == ["wait", "reduce"] and "read" in events[2:]
+    events.clear()
+    publishes.done()
+    publishes.close()
+    assert (events, publishes.version) == (["reduce"], 1)
 
 
 def test_a_checkpoint_waits_for_the_update_before_it_reads(tmp_path: Path) -> None:

@@ -96,9 +96,19 @@ def test_top5_hits_count_the_five_most_probable_bins_of_equal_ones_the_lower(log
 # The whole vocabulary
 
 
+def leak_of(logits, temperature=1.0):
+    tokens = torch.zeros(len(logits), dtype=torch.long)
+    every = torch.arange(len(logits))
+    normalizers = (Normalizer(temperature),)
+    reading = coord_math.read_logits(logits, tokens, every, COORD_IDS, normalizers)
+    return coord_math.mass_leak(
+        reading.log_normalizers_N[0], reading.coord_logits_PC, temperature=temperature
+    )
+
+
 def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
-    leak = coord_math.gate_mass_leak(logits, COORD_IDS, temperature=1.3)
-    gate = coord_math.text_gate(logits, COORD_IDS, temperature=1.3)
+    leak = leak_of(logits, 1.3)
+    gate = coord_math.gate_of_leak(leak)
     for row, leak_value, gate_value in zip(logits, leak, gate, strict=True):
         p = softmax(row, 1.3)
         p_coord = sum(p[int(token)] for token in COORD_IDS)
@@ -114,7 +124,7 @@ def test_the_text_gate_is_exact_for_small_and_large_coord_mass_and_bounded():
     logits = torch.full((len(differences), VOCABULARY), -1e4)
     logits[:, 0] = 0.0
     logits[:, 500] = torch.tensor(differences)
-    gate = coord_math.text_gate(logits, COORD_IDS)
+    gate = coord_math.gate_of_leak(leak_of(logits))
     expected = [
         min(math.log1p(math.exp(difference)), -math.log(1e-6)) for difference in differences
     ]
@@ -126,8 +136,8 @@ def test_the_text_gate_is_exact_for_small_and_large_coord_mass_and_bounded():
 def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_paths(
     logits, temperature
 ):
-    """Identical full-vocabulary logits, coord logits and temperature: the row's pass and the helper
-    on bare logits agree position by position.
+    """Identical full-vocabulary logits, coord logits and temperature: a pass that reads other
+    temperatures too, and one of each position by itself, agree to the bit.
     """
     wild = logits.clone()
     wild[0, 7], wild[1, 3], wild[2, 900], wild[3, :] = math.nan, math.inf, -math.inf, 3e38
@@ -137,9 +147,9 @@ def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_pat
     leak = coord_math.mass_leak(
         reading.log_normalizers_N[1], reading.coord_logits_PC, temperature=temperature
     )
-    gate = coord_math.text_gate(wild, COORD_IDS, temperature=temperature)
-    assert torch.equal(leak, coord_math.gate_mass_leak(wild, COORD_IDS, temperature=temperature))
-    assert torch.equal(coord_math.gate_of_leak(leak), gate)
+    alone = torch.cat([leak_of(row[None], temperature) for row in wild])
+    assert torch.equal(leak, alone)
+    assert torch.equal(coord_math.gate_of_leak(leak), coord_math.gate_of_leak(alone))
     torch.testing.assert_close(coord_math.coord_mass(leak), torch.exp(-leak))
 
 
@@ -295,13 +305,11 @@ FUNCTIONS = {
         lambda coord: coord_math.soft_cross_entropy(coord, SOFT, temperature=0.5)
     ),
     "wasserstein1": of_coord(lambda coord: coord_math.wasserstein1(coord, SOFT)),
-    "gate_mass_leak": lambda logits: coord_math.gate_mass_leak(logits, COORD_IDS),
-    "text_gate": lambda logits: coord_math.text_gate(logits, COORD_IDS, temperature=2.0),
+    "mass_leak": leak_of,
+    "gate_of_leak": lambda logits: coord_math.gate_of_leak(leak_of(logits, 2.0)),
     "expected_coordinate": of_coord(coord_math.expected_coordinate),
     "expected_bin_error": of_coord(lambda coord: coord_math.expected_bin_error(coord, BINS)),
-    "coord_mass": lambda logits: coord_math.coord_mass(
-        coord_math.gate_mass_leak(logits, COORD_IDS)
-    ),
+    "coord_mass": lambda logits: coord_math.coord_mass(leak_of(logits)),
     "token_logprobs": lambda logits: token_logprobs(
         logits, torch.arange(5, 10), Normalizer(0.7, (0, 1007))
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from slow_losses import SlowRow, log_sum_exp
 
-from learner.collate import ModelInputs, PackedRow, SampledTokens
+from learner.collate import ComparedTokens, ModelInputs, PackedRow
 from learner.objectives.base import BoxSupervision, CoordSupervision, Supervision, TextSupervision
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
@@ -70,7 +70,7 @@ def row():
         torch.arange(NUM_POSITIONS),
         tokens,
         supervision,
-        SampledTokens(sampled_at, nothing),
+        ComparedTokens(sampled_at, nothing),
     )
 
 
@@ -295,7 +295,7 @@ def test_the_gradient_is_that_of_the_loss(logits, row):
 def test_sampled_logprobs_are_those_of_the_engines_sampling(logits, row):
     of_channel = objectives(entry("token_ce", TOKEN_CE))
     values = read(logits, row, of_channel, sampled_under=Normalizer(0.6, (0, 1007)))
-    for n, value in zip(row.sampled.at.tolist(), values.sampled_logprobs_K.tolist(), strict=True):
+    for n, value in zip(row.compared.at.tolist(), values.compared_logprobs_K.tolist(), strict=True):
         z = slow_row(logits, row).at(n, 0.6)
         allowed = [z_k for k, z_k in enumerate(z) if k not in (0, 1007)]
         assert value == pytest.approx(z[row.token_ids_N[n]] - log_sum_exp(allowed), abs=1e-4)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.trajectories import trajectory_target
 from learner.collate import collate
-from learner.objectives.base import NOTHING_SAMPLED, TeacherSupervision
+from learner.objectives.base import NOTHING_LEARNED, TeacherSupervision
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.policy_gradient import is_clipped, policy_gradient_loss
 from learner.objectives.registry import build_objectives
@@ -150,7 +150,7 @@ def learn(tables, rows, *, weight=1.0, chunk=3, **config):
                 for name, value_M in zip(diagnostic.names, columns, strict=True)
             }
         )
-        num_tokens += len(row.supervision.sampled.at)
+        num_tokens += len(row.supervision.learned.at)
     means = {name: total / num_tokens for name, total in sums.items()}
     return loss, term, means, [leaf.grad for leaf in leaves]
 
@@ -263,7 +263,8 @@ def test_the_gradient_agrees_with_finite_differences(tables, normalize):
 
 
 def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
-    of = [replace(one, advantage=0.0) for one in examples(tables, [50.0, -50.0, *DISTANCES])]
+    drawn = examples(tables, [50.0, -50.0, *DISTANCES])
+    of = [replace(one, advantage=0.0, group_rewards=()) for one in drawn]
     loss, _, _, gradients = learn(tables, [[segment_of(one, rule()) for one in of]])
     assert loss == 0.0
     assert all(not gradient.any() for gradient in gradients)
@@ -277,7 +278,8 @@ def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_wha
     the rollout's sampled tokens.
     """
     (one,) = examples(tables, [0.0])
-    segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
+    own = replace(one, advantage=advantage, group_rewards=())
+    segment = segment_of(own, rule(normalize="rollout"))
     gradient = learn(tables, [[segment]])[3][1]
     expected = torch.zeros_like(gradient)
     for at in learned_at(one):
@@ -295,7 +297,7 @@ def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_wha
 def loss_of(log_ratio, advantage, **changes):
     """Loss and gradient of one token each."""
     learner = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
-    sampled = NOTHING_SAMPLED._replace(
+    sampled = NOTHING_LEARNED._replace(
         engine_logprobs=torch.zeros_like(learner),
         advantage=torch.tensor(advantage, dtype=torch.float64),
         weight=torch.ones_like(learner),
@@ -378,7 +380,7 @@ def test_several_updates_of_one_batch_do_not_go_past_the_teacher():
     for _ in range(100):
         engine_V = logits_V.detach().log_softmax(0)
         tokens_M = torch.multinomial(engine_V.exp(), 256, replacement=True)
-        sampled = NOTHING_SAMPLED._replace(
+        sampled = NOTHING_LEARNED._replace(
             engine_logprobs=engine_V[tokens_M],
             advantage=torch.zeros(256),
             weight=torch.full((256,), 1 / 256),
@@ -396,7 +398,7 @@ def test_several_updates_of_one_batch_do_not_go_past_the_teacher():
 
 def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
     learner = torch.tensor([-0.0, -9999.0, -1e4, 0.0], requires_grad=True)
-    sampled = NOTHING_SAMPLED._replace(
+    sampled = NOTHING_LEARNED._replace(
         engine_logprobs=torch.tensor([-9999.0, -0.5, -1e4, -88.8]),
         advantage=torch.tensor([-1.0, 1.0, -1.0, 1.0]),
         weight=torch.ones(4),

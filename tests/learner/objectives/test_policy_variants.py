@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.objectives.base import SampledSupervision
+from learner.objectives.base import LearnedSupervision
 from learner.objectives.policy_gradient import is_clipped, policy_gradient_loss
 from shared.config.pipeline import PolicyGradientConfig
 
@@ -46,7 +46,7 @@ def learned(**changes):
     call = torch.from_numpy(np.repeat(np.arange(len(CALLS)), sizes))
     of_call = torch.tensor([advantage for _, advantage in CALLS], dtype=torch.float64)
     weight = torch.tensor([1.0 / size for size in sizes], dtype=torch.float64)
-    sampled = SampledSupervision(
+    sampled = LearnedSupervision(
         torch.arange(len(engine)), engine, of_call[call], weight[call], call
     )
     config = PolicyGradientConfig(**CONFIG | changes)
@@ -159,7 +159,7 @@ def test_a_row_without_a_sampled_token_has_a_loss_of_zero_at_every_level():
     empty = torch.empty(0, requires_grad=True)
     column = torch.empty(0)
     none = torch.empty(0, dtype=torch.int64)
-    sampled = SampledSupervision(none, column, column, column, none)
+    sampled = LearnedSupervision(none, column, column, column, none)
     for level in ("token", "call", "call_mean"):
         config = PolicyGradientConfig(**CONFIG, ratio_level=level)
         assert policy_gradient_loss(empty, sampled, config).item() == 0.0

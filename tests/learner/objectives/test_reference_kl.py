@@ -22,7 +22,7 @@ from learner.objectives.reference_kl import k3, top_kl
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.step import train_row
-from learner.targets import Target, TextWeights, TokenRole
+from learner.targets import AdvantageTarget, TextWeights
 from shared.config.pipeline import Channel, PipelineSection
 
 VOCABULARY = 13
@@ -84,10 +84,7 @@ def segments(sizes=((3, 4), (2, 1), (4, 6), (1, 2)), seed=1):
             tuple(draw.uniform(0.05, 0.5, count).tolist()),
             (0,) * count,
         )
-        roles = np.full(num_target, TokenRole.NEUTRAL, dtype=np.uint8)
-        target = Target(
-            "x", ids[num_prompt:], roles, (), (), (), credit.engine_logprobs, credit=credit
-        )
+        target = AdvantageTarget("x", ids[num_prompt:], credit, credit.engine_logprobs)
         made.append(Segment(0, EncodedPrompt.from_text(ids[:num_prompt]), target))
     return made
 
@@ -241,14 +238,14 @@ def test_a_run_without_the_objective_asks_no_reference():
 def test_a_row_without_a_learned_token_has_no_divergence():
     model, start = TableModel(0.3), TableModel()
     entry = POLICY | {"name": "reference_kl", "config": {"estimator": "top", "top_tokens": 3}}
-    nothing = [Segment(0, one.prompt, _without_credit(one.target)) for one in segments()]
+    no_credit = TokenAdvantages((), (), (), (), ())
+    nothing = [
+        replace(one, target=AdvantageTarget("x", one.target.token_ids, no_credit))
+        for one in segments()
+    ]
     loss, _, gradient = learned(model, copy_as_reference(model, start), [nothing], [POLICY, entry])
     assert loss == 0.0
     assert not gradient.any()
-
-
-def _without_credit(target):
-    return Target(target.sample_id, target.token_ids, target.roles, (), (), ())
 
 
 def test_a_token_of_the_example():

@@ -14,16 +14,10 @@ from edited_lines import append_edited
 from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
+from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
 from learner.rollout_logs.samples import RolloutLog, read_step
 from learner.rollout_logs.writer import step_path
-from learner.targets import (
-    TextWeights,
-    TokenRole,
-    ground_truth_target,
-    parsed_target,
-    rollout_target,
-    target_settings,
-)
+from learner.targets import TextWeights, TokenRole, target_settings
 from shared.config.pipeline import Channel
 from shared.errors import RecordError, StorageError
 from shared.grounding.objects import DropReason

@@ -27,7 +27,7 @@ from engine_support import TEST_MODULES
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import FinishReason
 

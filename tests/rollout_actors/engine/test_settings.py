@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from engine_support import small_settings
 
-from rollout_actors.engine import warm_python
 from rollout_actors.engine.settings import (
     EngineSettings,
     engine_arguments,
@@ -20,6 +19,7 @@ from rollout_actors.engine.settings import (
     engine_runtime_env,
     neighbour_runtime_env,
 )
+from rollout_actors.warm import warm_python
 from shared.config.checks.engines import MAX_VLLM_BEAMS
 from shared.rollouts import MAX_TEMPERATURE
 from shared.weight_sync.offer import LORA_RANKS

@@ -235,24 +235,6 @@ def test_a_missing_piece_gives_no_tokens(endpoint: Endpoint) -> None:
         assert asyncio.run(parse_response_tokens(endpoint.chat(**arguments), "chat")) is None
 
 
-def test_a_stream_says_the_same_as_an_answer(endpoint: Endpoint) -> None:
-    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
-        stream = await client.chat.completions.create(
-            model=endpoint.model, messages=QUESTION, stream=True, **WITH_TOKENS
-        )
-        return [chunk async for chunk in stream]
-
-    chunks = endpoint.ask(streamed)
-    whole = endpoint.chat(**WITH_TOKENS).choices[0]
-    assert len(chunks) >= 2, "vLLM puts together what nobody has read yet"
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
-    )
-    assert [
-        token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or ()
-    ] == whole.token_ids
-
-
 def test_a_prompt_that_is_too_long_is_known_as_such(endpoint: Endpoint) -> None:
     long = [{"role": "user", "content": "Detect every object in the image. " * 200}]
     barely = [{"role": "user", "content": "a " * 500}]
@@ -410,12 +392,6 @@ def test_a_rollout_whose_prompt_has_no_room_ends_as_truncated(endpoint: Endpoint
 
 # Tools
 
-FREE_TOOL = {
-    "type": "function",
-    "function": {key: value for key, value in TOOL["function"].items() if key != "strict"},
-}
-"""Nothing makes the model keep to its form."""
-
 
 def written(call: str) -> dict[str, Any]:
     """Sampling arguments with which the model, which knows no tools, writes this as text; that it
@@ -428,13 +404,13 @@ def written(call: str) -> dict[str, Any]:
 
 
 def test_a_tool_call_in_free_text_is_read_and_the_environment_answers_it(
-    endpoint: Endpoint, learner: SmallLearner
+    stock: Endpoint, learner: SmallLearner
 ) -> None:
     text = '<tool_call>\n{"name": "put", "arguments": {"name": "figs", "number": 7}}\n</tool_call>'
     environment = load_environment("key_value_store", max_turns=2)
-    results = endpoint.ask(
+    results = stock.ask(
         lambda client: environment.evaluate(
-            client, endpoint.model, written(text), num_examples=2, use_tqdm=False
+            client, stock.model, written(text), num_examples=2, use_tqdm=False
         )
     )
     for state in results.state:
@@ -467,28 +443,6 @@ def call_id(step: Any) -> str:
     return str(step["completion"][0]["tool_calls"][0]["id"])
 
 
-def test_text_that_is_no_call_stays_text(endpoint: Endpoint) -> None:
-    text = '<tool_call>\n{"name": "turn", '
-    message = endpoint.chat(tools=[FREE_TOOL], **written(text)).choices[0].message
-    assert (message.content, message.tool_calls or []) == (text, [])
-
-
-def test_a_tool_call_comes_as_a_stream_too(endpoint: Endpoint) -> None:
-    text = '<tool_call>\n{"name": "turn", "arguments": {"way": "left"}}\n</tool_call>'
-
-    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
-        stream = await client.chat.completions.create(
-            model=endpoint.model, messages=QUESTION, tools=[FREE_TOOL], stream=True, **written(text)
-        )
-        return [chunk async for chunk in stream]
-
-    calls = [
-        call for chunk in endpoint.ask(streamed) for call in chunk.choices[0].delta.tool_calls or ()
-    ]
-    assert "".join(call.function.name or "" for call in calls) == "turn"
-    assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"way": "left"}
-
-
 # What is launch.serve's own
 
 
@@ -509,23 +463,20 @@ def test_the_tokens_are_those_of_the_other_routes(
     assert is_what_the_engine_sampled(ours.tokens(ours.chat(**WITH_TOKENS)), pool, learner)
 
 
-def test_tools_are_called_by_the_parser_that_was_chosen(ours: Endpoint) -> None:
-    (called,) = (
-        ours.chat(
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "turn"}},
-            max_tokens=200,
-            seed=3,
-        )
-        .choices[0]
-        .message.tool_calls
-    )
-    assert called.function.name == "turn"
-    assert called.function.arguments.replace(" ", "").replace("\n", "") in (
-        '{"way":"left"}',
-        '{"way":"right"}',
-    )
-    assert ours.chat(tools=[TOOL], **SAMPLED).choices[0].message.role == "assistant"
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"stream": True},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL]},  # it is strict
+        {"tools": [TOOL], "tool_choice": "required"},
+    ],
+)
+def test_what_a_stock_server_takes_is_refused_with_its_command(
+    ours: Endpoint, wanted: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"not served here; .* vllm serve /.* hermes"):
+        ours.chat(**wanted)
 
 
 def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours: Endpoint) -> None:
@@ -535,17 +486,6 @@ def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours:
     before = num_tokens()
     one = ours.chat(n=2, **SAMPLED).usage.completion_tokens
     assert num_tokens() == before + one
-
-    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
-        stream = await client.chat.completions.create(
-            model="demo", messages=QUESTION, stream=True, **WITH_TOKENS
-        )
-        return [chunk async for chunk in stream]
-
-    streamed_tokens = sum(
-        len(getattr(chunk.choices[0], "token_ids", None) or ()) for chunk in ours.ask(streamed)
-    )
-    assert eventually(lambda: num_tokens() == before + one + streamed_tokens)
 
 
 def test_an_answer_is_of_the_weights_that_were_sent(

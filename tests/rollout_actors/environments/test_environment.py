@@ -111,16 +111,6 @@ def test_rubric_and_environment_share_a_parser():
 # Ids
 
 
-@pytest.mark.parametrize("column", [None, "id", "example_id"])
-def test_ids_of_the_data_or_synthesized_ones_are_repeated_with_their_rows(column):
-    ids = [0, 1] if column is None else ["x", "y"]
-    given = [{"question": name} | ({} if column is None else {column: name}) for name in "xy"]
-    results = evaluated(SingleTurnEnv(dataset=given), rollouts_per_example=2)
-    assert results.example_id == [ids[i // 2] for i in range(4)]
-    assert [state["id"] for state in results.state] == results.example_id
-    assert contents(results.prompt) == ["x", "x", "y", "y"]
-
-
 @pytest.mark.parametrize("number", [0, -1])
 def test_rollouts_per_example_are_at_least_one(number):
     with pytest.raises(ValueError, match=f"rollouts_per_example: must be 1 or more, got {number}"):

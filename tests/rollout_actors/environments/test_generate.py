@@ -10,7 +10,7 @@ import time
 import pytest
 from counted_time import counted
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
-from scripted_client import Answer, ScriptedClient, status_error
+from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments import concurrency
 from rollout_actors.environments.concurrency import Threads
@@ -151,18 +151,6 @@ def test_rows_of_two_tasks_are_no_group_though_they_share_an_id():
     assert (sorted(sizes), results.metadata.num_examples) == ([1, 2], 2)
 
 
-def test_advantages_are_over_the_examples_mean_also_without_group_functions():
-    given = [
-        {"question": "a", "answer": "a", "example_id": 0},
-        {"question": "b", "answer": "a", "example_id": 0},
-        {"question": "c", "answer": "c"},
-    ]
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer))
-    states = generated(env, given, ScriptedClient(echo)).state
-    assert [state["advantage"] for state in states] == [0.5, -0.5, 0.0]
-    assert [state["trajectory"][0]["advantage"] for state in states] == [0.5, -0.5, 0.0]
-
-
 # Timing
 
 
@@ -205,15 +193,6 @@ def test_without_scoring_rewards_are_none_and_no_function_is_called():
     assert sorted(done) == [0, 1]
 
 
-def test_each_rollout_is_told_when_it_is_done():
-    done = []
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer))
-    # Later rows come back earlier.
-    late = ScriptedClient(lambda call: Answer(call.text, delay_s=0.05 - 0.01 * int(call.text[1:])))
-    generated(env, rows(4), late, on_rollout=lambda i, state: done.append((i, state["reward"])))
-    assert done == [(3, 1.0), (2, 1.0), (1, 1.0), (0, 1.0)]
-
-
 def test_synchronous_reward_functions_hold_up_neither_generation_nor_each_other():
     generated_all, together = threading.Event(), threading.Barrier(2)
 
@@ -230,13 +209,3 @@ def test_synchronous_reward_functions_hold_up_neither_generation_nor_each_other(
     env, client = SingleTurnEnv(rubric=rubric_of(waits)), ScriptedClient(script, delay_s=0.01)
     results = generated(env, rows(4), client, max_concurrent_generation=1)
     assert (results.reward, results.metadata.num_errors) == ([1.0] * 4, 0)
-
-
-def test_it_works_off_the_main_thread():
-    results = []
-    env = Talk(max_turns=2, rubric=rubric_of(lambda completion: 1.0))
-    client = ScriptedClient(lambda call: "a")
-    thread = threading.Thread(target=lambda: results.append(generated(env, rows(3), client)))
-    thread.start()
-    thread.join(60)
-    assert results[0].reward == [1.0] * 3

@@ -116,7 +116,7 @@ def test_an_id_that_is_nan_is_refused_by_row(column, nan):
         inputs([{"question": "a", column: 1.0}, {"question": "b", column: nan}])
 
 
-def test_a_nan_of_a_table_is_a_gap_and_no_file_has_one(tmp_path, caplog):
+def test_a_nan_of_a_table_is_a_gap_and_no_file_has_one(tmp_path):
     nan = float("nan")
     rows = [
         {"question": "a", "answer": "1", "info": {"level": nan, "tags": ["x", nan]}},
@@ -126,8 +126,6 @@ def test_a_nan_of_a_table_is_a_gap_and_no_file_has_one(tmp_path, caplog):
     first, second, _ = inputs(rows)
     assert first["info"] == {"level": None, "tags": ["x", None]}
     assert ("answer" in second, second["task"]) == (False, "default")
-    for place in ("row 0: info.level", "row 0: info.tags[]", "row 1: answer", "row 1: task"):
-        assert f"{place} is NaN" in caplog.text
     with pytest.raises(ValueError, match=r"row 0: .*NaN"):
         inputs([{"question": nan}])
 

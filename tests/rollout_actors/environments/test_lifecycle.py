@@ -4,6 +4,7 @@ import asyncio
 import signal
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 from environment_support import (
@@ -14,12 +15,10 @@ from environment_support import (
     rolled_out,
     rows,
     user,
-    without_place,
 )
 from forked_programs import ran
-from scripted_client import ScriptedClient, status_error
+from scripted_client import ScriptedClient
 
-from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
 
@@ -162,64 +161,10 @@ def test_a_stop_condition_that_holds_by_what_the_environment_says_is_asked_when_
     assert state["completion"] == [assistant("1"), user("you won"), assistant("hurrah")]
 
 
-# Cleanup
+# Cleanup: exactly once, whatever fails or is cancelled, is in `test_drawn_environments.py`.
 
 
-class Held(Talk):
-    """Opens a sandbox, and fails where it is told to."""
-
-    def __init__(self, fails_in=None, **kwargs):
-        super().__init__(**kwargs)
-        self.fails_in, self.released = fails_in, []
-
-    def _fail(self, method):
-        if self.fails_in == method:
-            raise RuntimeError(f"broken {method}")
-
-    async def setup_state(self, state):
-        state["sandbox_id"] = f"sandbox-{state['example_id']}"
-        self._fail("setup_state")
-        return state
-
-    async def env_response(self, messages, state, **kwargs):
-        self._fail("env_response")
-        return await super().env_response(messages, state, **kwargs)
-
-    @cleanup
-    async def release(self, state):
-        await asyncio.sleep(0)
-        self.released.append(state["sandbox_id"])
-
-
-@pytest.mark.parametrize(
-    ("fails_in", "script", "error"),
-    [
-        (None, ["1", "2", "3"], None),
-        (None, ["1", status_error(400, "bad request")], "bad request"),
-        ("env_response", ["1"], "broken env_response"),
-        ("setup_state", [], "broken setup_state"),
-    ],
-    ids=[
-        "succeeds",
-        "an exception of the model",
-        "an exception of the environment",
-        "a half setup",
-    ],
-)
-def test_cleanup_is_called_exactly_once_however_a_rollout_ends(fails_in, script, error):
-    env = Held(fails_in)
-    if error is None:
-        rolled_out(env, ROW, ScriptedClient(script))
-    else:
-        with pytest.raises(Exception, match=error):
-            rolled_out(env, ROW, ScriptedClient(script))
-    assert env.released == ["sandbox-0"]
-
-
-def test_cleanup_is_called_exactly_once_after_a_cancellation_and_goes_on_through_a_second_one():
-    env, client = Held(), ScriptedClient(says_a, delay_s=30)
-    cancelled_when(lambda: client.num_under_way, lambda: env.rollout(ROW, client, "model"))
-    assert (env.released, client.num_cancelled) == (["sandbox-0"], 1)
+def test_cleanup_goes_on_through_a_second_cancellation():
     log = []
 
     class Slow(Talk):
@@ -243,30 +188,19 @@ def test_cleanup_is_called_exactly_once_after_a_cancellation_and_goes_on_through
     assert log == ["begun", "ended"]
 
 
-def test_a_rollout_that_is_cancelled_during_its_cleanup_is_cancelled_when_that_is_done():
-    log = []
-
-    class Slow(Talk):
+def test_a_limit_of_time_stays_one_where_the_cleanup_of_what_it_cancels_fails(caplog):
+    class Clumsy(Talk):
         @cleanup
-        async def release(self, state):
-            log.append("begun")
-            await asyncio.sleep(0.02)
-            log.append("ended")
+        async def drop(self, state):
+            raise OSError("lost")
 
-    env = Slow(max_turns=1)
-    cancelled_when(lambda: log, lambda: env.rollout(ROW, ScriptedClient(["1"]), "model"))
-    assert log == ["begun", "ended"]
+    async def limited():
+        async with asyncio.timeout(0.05):
+            await Clumsy().rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
 
-
-def test_a_cancelled_batch_cleans_up_every_rollout_that_has_begun_exactly_once():
-    env, client = Held(), ScriptedClient(says_a, delay_s=30)
-    bounds = {"max_concurrent": 3, "use_tqdm": False}
-    cancelled_when(
-        lambda: client.num_under_way == 3,
-        lambda: env.generate(rows(5), client, "model", **bounds),
-    )
-    assert sorted(env.released) == ["sandbox-0", "sandbox-1", "sandbox-2"]
-    assert (client.num_cancelled, client.num_under_way) == (3, 0)
+    with pytest.raises(TimeoutError):
+        asyncio.run(limited())
+    assert "OSError: lost" in caplog.text
 
 
 def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():
@@ -285,88 +219,6 @@ def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():
     with pytest.raises(RuntimeError, match="stuck"):
         rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))
     assert called == ["first", "second"]
-
-
-class OwnRollout(Environment):
-    """Without the turns of `MultiTurnEnv`."""
-
-    def __init__(self, ends="", **kwargs):
-        super().__init__(**kwargs)
-        self.ends, self.num_waiting, self.cleaned = ends, 0, []
-
-    async def rollout(self, input, client, model, sampling_args=None):
-        state = await self.setup_state(await self.init_state(input))
-        await self.get_model_response(client, model, state["prompt"], sampling_args=sampling_args)
-        if self.ends == "fails":
-            raise ValueError("own")
-        if self.ends == "waits":
-            self.num_waiting += 1
-            await asyncio.sleep(60)
-        return state
-
-    @cleanup
-    async def put_away(self, state):
-        await asyncio.sleep(0)
-        self.cleaned.append(state["example_id"])
-        if self.ends == "fails in cleanup":
-            raise OSError("lost")
-
-
-@pytest.mark.parametrize(
-    ("ends", "error"),
-    [("", None), ("fails", "ValueError: own"), ("fails in cleanup", "OSError: lost")],
-)
-@pytest.mark.parametrize("grouped", [False, True])
-def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(ends, error, grouped):
-    own = OwnRollout(ends, dataset=rows(3))
-    environment = EnvGroup([own]) if grouped else own
-    results = generated(environment, environment.dataset, ScriptedClient(says_a))
-    assert sorted(own.cleaned) == [0, 1, 2]
-    assert [without_place(state) for state in results.state] == [error] * 3
-
-
-def test_generate_cleans_up_once_after_a_rollout_of_an_environments_own_that_is_cancelled():
-    env = OwnRollout("waits")
-    cancelled_when(
-        lambda: env.num_waiting == 3,
-        lambda: env.generate(rows(3), ScriptedClient(says_a), "model", use_tqdm=False),
-    )
-    assert sorted(env.cleaned) == [0, 1, 2]
-
-
-class Clumsy(Talk):
-    """Its first cleanup fails."""
-
-    def __init__(self):
-        super().__init__(max_turns=1)
-        self.released = []
-
-    @cleanup(priority=1)
-    async def drop(self, state):
-        await asyncio.sleep(0)
-        raise OSError("lost")
-
-    @cleanup
-    def release(self, state):
-        self.released.append(state["example_id"])
-
-
-def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(caplog):
-    env, done, client = Clumsy(), [], ScriptedClient(says_a, delay_s=30)
-    arguments = {"use_tqdm": False, "on_rollout": lambda place, state: done.append(place)}
-    cancelled_when(
-        lambda: client.num_under_way == 2,
-        lambda: env.generate(rows(2), client, "model", **arguments),
-    )
-    assert (done, sorted(env.released)) == ([], [0, 1])
-    assert "OSError: lost" in caplog.text
-
-    async def limited():
-        async with asyncio.timeout(0.05):
-            await Clumsy().rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(limited())
 
 
 def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
@@ -545,12 +397,10 @@ PROGRAM = """
 TORN = ["teardown", "plainly"]
 
 
-def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int, str]:
-    """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has
-    written `signal_at`.
-    """
+def program(body: str, **signalled: Any) -> tuple[list[str], int, str]:
+    """Lines that it wrote, how it ended, and what it complained of."""
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    lines, status, complaints = ran(code, signal_at=signal_at)
+    lines, status, complaints = ran(code, **signalled)
     return " ".join(lines).split(), status, complaints
 
 
@@ -605,25 +455,37 @@ WAITS = """async def ready(call):
 RUNS = """def ready(call):
         print("ready", flush=True)
         while True: pass"""
+DEFAULT = "signal.signal(signal.SIGINT, signal.default_int_handler)"
 EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "cleans"),
+    ("body", "cleans", "sign"),
     [
-        ("    env = Env(); print('ready', flush=True); time.sleep(60)", []),
-        (UNDER_WAY.format(handler="", ready=WAITS), ["cleanup"]),
-        (UNDER_WAY.format(handler="", ready=RUNS), ["cleanup"]),
-        (UNDER_WAY.format(handler=EXITS, ready=RUNS), ["cleanup"]),
+        ("    env = Env(); print('ready', flush=True); time.sleep(60)", [], signal.SIGTERM),
+        (UNDER_WAY.format(handler="", ready=WAITS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler="", ready=RUNS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler=EXITS, ready=RUNS), ["cleanup"], signal.SIGTERM),
+        (UNDER_WAY.format(handler=DEFAULT, ready=WAITS), ["cleanup"], signal.SIGINT),
     ],
-    ids=["nothing is under way", "a rollout waits", "its code runs", "with a handler that exits"],
+    ids=[
+        "nothing is under way",
+        "a rollout waits",
+        "its code runs",
+        "with a handler that exits",
+        "a Ctrl-C",
+    ],
 )
-def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown_which_is_called_once(
-    body, cleans
+def test_on_a_signal_rollouts_under_way_clean_up_before_the_teardown_which_is_called_once(
+    body, cleans, sign
 ):
-    lines, code, _ = program(body, signal_at="ready")
-    assert (lines, code) == (["ready", *cleans, *TORN], 128 + signal.SIGTERM)
+    lines, code, complaints = program(body, signal_at="ready", sign=sign)
+    assert lines == ["ready", *cleans, *TORN]
+    if sign is signal.SIGTERM:
+        assert code == 128 + signal.SIGTERM
+    else:
+        assert "KeyboardInterrupt" in complaints
 
 
 def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():

@@ -548,32 +548,6 @@ def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_m
     ]
 
 
-def test_rollouts_that_an_environment_asks_another_one_for_have_its_place_and_seeds_of_their_own(
-    tokenizer,
-):
-    inner = Documented(max_turns=2)
-
-    class Asks(Documented):
-        """Its rollout is the last of several by another environment."""
-
-        async def rollout(self, input, client, model, sampling_args=None):
-            bare = {key: value for key, value in input.items() if key != "position"}
-            asked = [inner.rollout(dict(one), client, model) for one in [input, bare] * 2]
-            states = await asyncio.gather(*asked)
-            state = await self.init_state(input)
-            state.update(trajectory=states[-1]["trajectory"], is_completed=True)
-            await self._render_completion(state)
-            return state
-
-    engines = says_no(tokenizer)
-    results = generated(Asks(), rows(3), client_over(engines, tokenizer))
-    assert [state["error"] for state in results.state] == [None] * 3
-    seeds = [request.seed for _, request in engines.requests]
-    assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
-    positions = Counter(request.position for _, request in engines.requests)
-    assert positions == {0: 8, 1: 8, 2: 8}
-
-
 class Judge(Documented):
     """Asks for two rollouts more after each turn, and again when it is scored."""
 
@@ -595,13 +569,19 @@ class Judge(Documented):
 
 
 class Jury(Documented):
-    """Has two judges by `generate`, and two by hand at once."""
+    """Has two judges by `generate`, two by hand at once, and two rollouts of its own."""
 
     def __init__(self, client):
         super().__init__(max_turns=1)
         self.client = client
 
     async def setup_state(self, state):
+        if state["task"] == "inner":
+            return state
+        for i in range(2):
+            again = [user(f"{state['input']['answer']} again {i}")]
+            row = {**state["input"], "prompt": again, "task": "inner"}
+            await self.rollout(row, self.client, "m")
         judge = Judge(self.client)
         questions = [f"{state['input']['answer']} judge {i}" for i in range(4)]
         given = [{"question": question} for question in questions[:2]]
@@ -631,25 +611,10 @@ def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_e
 
     first, *others = [seeds_of(f"judge {i}") for i in range(4)] + [seeds_of("nothing")]
     assert others == [first] * 4
-    assert len(set(first.values())) == len(first) == 2 * (1 + 4 * (2 + 2) + 2 * 2)
-
-
-def test_a_rollout_that_begins_in_another_one_of_the_same_environment_has_seeds_of_its_own(
-    tokenizer,
-):
-    class Again(Talk):
-        async def setup_state(self, state):
-            if state["task"] != "inner":
-                for _ in range(2):
-                    await self.rollout({**state["input"], "task": "inner"}, self.client, "m")
-            return state
-
-    engines = says_no(tokenizer)
-    environment = Again(max_turns=2)
-    environment.client = client_over(engines, tokenizer)
-    (state,) = generated(environment, rows(1), environment.client).state
-    assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 2)
-    assert len({request.seed for _, request in engines.requests}) == 6
+    assert len(set(first.values())) == len(first)
+    # Of each of the two: its call, its own two rollouts, and its judges with those that they ask.
+    num_calls = 1 + 2 + 4 * (2 + 2) + 2 * 2
+    assert Counter(position for _, position in first) == {0: num_calls, 1: num_calls}
 
 
 def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):

@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from scripted_client import Answer, ScriptedClient, overlong_error, status_error
 
 from launch.vf_eval.__main__ import main as vf_eval
-from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.training.batch_generator import AsyncBatchGenerator
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 FIELDS = (

@@ -6,8 +6,6 @@ import asyncio
 import copy
 import json
 import pickle
-import signal
-import textwrap
 
 import datasets
 import pytest
@@ -21,7 +19,6 @@ from environment_support import (
     said_the_answer,
     user,
 )
-from forked_programs import ran
 from scripted_client import (
     Answer,
     Call,
@@ -362,36 +359,3 @@ def test_a_state_with_steps_of_a_users_own_is_rendered_from_its_last_step():
     assert asyncio.run(env.is_completed(state)) and state["stop_condition"] == "max_turns_reached"
     assert state["completion"] == [assistant("a"), user("more"), assistant("b")]
     assert state["timing"]["generation_ms"] > 0
-
-
-PROGRAM = """
-    import asyncio, signal, sys
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background inherit as ignored
-    sys.path[:0] = ["tests/fakes", "tests/fixtures"]
-    from environment_support import Talk, rows
-    from rollout_actors.environments.lifecycle import cleanup, teardown
-    from scripted_client import ScriptedClient
-
-    class Env(Talk):
-        @cleanup
-        async def release(self, state):
-            await asyncio.sleep(0.01)
-            print("released", flush=True)
-
-        @teardown
-        async def delete(self):
-            print("deleted", flush=True)
-
-    async def ready(call):
-        print("ready", flush=True)
-        await asyncio.sleep(60)
-
-    env = Env()
-    asyncio.run(env.generate(rows(1), ScriptedClient(ready), "model", use_tqdm=False))
-"""
-
-
-@pytest.mark.slow
-def test_on_ctrl_c_rollouts_under_way_clean_up_before_the_teardown():
-    lines, _, complaints = ran(textwrap.dedent(PROGRAM), signal_at="ready", sign=signal.SIGINT)
-    assert lines == ["ready", "released", "deleted"] and "KeyboardInterrupt" in complaints

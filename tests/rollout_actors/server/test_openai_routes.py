@@ -31,6 +31,7 @@ from fake_server import (
 )
 from PIL import Image
 
+from rollout_actors.server import openai_routes
 from rollout_actors.server.app import make_app
 from rollout_actors.server.engine_thread import EngineThread
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
@@ -48,26 +49,18 @@ IMAGE_PLACES = [
 
 
 class ObedientServing:
-    """An `OpenAIServing` that answers with the call itself, after `latency_s`, or with `num_events`
-    events where a stream is asked for.
-    """
+    """An `OpenAIServing` that answers with the call itself, after `latency_s`."""
 
     def __init__(self):
         self.latency_s = 0.0
         self.goes_on = threading.Event()
         """Answers at once, whatever the latency."""
-        self.num_events = 3
-        self.num_allowed = 1000
-        """Of the events; those behind them wait until it is more."""
         self.status = 200
         self.asked = []
         self.num_cancelled = 0
-        self.num_closed = 0
 
     async def answer(self, route, call):
         self.asked.append((route, call))
-        if call.get("stream"):
-            return OpenAIAnswer(200, self._events())
         try:
             until = time.monotonic() + self.latency_s
             while time.monotonic() < until and not self.goes_on.is_set():
@@ -76,17 +69,6 @@ class ObedientServing:
             self.num_cancelled += 1
             raise
         return OpenAIAnswer(self.status, {"id": "an answer", "object": str(route), "choices": []})
-
-    async def _events(self):
-        try:
-            for number in range(self.num_events):
-                await asyncio.sleep(self.latency_s)
-                while number >= self.num_allowed:
-                    await asyncio.sleep(0.01)
-                yield f'data: {{"id": "{number}", "choices": []}}\n\n'
-            yield "data: [DONE]\n\n"
-        finally:
-            self.num_closed += 1
 
 
 class OpenAICaller(Caller):
@@ -128,14 +110,13 @@ def said(answer, status):
     return error["message"]
 
 
-@pytest.fixture(params=["on the server's loop", "on the engine's"])
-def caller(tmp_path, request):
+@pytest.fixture
+def caller(tmp_path):
     serving_ = ObedientServing()
     thread = EngineThread(ObedientEngine, lambda _: serving_)
     service = make_service(thread, make_settings(tmp_path / "model"), max_request_bytes=5_000)
     asyncio.run(service.start())
-    openai_ = thread if request.param == "on the engine's" else serving_
-    with serving(make_app(service, openai=openai_)) as url:
+    with serving(make_app(service, openai=thread)) as url:
         yield OpenAICaller(url, serving_)
     thread.close()
 
@@ -171,10 +152,8 @@ def test_an_answer_tells_the_version_of_the_weights_in_its_header_and_in_itself(
         assert caller.client().chat.completions.create(**CHAT).weight_version == version
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
+def test_what_is_too_much_or_no_call_is_refused(caller):
+    for body, status, words in (
         (b"{", 400, "cannot be read as JSON"),
         (b"\xff", 400, "cannot be read as JSON"),
         (b"[" * 4000, 400, "cannot be read as JSON"),
@@ -190,40 +169,33 @@ def test_an_answer_tells_the_version_of_the_weights_in_its_header_and_in_itself(
         ({"prompt": "a", "n": 100000.0}, 400, "n: must be a whole number, got 100000.0"),
         ({"prompt": ["a"] * 9}, 400, "asks for 9 answers"),
         ({"prompt": [[1, 2], [3]], "n": 5}, 400, "asks for 10 answers"),
-    ],
-)
-def test_what_is_too_much_or_no_call_is_refused(caller, body, status, words):
-    assert words in said(caller.post("/v1/completions", body), status)
+    ):
+        assert words in said(caller.post("/v1/completions", body), status)
     assert not caller.serving.asked
+    one_prompt = {"prompt": list(range(100))}
+    assert caller.post("/v1/completions", one_prompt).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_what_would_reach_vllms_caches_or_end_in_an_error_of_its_own_is_refused(
+    caller, monkeypatch
+):
+    monkeypatch.setattr(openai_routes, "MAX_KEYS", 10)
+    image = IMAGE_PLACES[0]
+    for fields in (
         {"mm_processor_kwargs": {"size": {"longest_edge": 10**8}}},
         {"media_io_kwargs": {"image": {"image_mode": "1"}}},
         {"vllm_xargs": {"kv_transfer_params": "x"}},
         {"kv_transfer_params": {}, "ec_transfer_params": {}},
-        {"messages": [{"role": "user", "content": [IMAGE_PLACES[0] | {"uuid": "0" * 64}]}]},
+        {"messages": [{"role": "user", "content": [image | {"uuid": "0" * 64}]}]},
         {"messages": [{"role": "tool", "content": [{"type": "image_url", "uuid": ""}]}]},
         {"messages": [{"role": "user", "content": [{"image_url": "data:image/png,AA"}]}]},
-        {"logit_bias": {str(token): 1.0 for token in range(10_001)}},
-    ],
-)
-def test_what_would_reach_vllms_caches_or_end_in_an_error_of_its_own_is_refused(tmp_path, fields):
-    serving_ = ObedientServing()
-    with serving_engine(
-        ObedientEngine(), make_settings(tmp_path / "model"), openai=serving_
-    ) as url:
-        caller = OpenAICaller(url, serving_)
+        {"logit_bias": {str(token): 1.0 for token in range(11)}},
+    ):
         assert said(caller.post(OpenAIRoute.CHAT, CHAT | fields), 400)
+        assert not caller.serving.asked
         nothing = dict.fromkeys(fields) | {"messages": CHAT["messages"]}
         assert caller.post(OpenAIRoute.CHAT, CHAT | nothing).status_code == 200
-    assert len(serving_.asked) == 1
-
-
-def test_one_prompt_of_many_tokens_is_one_answer(caller):
-    assert caller.post("/v1/completions", {"prompt": list(range(100))}).status_code == 200
+        caller.serving.asked.clear()
 
 
 def test_routes_that_are_not_there_say_so_in_the_same_form(caller):
@@ -252,17 +224,14 @@ def test_an_error_is_of_the_form_that_openais_client_reads(caller, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "url", ["http://169.254.169.254/latest", "file:///etc/passwd", "ftp://a/b"]
-)
-def test_nothing_is_fetched_for_a_caller(caller, url):
+def test_nothing_is_fetched_for_a_caller(caller):
     text = {"type": "text", "text": "see http://a"}
     for part in IMAGE_PLACES:
-        outside, inside = (
-            json.loads(json.dumps(part).replace("URL", address))
-            for address in (url, "data:image/png;base64,AA")
-        )
-        assert "send images as data:" in said(caller.chat(text, outside), 403)
+        form = json.dumps(part)
+        for url in ("http://169.254.169.254/latest", "file:///etc/passwd", "ftp://a/b"):
+            outside = json.loads(form.replace("URL", url))
+            assert "send images as data:" in said(caller.chat(text, outside), 403)
+        inside = json.loads(form.replace("URL", "data:image/png;base64,AA"))
         assert caller.chat(text, inside).status_code == 200
     assert len(caller.serving.asked) == len(IMAGE_PLACES)
 
@@ -278,20 +247,14 @@ def picture(mode, pixels, kind, **fields):
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
+def test_an_image_that_is_too_large_or_cannot_be_shown_is_refused(caller):
+    unshown = picture("F", bytes(8), "TIFF")
+    for data, words in (
         (image_bomb(), "an image is too large (it has more than MAX_PIXELS"),
         (make_png(100, 101), "an image has 100 x 101 pixels, one image may have 10000"),
-        (
-            picture("F", bytes(8), "TIFF"),
-            "an image cannot be shown: its pixels are floating-point numbers",
-        ),
-    ],
-    ids=["a bomb", "too many pixels", "pixels without a range"],
-)
-def test_an_image_that_is_too_large_or_cannot_be_shown_is_refused(caller, data, words):
-    assert words in said(show(caller, data), 400)
+        (unshown, "an image cannot be shown: its pixels are floating-point numbers"),
+    ):
+        assert words in said(show(caller, data), 400)
     assert not caller.serving.asked
 
 
@@ -315,31 +278,20 @@ def test_deep_and_turned_pixels_are_given_to_vllm_as_the_learner_reads_them_and_
     assert others == [make_png(), b"no image"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "messages",
-    [
-        None,
-        "text",
-        ["text"],
-        [{"content": "text"}],
-        [{"content": ["text"]}],
-        [{"content": [{"image_url": None}]}],
-    ],
-)
-def test_messages_of_no_known_form_are_left_to_the_serving(caller, messages):
-    assert caller.chat(messages=messages).status_code == 200
+def test_messages_of_no_known_form_are_left_to_the_serving(caller):
+    odd = ["text"], [{"content": "text"}], [{"content": ["text"]}]
+    for messages in (None, "text", *odd, [{"content": [{"image_url": None}]}]):
+        assert caller.chat(messages=messages).status_code == 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_done", range(1, len(SyncPhase)))
-def test_nothing_is_answered_while_a_sync_is_under_way_or_was_not_completed(caller, num_done):
-    for phase in list(SyncPhase)[:num_done]:
-        caller.phase(phase)
+def test_nothing_is_answered_while_a_sync_is_under_way_or_was_not_completed(caller):
     shut = "serves no rollouts: its sync to version 1 is under way, or was not completed; complete"
-    for stream in (False, True):
+    for num_done in range(1, len(SyncPhase)):
+        for phase in list(SyncPhase)[:num_done]:
+            caller.phase(phase)
         with pytest.raises(openai.ConflictError, match=shut):
-            caller.client().chat.completions.create(**CHAT, stream=stream)
+            caller.client().chat.completions.create(**CHAT)
     assert not caller.serving.asked
     caller.sync(2)
     assert caller.client().chat.completions.create(**CHAT).weight_version == 2
@@ -354,9 +306,6 @@ def test_what_runs_when_a_sync_begins_is_answered_under_the_weights_it_began_wit
     assert (answer.status_code, answer.json()["weight_version"]) == (200, 0)
 
 
-OTHER_WEIGHTS = "was given other weights than version 0 before it had answered; ask again"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_answer", [False, True])
 def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(caller, has_answer):
@@ -365,48 +314,20 @@ def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(calle
         caller.sync()
         if has_answer:
             caller.serving.goes_on.set()
-        assert OTHER_WEIGHTS in said(asking.result(), 409)
+        other = "was given other weights than version 0 before it had answered; ask again"
+        assert other in said(asking.result(), 409)
     assert caller.running() == 0
     if not has_answer:
         assert eventually(lambda: caller.serving.num_cancelled == 1)
 
 
 @pytest.mark.slow
-def test_a_stream_is_passed_on_event_by_event(caller):
-    # The next event is made when this one is here: who kept them together would wait for ever.
-    caller.serving.num_allowed = 1
-    seen = []
-    with caller.client().chat.completions.create(**CHAT, stream=True) as stream:
-        for event in stream:
-            seen.append(event.id)
-            assert event.id == "2" or caller.running() == 1
-            caller.serving.num_allowed += 1
-    assert seen == ["0", "1", "2"]
-    assert eventually(lambda: caller.running() == 0)
-
-
-@pytest.mark.slow
-def test_a_stream_ends_with_an_error_when_other_weights_arrive(caller):
-    caller.serving.num_allowed = 1
-    caller.serving.num_events = 100
-    stream = caller.client().chat.completions.create(**CHAT, stream=True)
-    assert next(stream).id == "0"
-    caller.sync()
-    caller.serving.num_allowed = 100
-    with pytest.raises(openai.APIError, match="was given other weights than version 0"):
-        list(stream)
-    assert eventually(lambda: caller.serving.num_closed == 1)
-    assert caller.running() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_work_for_a_caller_who_has_gone_is_ended(caller, stream):
+def test_the_work_for_a_caller_who_has_gone_is_ended(caller):
     caller.serving.latency_s = 60.0
     asked_and_gone(
         f"{caller.url}/v1/chat/completions",
-        json.dumps(CHAT | {"stream": stream}).encode(),
+        json.dumps(CHAT).encode(),
         lambda: len(caller.serving.asked) == 1,
     )
-    assert eventually(lambda: caller.serving.num_cancelled + caller.serving.num_closed == 1)
+    assert eventually(lambda: caller.serving.num_cancelled == 1)
     assert eventually(lambda: caller.running() == 0)

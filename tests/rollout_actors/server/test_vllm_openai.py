@@ -5,17 +5,21 @@ engine: `environments/test_endpoints.py`.)
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
+from engine_support import small_settings
 
+from rollout_actors.engine.settings import engine_arguments
 from rollout_actors.server.openai_routes import OpenAIRoute
 from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
-PARAMS = SimpleNamespace(prompt_logprobs=None)
+PARAMS = SimpleNamespace(prompt_logprobs=None, structured_outputs=None)
+STOCK = "vllm serve M"
 OVERLONG = "context_length_exceeded"
 NO_ROOM = "max_tokens must be at least 1, got 0."
 TOO_MANY = "max_tokens=9 cannot be greater than max_model_len=8"
@@ -58,7 +62,7 @@ def ask(engine, params=PARAMS, *, most=9, **options):
     from rollout_actors.server.vllm_openai import GuardedClient
 
     async def number():
-        outputs = GuardedClient(engine).generate("prompt", params, "1", **options)
+        outputs = GuardedClient(engine, STOCK).generate("prompt", params, "1", **options)
         taken = 0
         async for _ in outputs:
             taken += 1
@@ -110,7 +114,7 @@ def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(
     from vllm.exceptions import VLLMValidationError
 
     engine = TellingEngine(lora=lora, device=device)
-    params = SimpleNamespace(prompt_logprobs=1)
+    params = SimpleNamespace(prompt_logprobs=1, structured_outputs=None)
     if not refused:
         assert ask(engine, params) == 2
         return
@@ -139,7 +143,7 @@ class SayingServing:
 def answered(said, route=OpenAIRoute.CHAT, **call):
     from rollout_actors.server.vllm_openai import VllmOpenAI
 
-    one = VllmOpenAI(None, SayingServing(said), SayingServing(said))
+    one = VllmOpenAI(None, SayingServing(said), SayingServing(said), STOCK)
     prompt = {"prompt": "a"}
     if route is OpenAIRoute.CHAT:
         prompt = {"messages": [{"role": "user", "content": "a"}]}
@@ -194,7 +198,6 @@ def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route, penalty):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"structured_outputs": True},
         {"messages": [[]] * 1000},
         {"tools": [{"type": "function", "function": {"name": 5}}] * 1000},
         {"logit_bias": dict.fromkeys(map(str, range(5000)), "x")},
@@ -206,57 +209,32 @@ def test_odd_fields_are_refused_in_a_few_words(fields):
     assert (0 < len(message.splitlines()) <= 20, len(message) < 5000) == (True, True)
 
 
-def tool(parameters):
-    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
-
-
-def response_format(schema):
-    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-
-
-LARGE = {"enum": ["x" * 100_000]}
-
-
+@pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
 @pytest.mark.parametrize(
-    "brought",
+    "field",
     [
-        {"structured_outputs": {"choice": ["x" * 100_000]}},
-        {"response_format": response_format(LARGE)},
-        {"tools": [tool(LARGE)], "tool_choice": "required"},
+        {"stream": True},
+        {"structured_outputs": {"regex": "a+"}},
+        {"structured_outputs": True},
+        {"response_format": {"type": "json_object"}},
     ],
 )
-def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(brought):
-    too_large = "characters, a call may bring 100000; send a smaller one"
-    assert too_large in refusal(answered(None, **brought))["message"]
+def test_a_stream_and_a_grammar_are_refused_with_the_command_of_a_server_that_takes_them(
+    route, field
+):
+    (name,) = field
+    with pytest.raises(RefusalError, match=f"^{name}: not served here; .*: {STOCK}$") as caught:
+        answered(None, route, **field)
+    assert caught.value.status == 400
 
 
-SCHEMA = {"type": "object"}
-SCHEMA_TRIED = [("JSON_SCHEMA", '{"type": "object"}')]
-
-
-@pytest.mark.parametrize(
-    ("brought", "tried"),
-    [
-        ({}, []),
-        ({"tools": [tool(SCHEMA)]}, []),
-        ({"response_format": {"type": "text"}}, []),
-        ({"structured_outputs": {"regex": "a+"}}, [("REGEX", "a+")]),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, [("EBNF", 'root ::= "a"')]),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, [("LARK", 'start: "a"')]),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, [("EBNF", 'root ::= "a" | "b"')]),
-        ({"structured_outputs": {"json": SCHEMA}}, SCHEMA_TRIED),
-        ({"response_format": response_format(SCHEMA)}, SCHEMA_TRIED),
-        ({"tools": [tool(SCHEMA)], "tool_choice": "required"}, SCHEMA_TRIED),
-    ],
-)
-def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried(brought, tried):
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    from rollout_actors.server.vllm_openai import grammars_of
-
-    call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
-    grammars = grammars_of(ChatCompletionRequest.model_validate(call))
-    assert [(grammar.kind.name, grammar.text) for grammar in grammars] == tried
+def test_no_grammar_reaches_the_engine_wherever_vllm_took_it_from():
+    """As of tools that a call has to use, or of strict ones."""
+    engine = TellingEngine()
+    params = SimpleNamespace(prompt_logprobs=None, structured_outputs="any")
+    with pytest.raises(RefusalError, match=f"a grammar for tool calls.*{STOCK}"):
+        ask(engine, params)
+    assert engine.asked == []
 
 
 def test_fields_of_openai_and_of_vllm_are_taken():
@@ -270,7 +248,8 @@ def test_fields_of_openai_and_of_vllm_are_taken():
         "prompt_cache_key": "a",
         "top_k": 3,
         "return_token_ids": True,
-        "structured_outputs": {"regex": "a"},
+        "stream": False,
+        "response_format": {"type": "text"},
     }
     assert answered(Said(), **fields).content == {"id": "an answer"}
 
@@ -280,7 +259,7 @@ def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argu
     """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
     from rollout_actors.server.vllm_openai import NO_TOOL_CALLS
 
-    tools = [tool({"type": "object", "properties": {}})]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert refusal(answered(None, tools=tools, **choice))["message"] == NO_TOOL_CALLS
     assert "start it with tool_call_parser=NAME" in NO_TOOL_CALLS
 
@@ -293,3 +272,53 @@ def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_load
     unknown = "tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"
     with pytest.raises(ConfigError, match=unknown):
         check_tool_parser("hermess")
+
+
+CALL = '<tool_call>\n{"name": "turn", "arguments": {"way": "left"}}\n</tool_call>'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("text", "name"), [(CALL, "turn"), (CALL[:30], None)])
+def test_a_tool_call_is_read_from_the_model_s_text_by_the_parser_that_was_chosen(
+    demo_checkpoint, text, name
+):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.renderers import renderer_from_config
+
+    from rollout_actors.server.vllm_openai import VllmOpenAI
+
+    config = AsyncEngineArgs(
+        **engine_arguments(small_settings(demo_checkpoint))
+    ).create_engine_config()
+    engine = TellingEngine()
+    engine.model_path = str(demo_checkpoint)
+    engine.llm.vllm_config = config
+    engine.llm.model_config = config.model_config
+    engine.llm.renderer = renderer_from_config(config)
+    engine.llm.errored = False
+    engine.llm.check_admission = lambda *_: None
+
+    async def generate(prompt, params, request_id, **_):
+        output = CompletionOutput(0, text, [1, 2], None, None, finish_reason="stop")
+        yield RequestOutput(request_id, None, [3], None, [output], finished=True)
+
+    engine.llm.generate = generate
+    tools = [{"type": "function", "function": {"name": "turn", "parameters": {}}}]
+    call = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+
+    async def answered():
+        one = VllmOpenAI.from_engine(engine, ["m"], tool_call_parser="hermes", stock_command=STOCK)
+        return await one.answer(OpenAIRoute.CHAT, call)
+
+    answer = asyncio.run(answered())
+    assert answer.status == 200, answer.content
+    message = answer.content["choices"][0]["message"]
+    if name is None:
+        assert (message["content"], message.get("tool_calls", [])) == (text, [])
+        return
+    (read,) = message["tool_calls"]
+    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == (
+        name,
+        {"way": "left"},
+    )

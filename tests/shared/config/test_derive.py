@@ -11,7 +11,6 @@ from config_changes import (
     COLOCATE,
     HF,
     MATCHING,
-    NO_QUEUE,
     SERVER,
     SERVERS,
     STAGE1,
@@ -243,35 +242,6 @@ def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_th
 )
 def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(ranks, parallel, sharded):
     assert is_sharded(load({"learner.world_size": ranks, "learner.parallel": parallel})) == sharded
-
-
-LISTED = {f"{VLLM}.server": {"servers": [SERVER]}}
-OFFLOAD = {f"{MATCHING}.offload.enabled": True}
-NO_SERVER = f"{VLLM}.server: no effect, because the learner generates itself; "
-NO_OFFLOAD = f"{MATCHING}.offload: no effect, because nothing shares the learner's device; "
-
-
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        # Messages about a server that fails say to switch to one of the two: it is one key.
-        ({**SERVERS, **NO_QUEUE}, None),
-        ({**LISTED, **COLOCATE}, NO_SERVER),
-        ({**SERVERS, **HF}, NO_SERVER),
-        ({**OFFLOAD, **COLOCATE}, None),
-        (OFFLOAD, NO_OFFLOAD),
-        ({**OFFLOAD, **COLOCATE, **HF}, NO_OFFLOAD),
-        ({"training.lr_warmup_steps": 99}, None),
-        (
-            {"training.lr_warmup_steps": 100},
-            "training.lr_warmup_steps: 100 of 100 steps, so the learning rate only rises",
-        ),
-    ],
-)
-def test_what_has_no_effect_is_remarked_on_and_not_refused(changes, remark):
-    remarked = remarks(load(changes))
-    assert len(remarked) == (remark is not None)
-    assert all(line.startswith(remark) for line in remarked)
 
 
 @pytest.mark.parametrize(

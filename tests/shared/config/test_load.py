@@ -4,7 +4,18 @@ import pickle
 from types import MappingProxyType
 
 import pytest
-from config_changes import MATCHING, TEMPERATURE, VLLM, changed, load, load_trajectories
+from config_changes import (
+    ALIGNED,
+    HF,
+    MATCHING,
+    SERVERS,
+    STAGE1,
+    TEMPERATURE,
+    VLLM,
+    changed,
+    load,
+    load_trajectories,
+)
 from pydantic import ValidationError
 
 from shared.config import RunConfig, load_config
@@ -52,6 +63,11 @@ def test_trajectories_have_no_step_but_of_channel_b():
     assert run.channel(0) is Channel.B
 
 
+def test_every_step_of_the_aligned_variant_is_channel_b_and_none_of_teacher_forced_training():
+    assert {load(ALIGNED).channel(step) for step in range(100)} == {Channel.B}
+    assert {load(STAGE1).channel(step) for step in range(100)} == {Channel.A}
+
+
 def test_any_mapping_is_read_and_none_is_changed():
     mapping = changed({"custom.extra.stage2_ab.channel_b.mode": "step", "training.sed": 1})
     before = repr(mapping)
@@ -97,6 +113,15 @@ def test_an_empty_mapping_names_every_missing_key():
         "custom.trainer_variant",
         "rollout_matching.pipeline",
     ]
+
+
+def test_rollouts_have_these_defaults():
+    matching = load({f"{MATCHING}.rollout_backend": ...}).rollout_matching
+    assert (matching.rollout_backend, matching.length_penalty) == ("vllm", 1.0)
+    decode = load(HF).rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
+    assert decode.length_penalty == 1.0
+    server = load(SERVERS).rollout_matching.vllm.server
+    assert (server.timeout_s, server.infer_timeout_s) == (240.0, None)
 
 
 def test_the_decode_mode_follows_the_temperature_where_it_is_not_written():

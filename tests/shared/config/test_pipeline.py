@@ -143,11 +143,8 @@ def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indice
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_alias_is_refused_in_the_config_of_every_module(name, alias):
-    """In a module without the successor that is unknown too."""
-    line, *others = problems(lists_with_config(name, CONFIGS[name] | {alias: 1.0}))
-    assert line.startswith(f"{path(name)}.config.{alias}: ")
-    successor = line.rpartition("; use ")[2]
-    assert all(other.startswith(f"{successor}: is not a known") for other in others)
+    (line,) = problems(lists_with_config(name, CONFIGS[name] | {alias: 1.0}))
+    assert line.startswith(f"{path(name)}.config.{alias}: is not a known key; ")
 
 
 @pytest.mark.parametrize(
@@ -166,66 +163,6 @@ def test_a_key_of_another_module_is_unknown(key):
 def test_weights_are_not_negative(name, key):
     (line,) = problems(lists_with_config(name, CONFIGS[name] | {key: -0.5}))
     assert line.startswith(f"{path(name)}.config.{key}: must be at least 0, got -0.5; ")
-
-
-@pytest.mark.parametrize(
-    ("channels", "wrong"),
-    [
-        ([], "must not be empty"),
-        (["C"], "must be one of A, B, got the text 'C'"),
-        ("A", "must be a list, got "),
-    ],
-)
-@pytest.mark.parametrize("name", ["bbox_geo", "coord_diag"])
-def test_channels_are_a_subset_of_a_and_b(name, channels, wrong):
-    (line,) = problems(lists_with(name, ENTRIES[name] | {"channels": channels}))
-    assert line.startswith(f"{path(name)}.channels")
-    assert wrong in line
-
-
-@pytest.mark.parametrize("wrong", [None, [], 3])
-def test_the_empty_config_of_a_diagnostic_is_written_as_a_mapping(wrong):
-    (line,) = problems(lists_with_config("coord_diag", wrong))
-    assert line.startswith(f"{DIAGNOSTICS}[0].config: must be a mapping of keys, got ")
-    assert line.endswith("; write {}, it has no keys")
-
-
-@pytest.mark.parametrize(
-    ("listed", "one", "expected"),
-    [
-        (
-            f"{OBJECTIVE}[2]",
-            ENTRIES["coord_diag"],
-            (
-                "'coord_diag' is a diagnostic, which nothing is learned from; move the entry to"
-                f" {DIAGNOSTICS}"
-            ),
-        ),
-        *(
-            (
-                f"{DIAGNOSTICS}[0]",
-                one,
-                (
-                    f"'{one['name']}' is an objective module, and would not be learned from here; move"
-                    f" the entry to {OBJECTIVE}"
-                ),
-            )
-            for one in (*without(ENTRIES, "coord_diag").values(), IMPORTED)
-        ),
-        (
-            f"{DIAGNOSTICS}[0]",
-            entry("coord_dig"),
-            "must be coord_diag, got the text 'coord_dig'; did you mean 'coord_diag'?",
-        ),
-        (
-            f"{OBJECTIVE}[0]",
-            entry("token_c"),
-            "'token_c' is not an objective module; did you mean 'token_ce'?",
-        ),
-    ],
-)
-def test_an_entry_in_the_wrong_list_or_of_no_module_is_sent_to_the_right_one(listed, one, expected):
-    assert problems({listed: one}) == [f"{listed}.name: {expected}"]
 
 
 def test_this_test_and_the_refusals_know_every_module_of_the_schema():
@@ -252,65 +189,7 @@ def test_an_imported_objective_may_be_listed_with_any_variant(load):
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"name": "mine/focal_text.py:FocalText"}, "name: 'mine/focal_text.py:FocalText' is not "),
-        ({"name": "mine.focal_text:"}, "name: 'mine.focal_text:' is not module:Class; write the "),
-        ({"weight": -1.0}, "weight: must be at least 0, got -1"),
-        ({"config": 3}, "config: must be a mapping of keys, got 3; "),
-        ({"wieght": 1.0}, "wieght: is not a known key; did you mean 'weight'?"),
-    ],
-)
-def test_an_imported_entry_is_checked_like_any_other(changes, expected):
-    (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED | changes})
-    assert line.startswith(f"{OBJECTIVE}[2].{expected}")
-
-
-def test_an_imported_objective_is_the_only_one_of_its_class_on_a_channel():
-    (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED, f"{OBJECTIVE}[3]": IMPORTED})
-    assert "is active on channel A and B already" in line
-
-
-@pytest.mark.parametrize("channels", [["A"], ["A", "B"], ["B", "A"]])
-def test_the_channels_of_policy_gradient_are_b_alone(channels):
-    changed = ENTRIES["policy_gradient"] | {"channels": channels}
-    assert problems(lists_with("policy_gradient", changed)) == [
-        (
-            f"{path('policy_gradient')}.channels: must be [B], got [{', '.join(channels)}]: only what"
-            " the model sampled itself has a policy gradient; write [B]"
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "wrong"),
-    [
-        ("clip_low", 1.5, "must be at most 1, got 1.5; "),
-        ("ratio_cap", 1.0, "must be greater than 1, got 1.0; "),
-        (
-            "normalize",
-            "token",
-            "must be one of step, rollout, constant, batch, got the text 'token'; ",
-        ),
-        ("normalize", "segment", "'segment' was removed: "),
-        ("advantage_std", 1, "must be true or false, got "),
-        ("advantage_epsilon", -1e-4, "must be at least 0, got -0.0001; "),
-    ],
-)
-def test_settings_of_policy_gradient_that_mean_nothing_are_refused(key, value, wrong):
-    config = CONFIGS["policy_gradient"] | {key: value}
-    (line,) = problems(lists_with_config("policy_gradient", config))
-    assert line.startswith(f"{path('policy_gradient')}.config.{key}: {wrong}")
-
-
 def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it():
     """`stage2_rollout_aligned` handles polygons as well: they simply have no box slots."""
     pipeline = load({**ALIGNED, f"{OBJECTIVE}[2]": BBOX_GEO}).rollout_matching.pipeline
     assert names(pipeline.active(Channel.B)) == ["token_ce", "coord_reg", "bbox_geo"]
-
-
-def test_a_wrong_entry_beside_a_missing_list_is_reported_with_it():
-    changes = {OBJECTIVE: ..., f"{DIAGNOSTICS}[0]": without(ENTRIES["coord_diag"], "config")}
-    lines = problems(changes)
-    assert [line.split(": ")[0] for line in lines] == [OBJECTIVE, f"{DIAGNOSTICS}[0].config"]

@@ -298,6 +298,11 @@ def test_rollout_decode_batch_size_2_with_learner_microbatch_1():
         ({**SERVED_LORA, SYNC: "auto"}, "adapter"),
         ({**SERVED_LORA, SYNC: "auto", "model.adapter": {"kind": "dora"}}, "full"),
         ({**SERVED_LORA, SYNC: "adapter"}, "adapter"),
+        ({**SERVED_LORA, "training.parts.aligner.adapted": True, SYNC: "auto"}, "full"),
+        (
+            {**SERVED_LORA, "model.adapter": {"kind": "lora", "quantize": "nf4"}, SYNC: "auto"},
+            "full",
+        ),
     ],
 )
 def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(changes, resolved):
@@ -326,36 +331,6 @@ def test_non_full_sync_mode_fails_fast_under_multi_process_learner(mode):
 def test_several_learner_ranks_send_what_one_does(mode, resolved, parallel):
     ranks = {"learner.world_size": 2, "learner.parallel": parallel}
     assert resolved_sync_mode(load({**SERVED_LORA, **ranks, SYNC: mode})) == resolved
-
-
-@pytest.mark.parametrize("part", ["vision_tower", "aligner"])
-def test_an_adapter_in_the_vision_tower_or_the_aligner_is_sent_merged_and_auto_says_why(part):
-    run = load({**SERVED_LORA, f"training.parts.{part}.adapted": True, SYNC: "auto"})
-    assert resolved_sync_mode(run) == "full"
-    (remark,) = remarks(run)
-    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is in the vision tower or")
-
-
-def test_an_adapter_of_weights_in_4_bits_is_sent_merged_and_auto_says_why():
-    quantized = {"model.adapter": {"kind": "lora", "quantize": "nf4"}, f"{VLLM}.enable_lora": True}
-    run = load({**quantized, SYNC: "auto"})
-    assert resolved_sync_mode(run) == "full"
-    (remark,) = remarks(run)
-    assert remark.startswith(f"{SYNC}: auto is full, because the adapter is of weights in 4 bits")
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True}, "model.adapter.kind"),
-        (LORA, "rollout_matching.vllm.enable_lora"),
-        ({}, "model.adapter"),
-    ],
-)
-def test_auto_says_why_it_is_full(changes, key):
-    (remark,) = remarks(load({**changes, SYNC: "auto"}))
-    assert remark.startswith(f"{SYNC}: auto is full, because")
-    assert f"({key}" in remark
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def test_files_get_a_configuration_without_secrets_and_processes_get_it_whole(wi
 def test_texts_lose_the_secrets_of_variables_and_arguments_and_urls(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-LEAK1")
     monkeypatch.setenv("SHORT_TOKEN", "on")
+    monkeypatch.setenv("PWD", "failed")
     hide({"api_key": "sk-LEAK5", "mode": "another", "password": "secret"})
     text = "sk-LEAK1 or sk-LEAK5 on another http://u:pw@host failed"
     assert redacted(text) == f"{MASK} or {MASK} on another http://{MASK}@host failed"

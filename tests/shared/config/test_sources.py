@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from config_changes import fits, load, problems
+from config_changes import load
 
 from launch.cli import with_absolute_paths
 from shared.config import load_config
@@ -33,28 +32,3 @@ def test_several_files_have_weights_and_are_called_after_their_files_unless_they
         Path.cwd() / "coco.jsonl",
         Path.cwd() / "data/train.jsonl",
     ]
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ([], "data.train: has no file; write "),
-        (["a.jsonl"], "data.train[0]: must be a mapping of keys, got the text"),
-        ([{"path": "a.jsonl"}], "data.train[0].weight: is required, and missing; add it, "),
-        ([COCO | {"weight": 0.5}], "data.train[0].weight: must be an integer, got 0.5"),
-        ([COCO | {"weight": 0}], "data.train[0].weight: must be at least 1, got 0"),
-        ([COCO | {"wieght": 1}], "data.train[0].wieght: is not a known key; did you mean 'weight'"),
-        ([REFS, REFS], "data.train: several files are called 'refcoco'; give each a `name`"),
-        ([COCO | {"path": "a b.jsonl"}], "data.train: 'a b' has characters that a name"),
-        (COCO, "data.train: must be a list, got a mapping"),
-        (3, "data.train: must be a path, got 3"),
-    ],
-)
-def test_what_is_no_list_of_files_is_one_problem_with_its_place(files, expected):
-    (problem,) = problems({"data.train": files})
-    assert fits(problem, expected)
-
-
-def test_held_out_files_have_no_weights():
-    (problem,) = problems({"data.val": [COCO]})
-    assert fits(problem, "data.val[0].weight: is not a known key; the keys here are path, name")

@@ -8,7 +8,7 @@ from shared.grounding.coco import (
     ScoredObject,
     bins_of_coco_box,
     bins_of_coco_ring,
-    coco_box,
+    box_around,
     has_area,
     number_categories,
     predictions_to_coco,
@@ -22,6 +22,10 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 BOX = ScoredObject(GeometryKind.BBOX, (0, 0, 999, 999), "cat", 0.5)
 TRIANGLE = ScoredObject(GeometryKind.POLY, (0, 0, 999, 0, 0, 999), "dog", 0.25)
 WHOLE = (0, 0, 999, 999)
+
+
+def coco_box(bins, width: int, height: int) -> list[float]:
+    return box_around(pixels_of(bins, width=width, height=height))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import FIELD_ORDERS, serialize_append, serialize_objects
+from shared.grounding.serialize import FIELD_ORDERS, layout_append, serialize_objects
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -41,7 +41,7 @@ def test_highest_retained_object_key_controls_fn_start_even_when_object_is_inval
     assert [o.key for o in parsed.objects] == ["object_2"]
     assert [d.key for d in parsed.dropped] == ["object_9"]
     assert parsed.max_object_index == 9
-    appended = serialize_append(parsed.prefix_text, MISSED, start_index=10)
+    appended = layout_append(parsed.prefix_text, MISSED, start_index=10).text
     assert appended.startswith(', "object_10": {')
 
 
@@ -103,9 +103,9 @@ def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds_par
         assert parsed.fallback == (prefix == "{")
         unchanged = parsed.num_unchanged
         assert parsed.prefix_token_ids[:unchanged] == tuple(token_ids[:unchanged])
-        appended = serialize_append(
+        appended = layout_append(
             parsed.prefix_text, MISSED, start_index=(parsed.max_object_index or 0) + 1
-        )
+        ).text
         target = json.loads(parsed.prefix_text + appended)
         expected = [o.desc for o in (*parsed.objects, *MISSED)]
         assert [value["desc"] for value in target.values()] == expected

@@ -9,7 +9,6 @@ from shared.grounding.serialize import (
     SerializedText,
     layout_append,
     layout_objects,
-    serialize_append,
     serialize_objects,
 )
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
@@ -105,14 +104,14 @@ def test_what_is_written_is_read_back(codec: HFTokenCodec, field_order: str) -> 
 def test_the_append_begins_with_a_comma_exactly_behind_a_brace_that_closes(
     prefix: str, expected: str
 ) -> None:
-    text = serialize_append(prefix, [DOG], start_index=3)
+    text = layout_append(prefix, [DOG], start_index=3).text
     assert text.startswith(expected)
     assert text.endswith("]]}}")
 
 
 @pytest.mark.parametrize("prefix", ["{", '{"object_1": {}', '{"object_1": {} '])
 def test_with_nothing_to_append_only_the_brace_closes(prefix: str) -> None:
-    assert serialize_append(prefix, [], start_index=2) == "}"
+    assert layout_append(prefix, [], start_index=2).text == "}"
 
 
 CLOSED = ["", " ", "{}", '{"object_1": {}}', '{"object_1": {}}, {', "[{}", "x {"]
@@ -122,12 +121,12 @@ IN_A_VALUE = ['{"object_1": {', '{"object_1": {"desc": "a",', '{"object_1": "}',
 @pytest.mark.parametrize("prefix", [*CLOSED, *IN_A_VALUE, '{"a": "\\"},'])
 def test_a_prefix_that_is_not_an_open_top_level_object_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="cannot append"):
-        serialize_append(prefix, [DOG], start_index=1)
+        layout_append(prefix, [DOG], start_index=1)
 
 
 def test_a_comma_with_nothing_to_append_is_refused() -> None:
     with pytest.raises(ValueError, match="comma"):
-        serialize_append('{"object_1": {},', [], start_index=2)
+        layout_append('{"object_1": {},', [], start_index=2)
 
 
 @pytest.mark.parametrize("objects", [[CAT], []])
@@ -136,4 +135,4 @@ def test_an_unknown_field_order_is_refused_with_nothing_to_serialise_too(objects
     with pytest.raises(ValueError, match=message):
         serialize_objects(objects, field_order="alphabetical")
     with pytest.raises(ValueError, match=message):
-        serialize_append("{", objects, start_index=1, field_order="alphabetical")
+        layout_append("{", objects, start_index=1, field_order="alphabetical")

@@ -20,48 +20,62 @@ from rollout_actors.environments.clients.openai import ask, is_overlong, retry_a
 NAMES = {"max_tokens", "max_completion_tokens"}
 
 
-class Strict:
-    """An endpoint that takes the limit under one name."""
+class Endpoint:
+    """Answers with these statuses and bodies in turn, or by a function of the request's body; then
+    with "yes".
+    """
 
-    def __init__(self, takes: str | None) -> None:
-        self.takes = takes
+    def __init__(self, *answers: httpx.Response, script: Any = None) -> None:
         self.bodies: list[dict[str, Any]] = []
-        transport = httpx.MockTransport(self.answer)
+        self._answers = list(answers)
+        self._script = script
         self.client = openai.AsyncOpenAI(
             api_key="none",
-            base_url="http://strict/v1",
+            base_url="http://scripted/v1",
             max_retries=0,
-            http_client=httpx.AsyncClient(transport=transport),
+            http_client=httpx.AsyncClient(transport=httpx.MockTransport(self._answer)),
         )
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
+    def _answer(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.bodies.append(body)
-        (sent,) = NAMES & set(body)
-        if sent == self.takes:
-            answer = chat_response(Call(0, "m", [], {}), Answer("yes"))
-            return httpx.Response(200, json=answer.model_dump())
-        (other,) = NAMES - {sent}
-        # As OpenAI says it.
-        message = (
-            f"Unsupported parameter: '{sent}' is not supported with this model. Use '{other}'"
-            " instead."
-        )
-        return httpx.Response(400, json={"error": {"message": message}})
+        scripted = self._answers.pop(0) if self._answers else self._script and self._script(body)
+        answer = chat_response(Call(0, "m", [], {}), Answer("yes"))
+        return scripted or httpx.Response(200, json=answer.model_dump())
 
-    def ask(self, times: int, **sampling_args: Any) -> None:
-        async def asked() -> None:
-            for _ in range(times):
-                await ask(
+    def ask(self, *prompts: Any, **sampling_args: Any) -> Any:
+        async def asked() -> Any:
+            for prompt in prompts or ([],):
+                answer = await ask(
                     self.client,
                     "m",
-                    [],
+                    prompt,
                     message_type="chat",
                     tools=None,
                     sampling_args=sampling_args,
                 )
+            return answer
 
-        asyncio.run(asked())
+        return asyncio.run(asked())
+
+
+def refused(message: str) -> httpx.Response:
+    return httpx.Response(400, json={"error": {"message": message}})
+
+
+def taking(name: str | None) -> Endpoint:
+    """Make an endpoint that takes the limit under one name, and says so as OpenAI does."""
+
+    def script(body: dict[str, Any]) -> httpx.Response | None:
+        (sent,) = NAMES & set(body)
+        (other,) = NAMES - {sent}
+        problem = (
+            f"Unsupported parameter: '{sent}' is not supported with this model. Use '{other}'"
+            " instead."
+        )
+        return None if sent == name else refused(problem)
+
+    return Endpoint(script=script)
 
 
 @pytest.mark.parametrize(
@@ -71,17 +85,17 @@ class Strict:
 def test_an_endpoint_that_wants_the_limit_under_its_other_name_is_sent_that_one_and_is_refused_it_once(
     sent, taken
 ):
-    endpoint = Strict(taken)
-    endpoint.ask(2, temperature=0.5, **{sent: 7})
+    endpoint = taking(taken)
+    endpoint.ask([], [], temperature=0.5, **{sent: 7})
     limits = [{name: body[name] for name in NAMES & set(body)} for body in endpoint.bodies]
     assert limits == [{sent: 7}, {taken: 7}, {taken: 7}]
     assert all(body["temperature"] == 0.5 for body in endpoint.bodies)
 
 
 def test_an_endpoint_that_refuses_both_names_is_asked_twice_and_its_refusal_is_raised():
-    endpoint = Strict(None)
+    endpoint = taking(None)
     with pytest.raises(openai.BadRequestError, match="'max_completion_tokens' is not supported"):
-        endpoint.ask(1, max_tokens=7)
+        endpoint.ask(max_tokens=7)
     assert len(endpoint.bodies) == 2
 
 
@@ -148,46 +162,6 @@ def test_a_call_that_asks_for_more_tokens_than_the_context_has_is_wrong_for_ever
     )
 
 
-class Scripted:
-    """An endpoint that answers with these statuses and bodies in turn, then with "yes"."""
-
-    def __init__(self, *answers: httpx.Response) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self._answers = list(answers)
-        self.client = openai.AsyncOpenAI(
-            api_key="none",
-            base_url="http://scripted/v1",
-            max_retries=0,
-            http_client=httpx.AsyncClient(transport=httpx.MockTransport(self.answer)),
-        )
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        self.bodies.append(json.loads(request.content))
-        if self._answers:
-            return self._answers.pop(0)
-        answer = chat_response(Call(0, "m", [], {}), Answer("yes"))
-        return httpx.Response(200, json=answer.model_dump())
-
-    def ask(self, *prompts: Any, **sampling_args: Any) -> Any:
-        async def asked() -> Any:
-            for prompt in prompts or ([],):
-                answer = await ask(
-                    self.client,
-                    "m",
-                    prompt,
-                    message_type="chat",
-                    tools=None,
-                    sampling_args=sampling_args,
-                )
-            return answer
-
-        return asyncio.run(asked())
-
-
-def refused(message: str) -> httpx.Response:
-    return httpx.Response(400, json={"error": {"message": message}})
-
-
 ROOM = [
     (
         "This model's maximum context length is 100 tokens. However, you requested 80 output tokens"
@@ -210,7 +184,7 @@ ROOM = [
 
 @pytest.mark.parametrize("message", ROOM)
 def test_a_prompt_that_leaves_less_room_than_was_asked_for_gets_the_room_that_is_left(message):
-    endpoint = Scripted(refused(message))
+    endpoint = Endpoint(refused(message))
     answer = endpoint.ask(max_tokens=80)
     assert [body["max_tokens"] for body in endpoint.bodies] == [80, 70]
     assert answer.choices[0].message.content == "yes"
@@ -219,17 +193,17 @@ def test_a_prompt_that_leaves_less_room_than_was_asked_for_gets_the_room_that_is
 def test_a_prompt_is_overlong_if_no_room_is_left_or_the_room_was_refused_too():
     full = ROOM[0].replace("30 input", "100 input")
     for refusals in ([full], [ROOM[0], ROOM[0]]):
-        endpoint = Scripted(*map(refused, refusals))
+        endpoint = Endpoint(*map(refused, refusals))
         assert endpoint.ask(max_tokens=80).id == OVERLONG_ID
         assert len(endpoint.bodies) == len(refusals)
 
 
 def test_reasoning_is_sent_back_until_an_endpoint_refuses_it():
     said = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    endpoint = Scripted()
+    endpoint = Endpoint()
     endpoint.ask([said])
     assert endpoint.bodies[0]["messages"] == [said]
-    endpoint = Scripted(refused("reasoning_content is not permitted in input messages"))
+    endpoint = Endpoint(refused("reasoning_content is not permitted in input messages"))
     endpoint.ask([said], [said])
     bare = {"role": "assistant", "content": "4"}
     assert [body["messages"] for body in endpoint.bodies] == [[said], [bare], [bare]]
@@ -243,7 +217,7 @@ def test_an_endpoint_that_says_when_to_come_back_is_not_asked_before(monkeypatch
 
     monkeypatch.setattr(client_module.asyncio, "sleep", sleep)
     busy = {"error": {"message": "busy"}}
-    endpoint = Scripted(
+    endpoint = Endpoint(
         httpx.Response(429, json=busy, headers={"Retry-After": "7"}), httpx.Response(503, json=busy)
     )
     endpoint.ask()

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.algorithms.advantages import token_advantages
-from rollout_actors.environments.rubric import Rubric, set_advantages, settle
+from rollout_actors.environments.rewards import set_advantages, settle
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.examples import (
     MergedExamples,
     merge_trajectories_for_training,

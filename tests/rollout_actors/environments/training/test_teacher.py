@@ -24,7 +24,7 @@ from scripted_engines import (
 
 from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.trajectories import trajectory_target
-from learner.objectives.base import NOTHING_SAMPLED, TeacherSupervision
+from learner.objectives.base import NOTHING_LEARNED, TeacherSupervision
 from learner.objectives.policy_gradient import advantages
 from learner.rollout_logs.trajectories import logged_rollout, trajectory_record
 from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings
@@ -141,7 +141,7 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
             credit = target.target.credit
             assert credit.teacher_logprobs is not None and credit.teacher_weight == weight
             of_engines = torch.tensor(credit.engine_logprobs)
-            sampled = NOTHING_SAMPLED._replace(
+            sampled = NOTHING_LEARNED._replace(
                 advantage=torch.tensor(credit.advantages),
                 teacher=TeacherSupervision(
                     torch.tensor(credit.teacher_logprobs), torch.full_like(of_engines, weight)

@@ -18,7 +18,7 @@ No two runs share a server. Where none can be had, the shim reports it and becom
 `python`. Engines on a GPU are always started anew: a fork cannot use CUDA.
 
 Example:
-    ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/engine/warm_python.py -c "import vllm"
+    ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/warm/warm_python.py -c "import vllm"
 
 The shim runs for every process, so the top of this file imports the standard library alone.
 """

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from process_family import fork_of, is_alive, is_warm_server
 
-from rollout_actors.engine import warm_python
+from rollout_actors.warm import warm_python
 
 IMPORT = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python"
 SECONDS = 60.0

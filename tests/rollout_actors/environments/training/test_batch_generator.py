@@ -8,9 +8,9 @@ import pytest
 from environment_support import rows, rubric_of, said_the_answer
 from scripted_client import ScriptedClient
 
-from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.training.batch_generator import AsyncBatchGenerator
 
 
 def echo(call):
@@ -29,28 +29,19 @@ def wait_until(holds):
         time.sleep(0.002)
 
 
-def test_results_come_by_batch_number_in_whatever_order_they_are_fetched():
-    with batches_by(max_ahead=2) as batches:
-        for number in range(3):
-            batches.submit(number, rows(number + 1))
-        assert [len(batches.result(number, 60).reward) for number in (2, 0, 1)] == [3, 1, 2]
-
-
-def test_batches_are_generated_ahead_of_the_one_who_uses_them():
-    client = ScriptedClient(echo)
-    with batches_by(client) as batches:
-        batches.submit(0, rows(2))
-        batches.submit(1, rows(3))
-        wait_until(lambda: client.num_calls == 5)
-
-
-def test_batches_are_generated_one_after_another_in_the_order_of_their_submission():
+def test_batches_are_generated_ahead_in_the_order_of_their_submission_and_fetched_in_any_order():
     client = ScriptedClient(echo, delay_s=0.02)
-    with batches_by(client) as batches:
+    with batches_by(client, max_ahead=2) as batches:
         batches.submit(7, rows(2))
         batches.submit(3, [{"question": "later", "answer": "later"}])
-        assert batches.result(3, 60).reward == [1.0]
-    assert [call.text for call in client.calls] == ["q0", "q1", "later"]
+        batches.submit(5, rows(1))
+        wait_until(lambda: client.num_calls == 4)
+        assert [batches.result(number, 60).reward for number in (3, 5, 7)] == [
+            [1.0],
+            [1.0],
+            [1.0] * 2,
+        ]
+    assert [call.text for call in client.calls] == ["q0", "q1", "later", "q0"]
     assert client.most_under_way == 2
 
 

@@ -1,0 +1,180 @@
+"""A learner rank's part in checkpoints: saving the state after an update, and loading it again.
+
+    save                                          the run waits
+    save(background=True) -> finish_save, ...     written from a copy during the next steps
+
+Every method is called on all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from learner.host_memory import NodeMemory, available_memory, in_gib, node_number
+from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
+from learner.model.optimizer import Optimizer
+from learner.run_state import RankState, missing_parts
+from learner.weight_sync.publisher import WeightPublisher
+from shared.errors import ConfigError, StorageError
+from shared.run_files import RUN_FILE, STATE_FOLDER, Span, write_run_file
+from shared.weight_sync.checksum import BucketChecksum
+
+KEPT_FREE = 2 << 30
+"""Bytes of host memory that the copy of a checkpoint leaves to other processes."""
+
+
+class Saving:
+    """Saves and loads one rank's weights, optimizer and `RankState`."""
+
+    def __init__(self, name: str, publisher: WeightPublisher, optimizer: Optimizer) -> None:
+        """`name`: of the rank, for the timeline."""
+        self._name = name
+        self._publisher = publisher
+        self._ranks = publisher.ranks
+        self._parallel = publisher.parallel
+        self._optimizer = optimizer
+        self._save: CheckpointSave | None = None
+        """The save that `finish_save` has to finish, with its copy of the state."""
+
+    def save(
+        self, folder: Path, run: str, state: RankState | None, *, background: bool
+    ) -> str | None:
+        """Save a checkpoint of the present weights, as `Learner.save` says.
+
+        Args:
+            run: the driver's part of it, as JSON.
+            state: the rank's state; None: only the weights are saved, and no run can resume them.
+        """
+        self._save = None  # of a save that failed, whose copies are not needed any more
+        self._publisher.device.wait()
+        ranks = self._ranks
+        tensors: dict[str, torch.Tensor] | None = None
+        if state is not None and (self._parallel.holds_parts or ranks.rank == 0):
+            tensors = self._optimizer.tensors()
+        reason = self._no_room_for_copy(tensors or {}) if background else None
+        copies: HostCopies | None = None
+        if background and reason is None:
+            copies = HostCopies((tensors or {}).values())
+        write_state: Write | None = None
+        if state is not None:
+            if copies is not None and tensors is not None:
+                tensors = {name: copies(tensor) for name, tensor in tensors.items()}
+            write_state = state.writer(ranks.rank, tensors)
+
+        def finish(partial: Path) -> None:
+            if missing := missing_parts(partial, ranks.world_size):
+                why = "another rank's part, written on its node, is not seen by rank 0"
+                remedy = "put telemetry.run_dir on a disk that all nodes share"
+                raise StorageError(missing[0], why, remedy=remedy)
+            write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
+
+        save = self._publisher.checkpoint(
+            folder,
+            copies=copies,
+            write_more=write_state,
+            finish=None if state is None else finish,
+        )
+        if copies is None:
+            save.write()
+        else:
+            save.begin()
+            self._save = save
+        return reason
+
+    def finish_save(self, *, wait: bool) -> list[Span] | None:
+        """Give the checkpoint that is written in the background its name if it is complete.
+
+        `wait`: until it is. After a StorageError it is written again, from the same copy, while the
+        caller waits.
+
+        Returns:
+            When this rank wrote it; nothing if no save was begun. None: it is not complete.
+
+        Raises:
+            StorageError: it cannot be written. Only the copy is left.
+        """
+        save = self._save
+        if save is None:
+            return []
+        if not save.complete(wait=wait):
+            return None
+        self._save = None
+        track = f"{self._name}, checkpoints"
+        return [Span(track, f"write {save.folder.name}", save.started_s, save.ended_s)]
+
+    def load(
+        self, checkpoint: Path, fingerprints: Mapping[str, str], allow: Collection[str]
+    ) -> RankState:
+        """Load the state of a checkpoint, and its tensors into the optimizer.
+
+        Args:
+            fingerprints: of this run, by keys; they must be those of the run that saved it.
+            allow: keys whose fingerprint may differ (`resume.allow`).
+
+        Raises:
+            ConfigError: the checkpoint is damaged, or is of other data or other weights.
+        """
+        state, tensors = RankState.load(
+            checkpoint, self._ranks.rank, has_own_tensors=self._parallel.holds_parts
+        )
+        changed = sorted(
+            key for key, value in state.fingerprints.items() if fingerprints.get(key) != value
+        )
+        if refused := [key for key in changed if key not in allow]:
+            raise ConfigError(
+                [
+                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} here, and was"
+                    f" {state.fingerprints[key][:12]} (of contents digests) when {checkpoint} was"
+                    f" saved; restore it, or insist with 'resume.allow=[{key}]'"
+                    for key in refused
+                ]
+            )
+        self._optimizer.load_tensors(tensors)
+        saved = None if state.report is None else state.report.digests.get("weights")
+        if saved is not None and saved != (found := self.digest_of_weights()):
+            raise ConfigError(
+                f"resume.run: {checkpoint} has not the weights of its step: their checksum is"
+                f" {found}, and was {saved}; restore it from another copy, or resume another"
+                " checkpoint (checkpoints.json lists them)"
+            )
+        self._optimizer.num_skipped = state.num_skipped
+        return state
+
+    def digest_of_weights(self) -> str:
+        """Return the checksum of the weights that this rank trains, for the ledger."""
+        return f"{checksum(self._optimizer.masters) % 2**64:016x}"
+
+    def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Return why a node's memory is too small for a copy of weights and `tensors`, if it is."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._ranks.rank == 0:
+            for name, dtype, shape in self._parallel.weights.specs():
+                # The weight itself, unless that is a shard: copied already.
+                is_master = f"{name}/master" in tensors and dtype is torch.float32
+                if self._parallel.holds_parts or not is_master:
+                    size += shape.numel() * dtype.itemsize
+        with self._ranks.of_phase("save"):
+            node = NodeMemory.scarcest(
+                self._ranks.all_of(size),
+                self._ranks.all_of(available_memory()),
+                self._ranks.all_of(node_number()),
+            )
+        if node.needed + KEPT_FREE <= node.available:
+            return None
+        return (
+            f"the copy needs {in_gib(node.needed)} of a node's host memory beside"
+            f" {in_gib(KEPT_FREE)} that stay free, and {in_gib(node.available)} are available"
+        )
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the checksum of this rank's parts of the tensors, in their order."""
+    result = BucketChecksum()
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        result.add(part.detach())
+    return result.value()

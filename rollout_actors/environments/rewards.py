@@ -1,0 +1,358 @@
+"""Reward functions, and the figures that a rollout has when they have been called.
+
+A reward function is called with the arguments that it names: any field of the state (`prompt`,
+`completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or an entry of the rubric's
+`class_objects`; with `**kwargs`, all of them. One that names `states`, or another plural, is of a
+group: it is called once with the rollouts of one example, and returns a reward for each. Plain
+functions run in threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from rollout_actors.environments.concurrency import (
+    FAILURES,
+    describe_error,
+    gather_all,
+    in_thread,
+    reraise_cancellation,
+    unwrap_partial,
+    within,
+)
+from rollout_actors.environments.lifecycle import awaited
+from rollout_actors.environments.types import State
+from shared.trajectory import group_advantages
+
+RewardFunction = Callable[..., Any]
+"""Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
+
+# The time limit of reward functions
+
+_TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", default=(None, ""))
+
+
+@contextmanager
+def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
+    """Bound each call of a reward function (None: no bound); errors name the bound by `key`."""
+    token = _TIME_LIMIT.set((limit_s, key))
+    try:
+        yield
+    finally:
+        _TIME_LIMIT.reset(token)
+
+
+def scoring_limit(who: str) -> AbstractAsyncContextManager[None]:
+    """Bound a block of scoring by the limit that is set. TimeoutError: `who` is late."""
+    limit_s, key = _TIME_LIMIT.get()
+    remedy = "check what it waits for, or allow more with scoring_timeout_s"
+    return within(limit_s, f"{who} is not done after {key}", remedy)
+
+
+# How a reward function is called
+
+PLURALS = {
+    "states": "state",
+    "prompts": "prompt",
+    "completions": "completion",
+    "answers": "answer",
+    "tasks": "task",
+    "infos": "info",
+    "example_ids": "example_id",
+    "ids": "id",
+    "timings": "timing",
+    "stop_conditions": "stop_condition",
+    "inputs": "input",
+    "trajectories": "trajectory",
+}
+"""Arguments of a group's reward function, and the field of each rollout that they list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The outcome of a reward function that has no figure for a rollout."""
+
+    text: str
+    """Its error."""
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> Failed:
+        """Keep what is the function's failure; raise again what is not."""
+        reraise_cancellation(error)
+        return cls(describe_error(error))
+
+
+Figure = float | Failed
+
+
+@dataclass(slots=True)
+class Reward:
+    """A reward function and how it is called."""
+
+    function: RewardFunction
+    name: str
+    weight: float
+    arguments: tuple[str, ...]
+    """Names that it asks for."""
+    required: tuple[str, ...]
+    """Those without a default."""
+    takes_all: bool
+    bound: frozenset[str]
+    """Names that a partial has given a value. They keep it, with `**kwargs` too."""
+    is_of_group: bool
+
+    @classmethod
+    def from_function(cls, function: RewardFunction, weight: float) -> Reward:
+        called = unwrap_partial(function)
+        name = getattr(function, "__name__", type(function).__name__)
+        bound = frozenset(called.keywords if isinstance(called, partial) else ())
+        parameters = list(inspect.signature(called).parameters.values())
+        for one in parameters:
+            if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+                raise ValueError(
+                    f"reward function {name}: {one.name} can only be given by position; arguments"
+                    " are given by name, so leave out the slash"
+                )
+        named = [
+            one
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound
+        ]
+        return cls(
+            function,
+            name,
+            float(weight),
+            arguments=tuple(one.name for one in named),
+            required=tuple(one.name for one in named if one.default is one.empty),
+            takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+            bound=bound,
+            is_of_group=any(one.name in PLURALS for one in named),
+        )
+
+    async def of_group(self, states: Sequence[State], objects: dict[str, Any]) -> list[Figure]:
+        """Return a figure for each of these rollouts."""
+        if not self.is_of_group:
+            return await gather_all([self._of_rollout(state, objects) for state in states])
+        try:
+            values = await self._of_all(states, objects)
+        except FAILURES as error:
+            return [Failed.from_error(error)] * len(states)
+        return [self._figure(value) for value in values]
+
+    async def _of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
+        sources = objects, {"state": state}, state, {"answer": "", "info": {}}
+        try:
+            value = await self._call(*sources)
+        except FAILURES as error:
+            return Failed.from_error(error)
+        return self._figure(value)
+
+    async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
+        rows = [{"answer": "", "info": {}, **state} for state in states]
+        columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
+        values = await self._call({**columns, "states": states, **objects})
+        has_length = hasattr(values, "__len__")
+        if not has_length or len(values) != len(states):
+            returned = f"{len(values)} rewards" if has_length else repr(values)
+            raise ValueError(
+                f"reward function {self.name} returned {returned} for a group of {len(states)}"
+                " rollouts; return a list with one reward for each"
+            )
+        return list(values)
+
+    async def _call(self, *sources: Mapping[str, Any]) -> Any:
+        arguments = self._arguments(*sources)
+        async with scoring_limit(f"reward function {self.name}"):
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            return await awaited(await in_thread(self.function, **arguments))
+
+    def _arguments(self, *sources: Mapping[str, Any]) -> dict[str, Any]:
+        """Look up each name that the function asks for; the first source that has it counts."""
+        names = dict.fromkeys(chain(*reversed(sources))) if self.takes_all else self.arguments
+        arguments = {}
+        for name in names:
+            source = next((source for source in sources if name in source), None)
+            if source is not None and name not in self.bound:
+                arguments[name] = source[name]
+        if missing := [name for name in self.required if name not in arguments]:
+            known = ", ".join(sorted(set().union(*sources)))
+            raise TypeError(
+                f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add"
+                " others to the rubric's class_objects"
+            )
+        return arguments
+
+    def _figure(self, value: Any) -> Figure:
+        """Return a finite number; anything else is this rollout's failure alone."""
+        try:
+            number = float(value)
+        except Exception:  # whatever somebody's type raises
+            number = math.nan
+        if is_sound(number):
+            return number
+        # It would spoil its group's mean, and what is learned of all the others.
+        problem = f"reward function {self.name} returned {value!r}; return {remedy_for(value)}"
+        return Failed(f"ValueError: {problem}")
+
+
+# Figures of rollouts
+
+LARGEST = 1e30
+"""Of rewards, metrics and advantages. Sums and squares of many such numbers are still floats."""
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+        return False
+
+
+def is_sound(value: Any) -> bool:
+    return _is_finite(value) and bool(abs(value) <= LARGEST)
+
+
+def remedy_for(value: Any) -> str:
+    return f"a number of at most {LARGEST:g} in size" if _is_finite(value) else "a finite number"
+
+
+def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
+    """Fail rollouts whose rubric raised. What it did before is discarded."""
+    for state in states:
+        state["error"] = describe_error(error)
+        state["metrics"] = {}
+        state.pop("reward_errors", None)
+
+
+def settle(states: Sequence[State], rubric: object) -> None:
+    """Check the figures that a rubric left, and pass on to the steps what it changed itself.
+
+    A rollout has failed where the reward, a metric or an advantage is no finite number, or so large
+    that figures of many would overflow.
+    """
+    who = type(rubric).__name__
+    for state in states:
+        if state.get("error") is not None:
+            continue
+        figures = {"the reward": state.get("reward")}
+        metrics = (state.get("metrics") or {}).items()
+        figures |= {f"the metric {name} =": value for name, value in metrics}
+        figures |= _own_figures(state)
+        wrong = [name for name, value in figures.items() if not is_sound(value)]
+        if wrong:
+            value = figures[wrong[0]]
+            remedy = f"give {remedy_for(value)}"
+            remedy += "" if wrong[0] == "the reward" else ", or leave it out"
+            problem = f"{who} gave {wrong[0]} {value!r}; {remedy}"
+            note_failed_rubric([state], ValueError(problem))
+            continue
+        for name in ("reward", "advantage"):
+            if state.get(name) != state.get("_given", {}).get(name, (None,))[0]:
+                give(state, name, state[name])
+
+
+def _own_figures(state: State) -> dict[str, Any]:
+    """Return the advantages, and the rewards of steps, that are not the rollout's reward."""
+    figures = {"the advantage": state.get("advantage")}
+    for number, step in enumerate(state.get("trajectory") or ()):
+        for name in ("reward", "advantage"):
+            if name in step and step[name] is not state.get(name):
+                figures[f"the {name} of step {number}"] = step[name]
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def set_advantages(states: Sequence[State]) -> None:
+    """Write the rewards of one example's rollouts without their mean, and None of failed ones.
+
+    The reward 0 of a rollout that failed is no judgement: it is not in the mean of the others.
+    Example: rewards 1, 0 and 0.5 give the advantages 0.5, -0.5 and 0.
+    """
+    sound = [state for state in states if state.get("error") is None]
+    advantages = group_advantages([state["reward"] for state in sound])
+    for state in states:
+        if state.get("error") is not None:
+            give(state, "advantage", None)
+    for state, advantage in zip(sound, advantages, strict=True):
+        give(state, "advantage", advantage, is_relative=True)
+
+
+def compare_rollouts(states: Sequence[State]) -> None:
+    """Write the advantages of one example's rollouts, when all rewards are final.
+
+    An advantage that a rubric has set itself stays.
+    """
+    explicit = {
+        id(state): state["advantage"]
+        for state in states
+        if state.get("advantage") is not None and not state.get("_given", {}).get("is_relative")
+    }
+    set_advantages(states)
+    for state in states:
+        if id(state) in explicit and state.get("error") is None:
+            give(state, "advantage", explicit[id(state)])
+
+
+def relative_steps(state: State) -> list[int] | None:
+    """List the steps whose advantage is the rollout's among those of its example.
+
+    The advantage of the others was set by a rubric or an environment. None: the rollout has not
+    been given any advantage.
+    """
+    given = state.get("_given", {})
+    if "advantage" not in given:
+        return None
+    is_group_s = given["is_relative"] and state["advantage"] == given["advantage"][0]
+    return _steps_as_given(state, "advantage") if is_group_s else []
+
+
+def give(state: State, name: str, value: float | None, *, is_relative: bool = False) -> None:
+    """Set a rollout's reward or advantage, and that of its steps without one of their own."""
+    inheriting = _steps_as_given(state, name)
+    steps = state.get("trajectory") or ()
+    for number, step in enumerate(steps):
+        if step.get(name) is None and number not in inheriting:
+            inheriting.append(number)
+    for number in inheriting:
+        steps[number][name] = value
+    state[name] = value
+    state["_given"] = {**state.get("_given", {}), name: (value, inheriting)}
+    if name == "advantage":
+        state["_given"]["is_relative"] = is_relative
+
+
+def _steps_as_given(state: State, name: str) -> list[int]:
+    """List the steps that hold what they got with the rollout, and nothing set since."""
+    value, numbers = state.get("_given", {}).get(name, (None, ()))
+    steps = state.get("trajectory") or ()
+    return [n for n in numbers if n < len(steps) and steps[n].get(name) == value]
+
+
+def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
+    """Write which functions failed, by name, and as the rollout's error that of one that counts."""
+    former = state.pop("reward_errors", None)
+    if former and state.get("error") in former.values():
+        state["error"] = None  # it was of an earlier scoring
+    if failed:
+        state["reward_errors"] = dict(failed)
+    if fatal is not None:
+        state["error"] = fatal
+
+
+def group_indices(keys: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of each key: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
+
+    The key of an example is its task and its id: two environments may number their rows alike.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(repr(key), []).append(index)  # an id may be of any type
+    return list(groups.values())
