@@ -32,10 +32,10 @@ import numpy as np
 import ray
 
 from benchmarks.overlap import GREEDY
-from launch.runtime.fleet import Fleet, RolloutTimeouts
-from launch.runtime.learner_client import LearnerClient, RayRanks
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.learner_client import LearnerClient, RayRanks
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from learner.actor import STOPPING, LearnerActor, LearnerRank
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection

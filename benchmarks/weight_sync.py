@@ -49,9 +49,9 @@ from benchmarks.sync_sides import (
     make_model,
     set_parts,
 )
-from launch.runtime.fleet import Fleet, RolloutTimeouts
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError

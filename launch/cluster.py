@@ -20,15 +20,15 @@ from ray.util.scheduling_strategies import (
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
+from launch.processes.rollout_client import RankRolloutClient, RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.fleet import Fleet, RolloutTimeouts
-from launch.runtime.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RankRolloutClient, RolloutClient
-from launch.runtime.rounds import RoundSize
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.calls import ServingBackend
@@ -110,7 +110,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self._ends.close()
 
-    def start(self) -> tuple[LearnerClient, RolloutClient]:
+    def start(self) -> tuple[LearnerClient, RolloutClient | RankRolloutClient]:
         """Place and start every learner rank and every engine.
 
         Raises:

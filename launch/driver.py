@@ -15,10 +15,10 @@ import time
 from typing import Any, Protocol
 
 from launch.pipeline import GeneratingEngines, Queue, RoundStream
+from launch.processes.learner_client import LearnerClient
+from launch.processes.rounds import Round
 from launch.runtime.checkpoints import Checkpoints
-from launch.runtime.learner_client import LearnerClient
 from launch.runtime.resume import ResumePoint
-from launch.runtime.rounds import Round
 from launch.runtime.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation
 from shared.protocols import PerRank

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.cluster import start_ranks
+from launch.processes.learner_client import UNOBSERVED, LearnerCall, LearnerClient, RunObserver
+from launch.processes.rollout_client import RankRolloutClient
 from launch.runtime.console import StartUp
-from launch.runtime.learner_client import UNOBSERVED, LearnerCall, LearnerClient, RunObserver
 from launch.runtime.placement import plan_placement
 from launch.runtime.ray_connection import cluster_nodes
-from launch.runtime.rollout_client import RankRolloutClient
 from learner.actor import LearnerRank
 from shared.config import RunConfig
 from shared.sent_requests import PictureShelf

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from launch.processes.rounds import Round
 from launch.runtime.replacements import Replacement
-from launch.runtime.rounds import Round
 from shared.protocols import PerRank
 from shared.schedule import StepPlan
 from shared.weight_sync.phases import ReceivingEngines

@@ -84,7 +84,7 @@ class EngineHost:
 class LearnerRank:
     """One learner rank: its learner, and its backend if the rank generates its own rollouts.
 
-    The driver's `launch.runtime.learner_client.LearnerClient` runs functions on it.
+    The driver's `launch.processes.learner_client.LearnerClient` runs functions on it.
     """
 
     loaded: Learner | None = None

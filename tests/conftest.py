@@ -260,9 +260,9 @@ def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool
     """Three actors with real engines. Version and weights are the last test's: sync first."""
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
-    from launch.runtime.fleet import Fleet
-    from launch.runtime.rollout_client import RolloutClient
-    from launch.runtime.rounds import RoundSize
+    from launch.processes.fleet import Fleet
+    from launch.processes.rollout_client import RolloutClient
+    from launch.processes.rounds import RoundSize
 
     names = [f"actor-{i}" for i in range(3)]
     settings = small_settings(demo_checkpoint)

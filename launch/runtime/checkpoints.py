@@ -34,7 +34,7 @@ from shared.records import read_record
 from shared.run_files import FINAL_FOLDER, Span, cannot_write
 
 if TYPE_CHECKING:
-    from launch.runtime.learner_client import LearnerClient
+    from launch.processes.learner_client import LearnerClient
     from launch.runtime.telemetry import Telemetry
 
 INDEX = "checkpoints.json"

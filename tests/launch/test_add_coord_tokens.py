@@ -268,9 +268,9 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(
     import ray
     from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-    from launch.runtime.fleet import Fleet
-    from launch.runtime.rollout_client import RolloutClient
-    from launch.runtime.rounds import RoundSize
+    from launch.processes.fleet import Fleet
+    from launch.processes.rollout_client import RolloutClient
+    from launch.processes.rounds import RoundSize
     from shared.weight_sync.phases import sync_weights
 
     make_coord_model(

@@ -18,7 +18,7 @@ from config_support import configuration
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rounds import Round, RoundSize, SecondTry
+from launch.processes.rounds import Round, RoundSize, SecondTry
 from shared.chunking import split_contiguous
 from shared.config.derive import engine_devices
 from shared.errors import LostRoundError

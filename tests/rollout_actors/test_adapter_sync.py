@@ -20,9 +20,9 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from fake_server import eventually
 from troubled_adapters import IdleAdapter, KeptAdapter
 
-from launch.runtime.fleet import Fleet
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from shared.errors import WeightSyncError
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import sync_weights

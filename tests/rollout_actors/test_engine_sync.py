@@ -25,10 +25,10 @@ from engine_support import (
     small_settings,
 )
 
-from launch.runtime.fleet import Fleet, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import RolloutError, WeightSyncError

@@ -14,9 +14,9 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
-from launch.runtime.fleet import Fleet
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

@@ -13,10 +13,10 @@ import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
 
-from launch.runtime.fleet import RolloutTimeouts
-from launch.runtime.learner_client import LearnerClient, RayRanks
-from launch.runtime.rollout_client import RankRolloutClient
-from launch.runtime.rounds import Round, RoundSize
+from launch.processes.fleet import RolloutTimeouts
+from launch.processes.learner_client import LearnerClient, RayRanks
+from launch.processes.rollout_client import RankRolloutClient
+from launch.processes.rounds import Round, RoundSize
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection

@@ -14,10 +14,10 @@ import pytest
 import ray
 from fake_actors import create_fake_actor
 
-from launch.runtime.fleet import Fleet, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import LostRoundError, LostStartError, RolloutError, Timeout, WeightSyncError
@@ -183,9 +183,9 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
 @pytest.fixture
 def soon(monkeypatch):
     """Whoever has nothing to do and does not answer is given up after 2 s."""
-    monkeypatch.setattr("launch.runtime.fleet.ALIVE_S", 2.0)
+    monkeypatch.setattr("launch.processes.fleet.ALIVE_S", 2.0)
     for module in ("fleet", "rollout_client"):
-        monkeypatch.setattr(f"launch.runtime.{module}.POOL_MARGIN_S", 1.0)
+        monkeypatch.setattr(f"launch.processes.{module}.POOL_MARGIN_S", 1.0)
     return {"stall_s": 1.0, "sync_phase_s": 0.5}
 
 

@@ -15,9 +15,9 @@ from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
 from ray.exceptions import OwnerDiedError, RayTaskError
 
-from launch.runtime.fleet import Fleet, RolloutTimeouts
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.ray_calls import RayCall
 from shared.config.job import TimeoutsSection

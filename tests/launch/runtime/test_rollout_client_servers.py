@@ -25,10 +25,10 @@ from fake_server import (
 )
 from renewed_actor import RenewedActor
 
-from launch.runtime.fleet import Fleet, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from launch.runtime.rounds import RoundQueue
+from launch.processes.rounds import RoundQueue
 from shared.chunking import RoundPart
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_server import make_request
 
-from launch.runtime.rounds import RoundQueue
+from launch.processes.rounds import RoundQueue
 from launch.runtime.telemetry import server_calls
 from rollout_actors.server.messages import InferCall
 from shared.seeds import request_seed

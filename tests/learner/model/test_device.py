@@ -17,8 +17,8 @@ from ray.exceptions import ActorDiedError
 from torch import nn
 from torch.distributed import DistBackendError
 
-from launch.runtime import learner_client
-from launch.runtime.learner_client import LearnerCall, LearnerClient, RayRanks
+from launch.processes import learner_client
+from launch.processes.learner_client import LearnerCall, LearnerClient, RayRanks
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.checkpoint_folder import BaseFiles

@@ -34,9 +34,9 @@ from serve_process import OneServer, serve_process
 from stock_process import TOKEN, stock_process
 
 from benchmarks.scripted_backend import ScriptedBackend
-from launch.runtime.fleet import Fleet
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments

@@ -21,10 +21,10 @@ from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
 
-from launch.runtime.fleet import Fleet, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient
-from launch.runtime.rounds import RoundSize
 from rollout_actors.environments.training.actor import EnvironmentActor, RayEngines
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import ray
 
-from launch.runtime.fleet import Fleet
-from launch.runtime.learner_client import UNOBSERVED, RunObserver
+from launch.processes.fleet import Fleet
+from launch.processes.learner_client import UNOBSERVED, RunObserver
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
 from shared.errors import LostRoundError, RolloutError, UnreachableError
