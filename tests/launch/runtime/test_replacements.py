@@ -239,7 +239,7 @@ def test_a_round_that_nobody_is_left_to_answer_is_lost_and_may_be_asked_again(cl
 def test_an_actor_that_is_killed_while_the_run_starts_is_replaced(client):
     dies = ("start", "die")
     run = client(GOOD, dies, then=[dies])
-    run.devices = ()
+    run.engines.devices = ()
     run.start()
     assert run.devices == (1, 1)
     assert who_answers(run) == ["actor-0"] * 2 + ["actor-1"] * 2
