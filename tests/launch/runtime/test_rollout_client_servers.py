@@ -99,7 +99,7 @@ def generated(client: RolloutClient, num_requests: int) -> list[Rollout]:
                 [make_request(position) for position in range(num_requests)]
             )
         ]
-    ).result(timeout=60)
+    ).result()
     return [rollout for share in ray.get(shares) for rollout in share]
 
 
