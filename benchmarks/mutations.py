@@ -349,7 +349,7 @@ MUTANTS = (
         ("tests/shared/config/test_load.py",)),
     Mutant("beams-of-any-length-by-their-sum", "shared/config/rollout.py",
         "length_penalty: FiniteFloat = 1.0", "length_penalty: FiniteFloat = 0.0",
-        ("tests/shared/config/test_load.py",)),
+        ("tests/shared/config/test_cases.py",)),
     Mutant("server-given-up-early", "shared/config/rollout.py",
         "timeout_s: PositiveFloat = 240.0", "timeout_s: PositiveFloat = 24.0",
         ("tests/shared/config/test_load.py",)),

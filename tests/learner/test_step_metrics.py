@@ -89,20 +89,20 @@ def test_what_an_answer_held_and_what_became_of_it_is_counted() -> None:
         appended=(0, 1, 3, 4, 5),
     )
     metrics = step_metrics()
-    metrics.add_rollout(ROLLOUT, reading, num_ground_truth=8, staleness=0)
     whole = replace(reading, parsed=replace(parsed, truncated=False))
-    metrics.add_rollout(ROLLOUT, whole, num_ground_truth=8, staleness=0)
+    for one in (reading, whole, whole):
+        metrics.add_rollout(ROLLOUT, one, num_ground_truth=8, staleness=0)
     counted = metrics.totals.as_dict()
     assert {name: counted[f"rollout/num_{name}"] for name in COUNTED} == {
         "truncated": 1,
         "fallback": 0,
-        "valid_objects": 12,
-        "objects_after_close": 6,
-        "excluded": 2,
-        "ground_truth": 16,
-        "matched": 4,
-        "appended": 10,
-        "gating_rejections": 14,
+        "valid_objects": 18,
+        "objects_after_close": 9,
+        "excluded": 3,
+        "ground_truth": 24,
+        "matched": 6,
+        "appended": 15,
+        "gating_rejections": 21,
     }
 
 
