@@ -253,7 +253,7 @@ def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
     with pytest.raises(RolloutError, match="told to fail") as caught:
         client(GOOD, ("start", "fail")).start()
     assert not isinstance(caught.value, LostStartError)
-    late = client(GOOD, ("start", "sleep"))
+    late = client(GOOD, ("start", "sleep")).engines
     late.timeouts = replace(late.timeouts, start=Timeout(0.5, "timeouts.start_s"))
     message = "no answer from actor-1 after timeouts.start_s = 0.5 s"
     with pytest.raises(LostStartError, match=message):
