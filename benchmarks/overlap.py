@@ -32,12 +32,31 @@ class Seconds:
     sync: float
 
 
-def requests_of(step: int, num_rounds: int) -> list[list[RolloutRequest]]:
-    requests = [
+def requests_of(step: int, num_rounds: int) -> list[RolloutRequest]:
+    return [
         RolloutRequest(step, i, f"{step}-{i}", (1,), (), GREEDY, request_seed(17, step, i))
         for i in range(num_rounds * PER_ROUND)
     ]
-    return [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
+
+
+class Engine:
+    """A scripted backend that generates in a thread, one round at a time."""
+
+    def __init__(self, latency_s: float) -> None:
+        self._backend = ScriptedBackend(
+            "scripted",
+            lambda request: [request.step, request.position, request.seed % 1000],
+            latency_s=latency_s,
+        )
+        self._threads = ThreadPoolExecutor(max_workers=1)
+        self.running: list[Future[list[Rollout]]] = []
+
+    def split(self, requests: list[RolloutRequest]) -> list[list[RolloutRequest]]:
+        return [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
+
+    def generate(self, round_: Sequence[RolloutRequest]) -> Future[list[Rollout]]:
+        self.running = [self._threads.submit(self._backend.generate, round_)]
+        return self.running[0]
 
 
 def run_steps(
@@ -46,29 +65,18 @@ def run_steps(
     """(seconds of all steps, the responses in the order they were learned). The queue of rounds
     runs on over the steps of a stretch.
     """
-    backend = ScriptedBackend(
-        "scripted",
-        lambda request: [request.step, request.position, request.seed % 1000],
-        latency_s=takes.generate,
-    )
+    engine = Engine(takes.generate)
     learned: list[tuple[int, ...]] = []
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        running: list[Future[list[Rollout]]] = []
-
-        def submit(round_: Sequence[RolloutRequest]) -> Future[list[Rollout]]:
-            running[:] = [threads.submit(backend.generate, round_)]
-            return running[0]
-
-        started = time.perf_counter()
-        for stretch in windows:
-            rounds = RoundStream(queue, submit, lambda step: requests_of(step, num_rounds), stretch)
-            for _ in stretch:
-                for done in rounds.of_next_step():
-                    time.sleep(takes.learn)
-                    learned += [rollout.response_token_ids for rollout in done]
-                wait(running)  # as a sync does: engines take weights between rounds
-                time.sleep(takes.sync)
-        return time.perf_counter() - started, learned
+    started = time.perf_counter()
+    for stretch in windows:
+        rounds = RoundStream(queue, engine, lambda step: requests_of(step, num_rounds), stretch)
+        for _ in stretch:
+            for done in rounds.of_next_step():
+                time.sleep(takes.learn)
+                learned += [rollout.response_token_ids for rollout in done]
+            wait(engine.running)  # as a sync does: engines take weights between rounds
+            time.sleep(takes.sync)
+    return time.perf_counter() - started, learned
 
 
 def main() -> None:

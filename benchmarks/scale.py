@@ -26,15 +26,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
 
 from benchmarks.overlap import GREEDY
-from launch.runtime.learner_client import RayLearner
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
-from learner.actor import STOPPING, LearnerActor
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.learner_client import LearnerClient, RayRanks
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
+from learner.actor import STOPPING, LearnerActor, LearnerRank
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
 from shared.records import ImageRef
@@ -63,7 +65,7 @@ class Rank(LearnerActor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._learner: Any = SimpleNamespace(next_requests=self._made)
+        self.forget_pictures()
 
     def _made(self, images: Sequence[ImageRef]) -> list[RolloutRequest]:
         ids = tuple(range(PROMPT_TOKENS))
@@ -76,7 +78,8 @@ class Rank(LearnerActor):
         return time.time()
 
     def forget_pictures(self) -> None:
-        self._shelf = PictureShelf(ray.put)
+        self._rank = LearnerRank(PictureShelf(ray.put), ray.get)
+        self._rank.loaded = cast(Any, SimpleNamespace(next_requests=self._made))
 
     def put_each(self, images: Sequence[ImageRef]) -> list[RequestRef]:
         requests = self._made([image.with_data() for image in images])
@@ -160,16 +163,15 @@ def compare(
     rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_size: int, repeats: int
 ) -> None:
     timeouts = TimeoutsSection()
-    learner = RayLearner([rank], timeouts)
+    learner = LearnerClient(RayRanks([rank]), timeouts)
     names = [f"actor-{index}" for index in range(len(actors))]
 
     def pool_of(engines: list[Any]) -> RolloutClient:
         return RolloutClient(
-            engines,
-            names,
-            RolloutTimeouts.for_actors(timeouts),
-            decode_batch_size=decode_batch_size,
-            devices=(1,) * len(engines),
+            Fleet(
+                engines, names, RolloutTimeouts.for_actors(timeouts), devices=(1,) * len(engines)
+            ),
+            RoundSize(decode_batch_size),
         )
 
     once = pool_of(actors)

@@ -49,7 +49,9 @@ from benchmarks.sync_sides import (
     make_model,
     set_parts,
 )
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError
@@ -222,7 +224,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[RolloutClient, list[An
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
     names = [f"engine-{i}" for i in range(num_engines)]
     actors = [make_actor.remote(EngineSpec(name, settings, i)) for i, name in enumerate(names)]
-    pool = RolloutClient(actors, names, TIMEOUTS, decode_batch_size=4)
+    pool = RolloutClient(Fleet(actors, names, TIMEOUTS), RoundSize(4))
     pool.start()
     return pool, actors
 
@@ -238,7 +240,9 @@ def timed_sync(learner: Learner, pool: RolloutClient) -> TimedSync:
 
 
 def _cpu_s(pool: RolloutClient) -> float:
-    return time.process_time() + sum(ray.get([actor.cpu_s.remote() for actor in pool.actors]))
+    return time.process_time() + sum(
+        ray.get([actor.cpu_s.remote() for actor in pool.engines.actors])
+    )
 
 
 def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:

@@ -20,13 +20,15 @@ from ray.util.scheduling_strategies import (
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
+from launch.processes.rollout_client import RankRolloutClient, RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.run_folder.console import StartUp
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.calls import ServingBackend
@@ -72,11 +74,13 @@ class Cluster:
         images: ImageNeeds,
         start_up: StartUp,
         examples: ExampleCounts | None = None,
+        observer: RunObserver = UNOBSERVED,
     ) -> None:
         self._config = config
         self._images = images
         self._start_up = start_up
         self._examples = examples
+        self._observer = observer
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
         self.ray_logs: Path | None = None
         """The folder of the Ray session's logs, on this node; None: not connected yet."""
@@ -106,7 +110,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self._ends.close()
 
-    def start(self) -> tuple[RayLearner, RolloutClient]:
+    def start(self) -> tuple[LearnerClient, RolloutClient | RankRolloutClient]:
         """Place and start every learner rank and every engine.
 
         Raises:
@@ -121,30 +125,14 @@ class Cluster:
         names = ", ".join(_rank_names(placement))
         match engines_in(config):
             case EngineLocation.RANKS:
-                # One wait for both: a rank loads its engine after its model, on the same device.
-                backend = make_backend(config, placement, self._images, self._examples)
-                timeouts = RolloutTimeouts.for_ranks(config)
                 with self._start_up.stage(f"{names} with an engine"):
-                    learner.start(
-                        config,
-                        rank_topologies(placement),
-                        backend,
-                        examples=self._examples,
-                        limit=timeouts.start,
+                    return learner, start_ranks(
+                        *(config, learner, placement, self._images, self._examples), self._observer
                     )
-                return learner, RankRolloutClient(
-                    learner,
-                    timeouts,
-                    num_ranks=config.learner.world_size,
-                    devices_per_rank=placement.devices_per_engine,
-                    decode_batch_size=config.rollout_matching.decode_batch_size,
-                    group_size=group_size(config),
-                    in_one_round=self._examples is not None and self._examples.scores_at_once,
-                )
             case EngineLocation.ACTORS:
                 # The learner knows most about bad input and needs seconds: it is waited for first.
                 # The engines, created before that, start meanwhile.
-                engines = self._place_actors(placement, group)
+                engines = self._place_actors(placement, group, learner)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
                 with self._start_up.stage(names):
@@ -154,7 +142,7 @@ class Cluster:
                 # The servers are waited for first: only they know how many devices receive.
                 section = rollout_servers(config)
                 assert section is not None
-                engines = self._reach_servers(placement, section)
+                engines = self._reach_servers(placement, section, learner)
                 self._start(engines)
                 receivers = [
                     ReceiverGroup(devices, server.group_port)
@@ -171,8 +159,7 @@ class Cluster:
         """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
-        # A new one would wait for a sync, which is not to come.
-        engines = self._place_actors(placement, self._reserve(placement), replaces_lost=False)
+        engines = self._place_actors(placement, self._reserve(placement))
         self._start(engines)
         return engines
 
@@ -191,7 +178,7 @@ class Cluster:
             )
         return group
 
-    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RayLearner:
+    def _place_learner(self, placement: Placement, group: PlacementGroup) -> LearnerClient:
         # Beside engines on the same cores, threads that spin make a step tens of times slower.
         passive = {"OMP_WAIT_POLICY": "PASSIVE"}
         runtime_env = neighbour_env(self._config, placement, self._images, **passive)
@@ -201,12 +188,12 @@ class Cluster:
             where = _bundle(group, len(placement.engines) + rank)  # engines come first
             resources = placement.ranks[rank]
             actors.append(self._create(shell, name, resources, where, runtime_env))
-        learner = RayLearner(actors, self._config.timeouts)
+        learner = LearnerClient(RayRanks(actors), self._config.timeouts, self._observer)
         self._ends.callback(learner.close)
         return learner
 
     def _place_actors(
-        self, placement: Placement, group: PlacementGroup, *, replaces_lost: bool = True
+        self, placement: Placement, group: PlacementGroup, learner: LearnerClient | None = None
     ) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
@@ -225,11 +212,14 @@ class Cluster:
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
         replacements = None
-        if replaces_lost:
+        # Without a learner a new one would wait for a sync, which is not to come.
+        if learner is not None:
             replacements = self._replacements(create, names, timeouts)
-        return self._engines(actors, timeouts, replacements=replacements)
+        return self._engines(actors, timeouts, learner, replacements)
 
-    def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
+    def _reach_servers(
+        self, placement: Placement, section: ServerSection, learner: LearnerClient
+    ) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
         run = run_name(self._config.telemetry.run_dir, is_start=True)
@@ -249,7 +239,7 @@ class Cluster:
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts, watched=can_return)
         urls = [address.base_url for address in addresses]
         replacements = self._replacements(create, names, timeouts, servers=urls)
-        return self._engines(actors, timeouts, asks_next=True, replacements=replacements)
+        return self._engines(actors, timeouts, learner, replacements, asks_next=True)
 
     def _replacements(
         self,
@@ -269,19 +259,23 @@ class Cluster:
         self,
         actors: dict[str, Any],
         timeouts: RolloutTimeouts,
+        learner: LearnerClient | None,
+        replacements: Replacements | None,
         *,
         asks_next: bool = False,
-        replacements: Replacements | None = None,
     ) -> RolloutClient:
-        engines = RolloutClient(
+        fleet = Fleet(
             list(actors.values()),
             list(actors),
             timeouts,
-            decode_batch_size=self._config.rollout_matching.decode_batch_size,
-            learner_ranks=self._config.learner.world_size,
             asks_next_on_failure=asks_next,
             replacements=replacements,
         )
+        config = self._config
+        size = RoundSize(
+            config.rollout_matching.decode_batch_size, learner_ranks=config.learner.world_size
+        )
+        engines = RolloutClient(fleet, size, learner=learner, observer=self._observer)
         self._ends.callback(engines.close)
         return engines
 
@@ -306,12 +300,8 @@ class Cluster:
 
         def create(index: int, number: int = 1) -> Any:
             settings = runner_settings(config, section, engines.devices, examples, index)
-            asked = (
-                engines.actors,
-                engines.names,
-                engines.timeouts.generate,
-                engines.replaces_lost,
-            )
+            fleet = engines.engines
+            asked = (fleet.actors, fleet.names, fleet.timeouts.generate, fleet.replaces_lost)
             name = _ray_name(names[index], number)
             return self._create(
                 *(shell, name, resources, where, runtime_env, names[index], settings, *asked),
@@ -321,7 +311,7 @@ class Cluster:
         actors = [create(index) for index in range(num_actors)]
         timeouts = RolloutTimeouts.for_environments(config.timeouts, section.teacher)
         replacements = self._replacements(create, names, timeouts)
-        environments = RolloutClient(actors, names, timeouts, replacements=replacements)
+        environments = Fleet(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)
         engines.generate_through(
@@ -330,9 +320,9 @@ class Cluster:
             in_one_round=examples.scores_at_once,
         )
 
-    def _start(self, client: RolloutClient) -> None:
-        with self._start_up.stage(", ".join(client.names)):
-            client.start()
+    def _start(self, actors: RolloutClient | Fleet) -> None:
+        with self._start_up.stage(", ".join(actors.names)):
+            actors.start()
 
     def _create(
         self,
@@ -428,6 +418,34 @@ def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[Ran
         )
         for rank in range(len(placement.ranks))
     ]
+
+
+def start_ranks(
+    config: RunConfig,
+    learner: LearnerClient,
+    placement: Placement,
+    images: ImageNeeds,
+    examples: ExampleCounts | None,
+    observer: RunObserver,
+) -> RankRolloutClient:
+    """Start a learner whose ranks generate their own rollouts, and return the client of these."""
+    timeouts = RolloutTimeouts.for_ranks(config)
+    # One wait for both: a rank loads its engine after its model, on the same device.
+    learner.start(
+        config,
+        rank_topologies(placement),
+        make_backend(config, placement, images, examples),
+        examples=examples,
+        limit=timeouts.start,
+    )
+    size = RoundSize(
+        config.rollout_matching.decode_batch_size,
+        learner_ranks=config.learner.world_size,
+        group_size=group_size(config),
+        in_one_round=examples is not None and examples.scores_at_once,
+    )
+    devices = placement.devices_per_engine
+    return RankRolloutClient(learner, timeouts, size, devices_per_rank=devices, observer=observer)
 
 
 def make_backend(

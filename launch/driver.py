@@ -12,22 +12,18 @@ also learns the rounds again, where `training.updates_per_batch` asks for more t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from launch.pipeline import Queue, RoundStream
+from launch.pipeline import GeneratingEngines, Queue, RoundStream
+from launch.processes.learner_client import LearnerClient
+from launch.processes.rounds import Round
 from launch.run_folder.checkpoints import Checkpoints
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.telemetry import Telemetry
-from launch.runtime.replacements import Replacement
-from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
-from shared.metrics import StepReport
 from shared.protocols import PerRank
-from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.phases import ReceivingEngines, SendingLearner, sync_weights
+from shared.schedule import RunSchedule
+from shared.weight_sync.phases import sync_weights
 
 
 class HeldOutClient(Protocol):
@@ -35,70 +31,6 @@ class HeldOutClient(Protocol):
 
     def held_out_requests(self, step: int) -> PerRank: ...
     def score(self, done: PerRank) -> list[Any]: ...
-
-
-class LearnerClient(HeldOutClient, SendingLearner, Protocol):
-    """The learner as the driver sees it."""
-
-    def next_requests(self, plan: StepPlan) -> PerRank: ...
-    def accumulate(self, done: PerRank) -> None: ...
-    def refill_requests(self) -> PerRank:
-        """Return requests in the place of groups without signal, once all were accumulated."""
-
-    def finish_step(self) -> StepReport: ...
-    def last_report(self) -> StepReport:
-        """Return the report of the last step before the run was resumed."""
-
-    def answers_ahead(self) -> PerRank:
-        """Return the answers that a resumed run has of its first step."""
-
-
-class GeneratingEngines(ReceivingEngines, Protocol):
-    """The engines, or the environments before them, as the driver sees them."""
-
-    version: int
-    """The version that every engine serves; 0 before the first sync."""
-
-    def split(self, requests: PerRank) -> list[PerRank]: ...
-    def generate(self, round_: PerRank) -> Future[PerRank]: ...
-    def pop_replaced(self) -> list[Replacement]:
-        """Return the replacements that have joined since the last call."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """A round in production. Where everybody who could answer it is lost it is asked once more."""
-
-    rollouts: GeneratingEngines
-    requests: PerRank
-    future: Future[PerRank]
-    version: int
-    """Version of the weights when it was submitted."""
-    sync_again: Callable[[], None]
-    """Sends the present weights once more, to new engines."""
-
-    def result(self) -> PerRank:
-        """Wait for the answers. The learner has to be idle: new engines may need its weights.
-
-        Raises LostRoundError where the learner has no such weights any more, or for a second time.
-        """
-        try:
-            return self.future.result()
-        except LostRoundError as error:
-            if self.rollouts.version != self.version:
-                why = "and the weights that it was asked of are gone (max_staleness)"
-                raise LostRoundError(
-                    f"{error.message}; all are lost, {why}", actor=error.actor, phase=error.phase
-                ) from error
-        self.sync_again()
-        try:
-            return self.rollouts.generate(self.requests).result()
-        except LostRoundError as error:
-            raise LostRoundError(
-                f"{error.message}; all are lost for the second time in a round",
-                actor=error.actor,
-                phase=error.phase,
-            ) from error
 
 
 def train(
@@ -110,45 +42,9 @@ def train(
     checkpoints: Checkpoints,
     point: ResumePoint | None = None,
 ) -> None:
-    """Run every step, of a resumed run those behind its point.
-
-    Engines take weights while nothing is generated: `sync_weights` first waits
-    (`RolloutClient.wait_idle`) for a round that `max_staleness` lets run beside an update.
-    """
-    first_step = 0
-    answers_ahead: PerRank | None = None
-    if point is not None:
-        first_step = point.step
-        if point.state.has_answers_ahead:
-            # A round of the first step, generated before the run ended by weights that are gone.
-            answers_ahead = learner.answers_ahead()
-
-    def rounds_of(plan: StepPlan) -> list[PerRank]:
-        rounds = rollouts.split(learner.next_requests(plan))
-        if plan.step == first_step and answers_ahead is not None:
-            rounds.insert(0, answers_ahead)
-        return rounds
-
-    def refills_of(_plan: StepPlan) -> list[PerRank]:
-        return rollouts.split(learner.refill_requests())
-
-    def generate(round_: PerRank) -> _Round:
-        future = done_before if round_ is answers_ahead else rollouts.generate(round_)
-        return _Round(rollouts, round_, future, rollouts.version, sync_again)
-
-    def sync_again() -> None:
-        telemetry.sync(sync_weights(learner, rollouts, again=True))
-
-    def report_held_out(step: int) -> None:
-        telemetry.waits_for("the held-out report")
-        evaluation = evaluate(learner, rollouts, step, queue, generate)
-        checkpoints.after_report(step, telemetry.evaluation(evaluation))
-
-    done_before: Future[PerRank] = Future()
-    if answers_ahead is not None:
-        done_before.set_result(answers_ahead)
-        checkpoints.round_ahead(first_step, done_before)
-    telemetry.waits_for("the first weight sync")
+    """Run every step, or those after the point of a resumed run."""
+    first_step = 0 if point is None else point.step
+    ahead = round_ahead(learner, checkpoints, point)
     sync = sync_weights(learner, rollouts)
     telemetry.sync(sync)
     if first_step and not telemetry.has_written(first_step):
@@ -157,56 +53,65 @@ def train(
         telemetry.write_step(plan, learner.last_report(), sync if plan.sync_after else None)
     # Windows are single steps; with `max_staleness` 1, channel-B steps in a row.
     for window in schedule.windows(first_step):
-        rounds = RoundStream(queue, generate, rounds_of, window)
+        rounds = RoundStream(queue, rollouts, learner.next_requests, window, ahead)
+        ahead = None
         for plan in window:
             if plan.evaluate_before:
-                report_held_out(plan.step)
+                report_held_out(learner, rollouts, plan.step, queue, telemetry, checkpoints)
             with telemetry.step(plan) as record:
-                refills = [
-                    RoundStream(queue, generate, refills_of, [plan])
-                    for _ in range(schedule.refill_rounds)
-                ]
-                streams = (rounds, *refills)
+                streams = [rounds]
+                for _ in range(schedule.refill_rounds):
+                    streams.append(RoundStream(queue, rollouts, learner.refill_requests, [plan]))
                 for stream in streams:
-                    telemetry.waits_for("rollouts")
                     for done in stream.of_next_step():
-                        telemetry.waits_for("the learner")
                         learner.accumulate(done)
-                        telemetry.waits_for("rollouts")
-                telemetry.waits_for("the learner")
                 record.queue_wait_s = sum(stream.pop_wait_s() for stream in streams)
                 # From here on the update may be over.
-                ahead: _Round | None = rounds.ahead
-                checkpoints.round_ahead(plan.number, None if ahead is None else ahead.future)
+                checkpoints.round_ahead(plan.number, rounds.ahead)
                 record.report = learner.finish_step()
                 if plan.sync_after:
-                    telemetry.waits_for("the weight sync")
                     record.sync = sync_weights(learner, rollouts)
                 record.replaced = rollouts.pop_replaced()
-            telemetry.waits_for("a checkpoint")
             checkpoints.after_step(plan.number)
     # Saved before the last report: what can go wrong there must not cost the run.
-    telemetry.waits_for("the last checkpoint")
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
-        report_held_out(schedule.max_steps)
+        report_held_out(learner, rollouts, schedule.max_steps, queue, telemetry, checkpoints)
 
 
-def evaluate(
-    held_out: HeldOutClient,
+def round_ahead(
+    learner: LearnerClient, checkpoints: Checkpoints, point: ResumePoint | None
+) -> Round | None:
+    """Return the first round of a resumed run, if weights that are gone have generated it."""
+    if point is None or not point.state.has_answers_ahead:
+        return None
+    ahead = Round.answered(learner.answers_ahead())
+    checkpoints.round_ahead(point.step, ahead.future)
+    return ahead
+
+
+def report_held_out(
+    learner: LearnerClient,
     rollouts: GeneratingEngines,
     step: int,
     queue: Queue,
-    generate: Callable[[PerRank], Any] | None = None,
-) -> Evaluation[Any]:
-    """Generate and score the held-out samples with the weights that the engines have now.
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+) -> None:
+    """Make the held-out report of the present weights, which are saved if they are the best."""
+    with telemetry.waits_for("the held-out report"):
+        evaluation = evaluate(learner, rollouts, step, queue)
+        checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
-    `generate` begins a round; None: `rollouts.generate`.
-    """
+
+def evaluate(
+    held_out: HeldOutClient, rollouts: GeneratingEngines, step: int, queue: Queue
+) -> Evaluation[Any]:
+    """Generate and score the held-out samples with the weights that the engines have now."""
     outcomes: list[Any] = []
     started_s = time.monotonic()
     rounds = rollouts.split(held_out.held_out_requests(step))
-    for done in queue(generate or rollouts.generate, rounds):
+    for done in queue(rollouts.generate, rounds):
         outcomes += held_out.score(done)
     return Evaluation(
         step,

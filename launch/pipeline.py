@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from launch.processes.rounds import Round
+from launch.runtime.replacements import Replacement
+from shared.protocols import PerRank
+from shared.schedule import StepPlan
+from shared.weight_sync.phases import ReceivingEngines
 
 Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 """`one_ahead` or `one_at_a_time`."""
@@ -38,6 +45,20 @@ def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterat
         yield submit(round_).result()
 
 
+class GeneratingEngines(ReceivingEngines, Protocol):
+    """The engines, or the environments before them, as the driver sees them."""
+
+    version: int
+    """The version that every engine serves; 0 before the first sync."""
+
+    def split(self, requests: PerRank) -> list[PerRank]:
+        """Cut a step's requests into rounds."""
+
+    def generate(self, round_: PerRank) -> Round: ...
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that have joined since the last call."""
+
+
 class RoundStream:
     """The finished rounds of some steps in a row, which go through one queue.
 
@@ -52,27 +73,32 @@ class RoundStream:
     def __init__(
         self,
         queue: Queue,
-        submit: Callable[[Any], Any],
-        rounds_of: Callable[[Any], list[Any]],
-        steps: Iterable[Any],
+        engines: GeneratingEngines,
+        requests_of: Callable[[StepPlan], PerRank],
+        steps: Iterable[StepPlan],
+        ahead: Round | None = None,
     ) -> None:
-        """Call `rounds_of(step)` once for each step, when its first round can be submitted."""
-        self._submit = submit
-        self._rounds_of = rounds_of
+        """Call `requests_of(step)` once for each step, when its first round can be submitted.
+
+        `ahead`: the first step's first round, if that was submitted before.
+        """
+        self._engines = engines
+        self._requests_of = requests_of
         self._steps = steps
+        self._ahead = [] if ahead is None else [ahead]
         self._left: list[int] = []
         """Rounds not yet yielded, of every step that has been begun and not ended."""
-        self._handles: deque[Any] = deque()
-        """Handles of the rounds that were submitted and not yet yielded: two at most."""
+        self._handles: deque[Round] = deque()
+        """Rounds that were submitted and not yet yielded: two at most."""
         self._results = queue(self._submit_next, self._rounds())
         self._waited_s = 0.0
 
     @property
-    def ahead(self) -> Any | None:
-        """The handle of a later step's round, once every round of a step was yielded."""
-        return self._handles[0] if self._handles else None
+    def ahead(self) -> Future[PerRank] | None:
+        """The future of a later step's round, once every round of a step was yielded."""
+        return self._handles[0].future if self._handles else None
 
-    def of_next_step(self) -> Iterator[Any]:
+    def of_next_step(self) -> Iterator[PerRank]:
         """Yield every result of the next step. Use it up before asking for the step after it."""
         while not self._left or self._left[0]:
             started = time.perf_counter()
@@ -93,13 +119,16 @@ class RoundStream:
         self._waited_s = 0.0
         return waited_s
 
-    def _submit_next(self, round_: Any) -> Any:
-        handle = self._submit(round_)
+    def _submit_next(self, round_: PerRank | Round) -> Round:
+        handle = round_ if isinstance(round_, Round) else self._engines.generate(round_)
         self._handles.append(handle)
         return handle
 
-    def _rounds(self) -> Iterator[Any]:
+    def _rounds(self) -> Iterator[PerRank | Round]:
+        ahead = self._ahead
         for step in self._steps:
-            rounds = self._rounds_of(step)
-            self._left.append(len(rounds))
+            rounds = self._engines.split(self._requests_of(step))
+            self._left.append(len(rounds) + len(ahead))
+            yield from ahead
             yield from rounds
+            ahead = []

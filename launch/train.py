@@ -139,14 +139,13 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    processes: Cluster | LocalRun
-    if config.cluster.kind == "local":
-        processes = LocalRun(config, facts.images, start_up, facts.examples)
-    else:
-        processes = Cluster(config, facts.images, start_up, facts.examples)
-    with Telemetry(config, console, point) as telemetry, processes as cluster:
-        if isinstance(processes, Cluster):
-            telemetry.ray_logs = processes.ray_logs
+    kind = LocalRun if config.cluster.kind == "local" else Cluster
+    with (
+        Telemetry(config, console, point) as telemetry,
+        kind(config, facts.images, start_up, facts.examples, telemetry) as cluster,
+    ):
+        if isinstance(cluster, Cluster):
+            telemetry.ray_logs = cluster.ray_logs
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

@@ -1,15 +1,13 @@
-"""A learner rank on Ray: a shell around `Learner`, in a process of its own."""
+"""A learner rank: a `Learner` and the backend next to it, and the Ray actor that holds both."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from operator import attrgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import ray
 
 from shared.config import RunConfig
@@ -17,7 +15,6 @@ from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
 from shared.protocols import MakeBackend, RankBackend, end_with_parent
 from shared.rollouts import SyncReport, WeightOffer
-from shared.run_files import Span
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
 
@@ -28,8 +25,10 @@ if TYPE_CHECKING:
     from learner.learner import Learner
     from learner.model.ranks import RankTopology, Rendezvous
 
+T = TypeVar("T")
+
 STOPPING = "stopping"
-"""Ray's concurrency group for `stop` and `close`: a thread beside the learner's own."""
+"""Ray's concurrency group for what must not wait: a second thread, next to the learner's own."""
 
 
 class EngineHost:
@@ -82,18 +81,30 @@ class EngineHost:
         )
 
 
-class LearnerActor:
-    """A `Learner`, and the backend beside it where the rank generates its own rollouts."""
+class LearnerRank:
+    """One learner rank: its learner, and its backend if the rank generates its own rollouts.
 
-    _learner: Learner
+    The driver's `launch.processes.learner_client.LearnerClient` runs functions on it.
+    """
+
+    loaded: Learner | None = None
+    """None before `start`."""
+    backend: RankBackend | None = None
     _rendezvous: Rendezvous | None = None
-    _backend: RankBackend | None = None
-    _requests: list[Any]
-    """Requests of the step, the refill or the report that was begun last."""
+    _requests: Sequence[Any] = ()
+    """Requests of the step, the refill or the report that began last."""
 
-    def __init__(self) -> None:
-        end_with_parent()
-        self._shelf = PictureShelf(ray.put)
+    def __init__(
+        self, shelf: PictureShelf, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
+    ) -> None:
+        """`get` returns the values of the references that the shelf makes."""
+        self._shelf = shelf
+        self._get = get
+
+    @property
+    def learner(self) -> Learner:
+        assert self.loaded is not None, "start comes first"
+        return self.loaded
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """Open the ranks' meeting point, on rank 0. Returns `address:port`."""
@@ -118,69 +129,56 @@ class LearnerActor:
         from learner.learner import Learner
 
         topology = replace(topology, address=_node_address(config))
-        self._learner = Learner(config, topology, self._rendezvous, examples)
+        self.loaded = Learner(config, topology, self._rendezvous, examples)
         if make_backend is not None:
-            self._backend = make_backend(EngineHost(config, self._learner))
-        return torch.get_num_threads(), self._learner.publisher.offers_adapter
+            self.backend = make_backend(EngineHost(config, self.learner))
+        return torch.get_num_threads(), self.learner.publisher.offers_adapter
 
-    def begin(self, method: str, *arguments: Any) -> int:
-        """Begin a step (`next_requests`), a refill (`refill_requests`) or a report
-        (`held_out_requests`).
-
-        Returns the number of its requests, which `requests` gives.
-        """
-        self._requests = getattr(self._learner, method)(*arguments)
-        return len(self._requests)
+    def begin(self, requests: Sequence[Any]) -> int:
+        """Keep the requests of a step, a refill or a report for `requests`; return their number."""
+        self._requests = requests
+        return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
         """Return some of the requests, whose pictures are read here."""
         # Engines have these while the next ones are made.
         return self._shelf.send(self._requests[first:stop])
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the learner or of a part of it, such as `publisher.offer`."""
-        return attrgetter(method)(self._learner)(*arguments)
-
-    def call_on_rollouts(self, method: str, *shares: list[Any]) -> Any:
-        """Call a method of the learner with this rank's rollouts, which Ray resolves here."""
-        return self.call(method, list(itertools.chain(*shares)))
-
-    def answers_ahead(self) -> list[Any]:
-        return self._learner.answers_ahead()
-
-    def save(self, folder: Path, run: str, background: bool, *shares: list[Any]) -> str | None:
-        """Save a checkpoint, with the answers of this rank's part of the next round."""
-        answers = list(itertools.chain(*shares))
-        return self._learner.save(folder, run, answers, background=background)
-
-    def finish_save(self, wait: bool) -> list[Span] | None:
-        return self._learner.finish_save(wait=wait)
-
-    def num_updates(self) -> int:
-        return self._learner.num_updates
-
-    @ray.method(concurrency_group=STOPPING)
-    def stop(self) -> None:
-        """Have the learner stop, beside whatever it is doing."""
-        self._learner.stop()
-
-    @ray.method(concurrency_group=STOPPING)
-    def close(self) -> None:
-        """End the backend, if there is one, whatever it is doing: this process will be killed."""
-        if self._backend is not None:
-            self._backend.close()
-
-    def generate(self, *objects: SentRequests, places: range) -> tuple[list[Any], int]:
-        """Generate by the backend beside the learner, as `EngineActor.generate` does, or
-        `EnvironmentActor.generate`.
-        """
-        assert self._backend is not None, "this rank was started without a backend"
-        answers = self._backend.generate(SentRequests.chosen(objects, places).with_data(ray.get))
-        return answers, len(answers)
+    def generate(self, objects: Sequence[SentRequests], places: range) -> list[Any]:
+        """Generate by the backend next to the learner."""
+        assert self.backend is not None, "this rank was started without a backend"
+        return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        assert self._backend is not None, "this rank was started without a backend"
-        return self._backend.receive_weights(offer)
+        assert self.backend is not None, "this rank was started without a backend"
+        return self.backend.receive_weights(offer)
+
+    def close(self) -> None:
+        """End the backend, if there is one, whatever it is doing."""
+        if self.backend is not None:
+            self.backend.close()
+
+
+class LearnerActor:
+    """A `LearnerRank` on Ray, in a process of its own, which runs functions in order."""
+
+    def __init__(self) -> None:
+        end_with_parent()
+        self._rank = LearnerRank(PictureShelf(ray.put), ray.get)
+
+    def run(self, task: Callable[..., T], *arguments: Any) -> T:
+        """Call `task(rank, *arguments)`. Ray replaces references by their values before."""
+        return task(self._rank, *arguments)
+
+    def run_kept(self, task: Callable[..., list[T]], *arguments: Any) -> tuple[list[T], int]:
+        """Return the task's answers, and their number for a caller who leaves the answers here."""
+        answers = task(self._rank, *arguments)
+        return answers, len(answers)
+
+    @ray.method(concurrency_group=STOPPING)
+    def run_at_once(self, task: Callable[[LearnerRank], T]) -> T:
+        """Call `task(rank)` while another function may be running."""
+        return task(self._rank)
 
 
 def _node_address(config: RunConfig) -> str:

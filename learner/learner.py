@@ -163,12 +163,13 @@ class Learner:
         metrics.mark("draw samples", started_s)
         return requests
 
-    def refill_requests(self) -> list[Any]:
+    def refill_requests(self, plan: StepPlan) -> list[Any]:
         """Return requests in the place of this rank's groups without signal, for one more round.
 
         Asked at most `environment.refill_rounds` times, when every group so far is learned.
         """
         step = self._current
+        assert step.plan == plan, "a step is refilled before it ends"
         assert isinstance(step, TrajectoryBatch), "no other step has groups of an environment"
         started_s = time.time()
         requests = step.refill_requests()

@@ -260,12 +260,14 @@ def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool
     """Three actors with real engines. Version and weights are the last test's: sync first."""
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
-    from launch.runtime.rollout_client import RolloutClient
+    from launch.processes.fleet import Fleet
+    from launch.processes.rollout_client import RolloutClient
+    from launch.processes.rounds import RoundSize
 
     names = [f"actor-{i}" for i in range(3)]
     settings = small_settings(demo_checkpoint)
     actors = {name: create_actor(name, settings, i) for i, name in enumerate(names)}
-    pool = RolloutClient(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(Fleet(list(actors.values()), names, TIMEOUTS), RoundSize(8))
     pool.start()
     yield EnginePool(actors, pool)
     pool.close()

@@ -72,7 +72,7 @@ def learn_again(recording: Recording) -> Generator[StepReport, None, None]:
             for _, part in itertools.groupby(answers, _version):
                 learner.accumulate(list(part))
             for _ in range(RunSchedule(recording.config).refill_rounds):
-                again = learner.refill_requests()
+                again = learner.refill_requests(step.plan)
                 learner.accumulate(_recorded(learner, again, recording.logs, step.plan))
             yield merge_reports([learner.finish_step()])
     finally:

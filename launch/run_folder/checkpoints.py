@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
+from launch.processes.learner_client import LearnerClient
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.saved_checkpoints import (
     KeptCheckpoint,
@@ -40,22 +40,6 @@ from shared.protocols import PerRank
 from shared.run_files import Span
 
 
-class SavingLearner(Protocol):
-    """The learner, as checkpoints see it."""
-
-    def stop(self, *, timeout_s: float) -> int: ...
-    def save(
-        self,
-        folder: Path,
-        run: str,
-        answers_ahead: PerRank | None = None,
-        *,
-        background: bool = False,
-        timeout_s: float | None = None,
-    ) -> str | None: ...
-    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None: ...
-
-
 class Checkpoints:
     """Asks the learner to save, and deletes what a newer checkpoint replaces.
 
@@ -66,7 +50,7 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        learner: SavingLearner,
+        learner: LearnerClient,
         telemetry: Telemetry,
         point: ResumePoint | None = None,
         *,

@@ -245,18 +245,31 @@ class StepBar:
         self._max_steps = max_steps
         self._first_step = 0
         self._is_shown = False
+        self._is_waiting = False
 
     def go_on(self, step: int) -> None:
         """Begin after `step` updates, which do not count for the time of an update."""
         self._first_step = step
 
-    def waits_for(self, what: str) -> None:
-        """Show what the run waits for now; the first time show the bar."""
+    @contextmanager
+    def waits_for(self, what: str) -> Iterator[None]:
+        """Show what the run waits for in the body, unless it is part of a wait that is shown.
+
+        The first time shows the bar.
+        """
+        if self._is_waiting:
+            yield
+            return
         if not self._is_shown:
             self._is_shown = True
             self._task = self._bar.add_task(what, total=self._max_steps, completed=self._first_step)
             self._bar.start()
         self._bar.update(self._task, description=what)
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
 
     def done(self, step: int) -> None:
         """Move to `step` updates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -228,9 +228,9 @@ class Telemetry:
         yield record
         self._step_done(record, started_s, time.time())
 
-    def waits_for(self, what: str) -> None:
-        """Show on a terminal what the run waits for from now on."""
-        self._bar.waits_for(what)
+    def waits_for(self, what: str) -> AbstractContextManager[None]:
+        """Show on a terminal what the run waits for in the body."""
+        return self._bar.waits_for(what)
 
     def _begin(self) -> None:
         self._has_begun = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -20,98 +20,99 @@ STOPPING = "stopping"
 """As in `learner.actor`, which takes seconds to import."""
 
 
-class FakeRank:
-    """The methods of `LearnerActor` that misbehave here. What waits does so until the rank is let
-    go.
+class FakeLearner:
+    """The methods of `LearnerRank`, its learner and its publisher that misbehave here. What waits
+    does so until the rank is let go.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    num_updates = 5
+
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._told_to_stop = threading.Event()
-        self._let_go = threading.Event()
-        self._begun = threading.Event()
-
-    @ray.method(concurrency_group=STOPPING)
-    def let_go(self) -> None:
-        """End whatever the rank is doing."""
-        self._let_go.set()
-        self._told_to_stop.set()
-
-    def reset(self) -> None:
-        """Prepare for the next test, behind whatever the rank is doing."""
-        for event in (self._told_to_stop, self._let_go, self._begun):
-            event.clear()
-
-    @ray.method(concurrency_group=STOPPING)
-    def wait_until_it_scores(self) -> bool:
-        return self._begun.wait(60)
-
-    def open_rendezvous(self, config: Any) -> str:
-        return "127.0.0.1:1"
+        self.learner = self.publisher = self
+        self.told_to_stop = threading.Event()
+        self.let_go = threading.Event()
+        self.begun = threading.Event()
 
     def start(self, *arguments: Any) -> int:
         raise ConfigError("model.path: no")
 
-    def begin(self, method: str, argument: Any) -> int:
-        num: int = getattr(self, method)(argument)
+    def begin(self, num: int) -> int:
         return num
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self, method.removeprefix("publisher."))(*arguments)
+    def requests(self, first: int, stop: int) -> SentRequests:
+        """Make the first call's; those of the others not until the rank is let go."""
+        if first:
+            self.let_go.wait(600)
+        return SentRequests(tuple(f"{self._rank}/{index}" for index in range(first, stop)), {})
 
-    def call_on_rollouts(self, method: str, *shares: Any) -> Any:
-        return getattr(self, method)(*shares)
+    def next_requests(self, plan: Any) -> int:
+        self.let_go.wait(600)
+        return 0
 
-    def accumulate(self, *shares: Any) -> None:
+    def held_out_requests(self, step: int) -> int:
+        """Return 1 of rank 0, and `step` of rank 1."""
+        return step if self._rank else 1
+
+    def accumulate(self, answers: Sequence[Any]) -> None:
         """Rank 1 fails at last, rank 0 notices first."""
         if not self._rank:
             raise CollectiveError("rank 1 left", phase="reduce")
         time.sleep(0.3)
         raise RolloutError("a prompt differs", actor="actor-1", phase="check")
 
-    def save(self, folder: Any, run: str, background: bool) -> None:
-        if self._rank:
-            self._let_go.wait(600)
-
-    def held_out_requests(self, step: int) -> int:
-        """Return 1 of rank 0, and `step` of rank 1."""
-        return step if self._rank else 1
-
-    def next_requests(self, plan: Any) -> int:
-        self._let_go.wait(600)
-        return 0
-
-    def requests(self, first: int, stop: int) -> SentRequests:
-        """Make the first call's; those of the others not until the rank is let go."""
-        if first:
-            self._let_go.wait(600)
-        return SentRequests(tuple(f"{self._rank}/{index}" for index in range(first, stop)), {})
+    def score(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Until it is told to stop."""
+        self.begun.set()
+        self.told_to_stop.wait(600)
+        return []
 
     def finish_step(self) -> None:
         os._exit(1)
 
-    def score(self, *shares: Any) -> Sequence[Any]:
-        """Until it is told to stop."""
-        self._begun.set()
-        self._told_to_stop.wait(600)
-        return []
-
-    @ray.method(concurrency_group=STOPPING)
-    def stop(self) -> None:
-        self._told_to_stop.set()
-
-    @ray.method(concurrency_group=STOPPING)
-    def close(self) -> None:
-        self._told_to_stop.set()
-
-    def num_updates(self) -> int:
-        return 5
+    def save(self, folder: Any, run: str, answers: Sequence[Any], *, background: bool) -> None:
+        if self._rank:
+            self.let_go.wait(600)
 
     def send(self, offer: WeightOffer) -> None:
         raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
+
+    def stop(self) -> None:
+        self.told_to_stop.set()
+
+    close = stop
+
+
+class FakeRank:
+    """As `LearnerActor`, over a `FakeLearner`."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = FakeLearner(rank)
+
+    def run(self, task: Callable[..., Any], *arguments: Any) -> Any:
+        return task(self._rank, *arguments)
+
+    @ray.method(concurrency_group=STOPPING)
+    def run_at_once(self, task: Callable[..., Any]) -> Any:
+        return task(self._rank)
+
+    @ray.method(concurrency_group=STOPPING)
+    def let_go(self) -> None:
+        """End whatever the rank is doing."""
+        self._rank.let_go.set()
+        self._rank.told_to_stop.set()
+
+    def reset(self) -> None:
+        """Prepare for the next test, after whatever the rank is doing."""
+        for event in (self._rank.told_to_stop, self._rank.let_go, self._rank.begun):
+            event.clear()
+
+    @ray.method(concurrency_group=STOPPING)
+    def wait_until_it_scores(self) -> bool:
+        return self._rank.begun.wait(60)
 
 
 def create_fake_rank(rank: int = 0) -> Any:

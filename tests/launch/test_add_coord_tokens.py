@@ -268,7 +268,9 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(
     import ray
     from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-    from launch.runtime.rollout_client import RolloutClient
+    from launch.processes.fleet import Fleet
+    from launch.processes.rollout_client import RolloutClient
+    from launch.processes.rounds import RoundSize
     from shared.weight_sync.phases import sync_weights
 
     make_coord_model(
@@ -278,7 +280,7 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(
     is_exact = family not in HYBRID_MODEL_TYPES
     dtype = "float32" if is_exact else "bfloat16"
     actors = {family: create_actor(family, small_settings(tmp_path / "model", dtype=dtype), 0)}
-    pool = RolloutClient(list(actors.values()), list(actors), TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(Fleet(list(actors.values()), list(actors), TIMEOUTS), RoundSize(8))
     learner = SmallLearner(tmp_path / "model", num_receivers=1)
     if not is_exact:
         learner.canary_tolerance = None

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock, call
@@ -17,7 +18,7 @@ from config_support import configuration
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from launch.processes.rounds import Round, RoundSize, SecondTry
 from shared.chunking import split_contiguous
 from shared.config.derive import engine_devices
 from shared.errors import LostRoundError
@@ -46,7 +47,9 @@ class World:
         return [event[1:] for event in self.log if event[0] == kind]
 
 
-class Round:
+class Answers:
+    """The future of a round."""
+
     def __init__(self, world, requests):
         self.world = world
         self.requests = requests
@@ -81,9 +84,12 @@ class Rollouts:
         return [[requests[start : start + size]] for start in range(0, len(requests), size)]
 
     def generate(self, round_):
+        return Round(self.begin(round_))
+
+    def begin(self, round_):
         (requests,) = round_
         self.world.note("submit", tuple(requests), self.world.version)
-        self.round = Round(self.world, requests)
+        self.round = Answers(self.world, requests)
         return self.round
 
     def wait_idle(self):
@@ -159,13 +165,12 @@ class Notes:
     def __init__(self, world):
         self.world = world
         self.steps = []
-        self.waits = []
 
     def sync(self, report):
         pass
 
     def waits_for(self, what):
-        self.waits.append(what)
+        return nullcontext()
 
     def evaluation(self, evaluation):
         scenes = tuple(scene.text for scene in evaluation.outcomes)
@@ -255,21 +260,6 @@ def test_channel_a_asks_for_nothing_and_syncs_only_before_somebody_generates(run
     # At the start, and when the warm-up's last update is followed by a step that generates; the
     # run's last weights go nowhere.
     assert world.events("sync") == [(1,), (2,)]
-
-
-def test_what_the_run_waits_for_is_told_before_it_waits(run):
-    changes = {"training__max_steps": 1, "stage2_ab__schedule__warmup_steps": 0}
-    assert run(World(), round_size=16, **changes).waits == [
-        "the first weight sync",
-        "the held-out report",
-        *("rollouts", "the learner") * 2,  # two rounds
-        "rollouts",
-        "the learner",  # the update
-        "the weight sync",
-        "a checkpoint",
-        "the last checkpoint",
-        "the held-out report",
-    ]
 
 
 def test_the_held_out_report_comes_before_and_after_channel_b(run):
@@ -377,11 +367,10 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
         config = configuration(tmp_path, tmp_path, tmp_path / "run", **changes)
-        timeouts = RolloutTimeouts.for_actors(config.timeouts)
         devices = engine_devices(config)
         world = World()
         rollouts = Rollouts(world, round_size=0)
-        rollouts.split = RolloutClient([], [], timeouts, decode_batch_size=2, devices=devices).split
+        rollouts.split = partial(RoundSize(2).split, devices=devices)
         assert len(evaluate(LearnerOfFixedLatency(world), rollouts, 3, one_ahead).outcomes) == 40
         logs.append([requests for requests, _ in world.events("submit")])
     assert logs[0] == logs[1] == logs[2]
@@ -395,17 +384,22 @@ class LosingRollouts(Rollouts):
 
     replaces_lost = True
 
-    def __init__(self, world, round_size, lost):
+    def __init__(self, world, round_size, learner, notes, lost):
         super().__init__(world, round_size)
+        self._learner, self._notes = learner, notes
         self._lost = lost
         self._num_submitted = 0
 
     def generate(self, round_):
-        handle = super().generate(round_)
+        again = SecondTry(self, self._learner, self._notes, round_, self.version)
+        return Round(self.begin(round_), self._notes, again)
+
+    def begin(self, round_):
+        answers = super().begin(round_)
         if self._num_submitted in self._lost:
-            handle.error = LostRoundError("nobody is left", actor="actor-0", phase="generate")
+            answers.error = LostRoundError("nobody is left", actor="actor-0", phase="generate")
         self._num_submitted += 1
-        return handle
+        return answers
 
 
 def losing_run(tmp_path, lost, **changes):
@@ -419,9 +413,9 @@ def losing_run(tmp_path, lost, **changes):
     world = World()
     config = configuration(tmp_path, tmp_path, tmp_path / "run", **steps | changes)
     checkpoints = Mock()
-    rollouts = LosingRollouts(world, 16, lost)
-    schedule = RunSchedule(config)
-    train(LearnerOfFixedLatency(world), rollouts, schedule, one_ahead, Notes(world), checkpoints)
+    learner, notes = LearnerOfFixedLatency(world), Notes(world)
+    rollouts = LosingRollouts(world, 16, learner, notes, lost)
+    train(learner, rollouts, RunSchedule(config), one_ahead, notes, checkpoints)
     return world, checkpoints
 
 
@@ -448,7 +442,7 @@ def test_a_round_of_weights_that_the_learner_no_longer_has_ends_the_run(tmp_path
 def test_checkpoints_are_given_the_next_round_itself(tmp_path):
     _, checkpoints = losing_run(tmp_path, [], rollout_matching__max_staleness=1)
     ahead = [one.args[1] for one in checkpoints.mock_calls if one[0] == "round_ahead"]
-    assert [type(handle) for handle in ahead] == [Round, Round, type(None)]
+    assert [type(future) for future in ahead] == [Answers, Answers, type(None)]
 
 
 def test_a_held_out_report_whose_round_was_lost_is_the_same(tmp_path):

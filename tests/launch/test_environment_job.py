@@ -16,7 +16,7 @@ from openenv_server import openenv_server
 from launch.checks.data import check_environment
 from launch.cluster import runner_settings
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rollout_client import RolloutClient
+from launch.processes.fleet import Fleet
 from rollout_actors.environments.training.actor import EnvironmentActor
 from shared.trajectory import EnvironmentRollout
 
@@ -71,9 +71,9 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
         names = [f"environment-{index}" for index in range(num_environments)]
         arguments = (
             runner_settings(config, section, engines.devices, examples, 0),
-            engines.actors,
+            engines.engines.actors,
             engines.names,
-            engines.timeouts.generate,
+            engines.engines.timeouts.generate,
         )
         actors = [
             ray.remote(EnvironmentActor)
@@ -81,7 +81,7 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
             .remote(name, *arguments)
             for name in names
         ]
-        environments = RolloutClient(actors, names, TIMEOUTS, decode_batch_size=16)
+        environments = Fleet(actors, names, TIMEOUTS)
         environments.start()
         try:
             engines.generate_through(environments, group_size=section.rollouts_per_example)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launch.cli import as_schema_overrides
 from launch.diff_runs import diff_runs
-from launch.local import LocalRun
+from launch.local import ThreadRank
 from launch.train import run
 from shared.errors import ConfigError
 from shared.run_files import read_lines
@@ -76,15 +76,15 @@ def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
     had_threads = {*threading.enumerate()}
     told = train(tmp_path / "whole")
     assert "start     the learner with an engine, in this process: " in told
-    generate = LocalRun.generate
+    generate = ThreadRank.ask_kept
 
-    def interrupted(self, round_):
-        future = generate(self, round_)
-        if self._learner.num_updates == 2:
+    def interrupted(self, *arguments):
+        references = generate(self, *arguments)
+        if self.rank.learner.num_updates == 2:
             raise KeyboardInterrupt  # to the main thread, while the engine generates
-        return future
+        return references
 
-    monkeypatch.setattr(LocalRun, "generate", interrupted)
+    monkeypatch.setattr(ThreadRank, "ask_kept", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "parts")
     monkeypatch.undo()

@@ -20,7 +20,9 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from fake_server import eventually
 from troubled_adapters import IdleAdapter, KeptAdapter
 
-from launch.runtime.rollout_client import RolloutClient
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from shared.errors import WeightSyncError
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import sync_weights
@@ -34,7 +36,7 @@ def engine(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
     actor = create_actor(
         "actor-0", small_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0
     )
-    pool = RolloutClient([actor], ["actor-0"], TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(Fleet([actor], ["actor-0"], TIMEOUTS), RoundSize(8))
     pool.start()
     yield EnginePool({"actor-0": actor}, pool)
     pool.close()

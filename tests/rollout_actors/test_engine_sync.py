@@ -25,8 +25,10 @@ from engine_support import (
     small_settings,
 )
 
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import RolloutError, WeightSyncError
@@ -174,7 +176,9 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     report = sync_weights(learner, pool)
     learner.close()
     assert (report.version, pool.version) == (served + 1, served + 1)
-    rollouts = [rollout for share in ray.get(generating.result(timeout=0)[0]) for rollout in share]
+    rollouts = [
+        rollout for share in ray.get(generating.future.result(timeout=0)[0]) for rollout in share
+    ]
     assert {rollout.weight_version for rollout in rollouts} == {served}
     seconds = max(rollout.started_s + rollout.generate_s for rollout in rollouts) - min(
         rollout.started_s for rollout in rollouts
@@ -187,7 +191,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(
     ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner
 ) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
-    pool = RolloutClient([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(Fleet([actor], ["doomed"], TIMEOUTS), RoundSize(8))
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
@@ -208,7 +212,7 @@ def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story
     ray_cluster: None, demo_checkpoint: Path
 ) -> None:
     actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
-    pool = RolloutClient([actor], ["small"], TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(Fleet([actor], ["small"], TIMEOUTS), RoundSize(8))
     with pytest.raises(RolloutError) as caught:
         pool.start()
     pool.close()
@@ -234,11 +238,13 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_a_new_one_
     budget = RestartBudget(ActorsSection(max_restarts=1))
     actor = create()
     pool = RolloutClient(
-        [actor],
-        ["doomed"],
-        timeouts,
-        decode_batch_size=8,
-        replacements=Replacements(create, ["doomed"], timeouts.start, budget),
+        Fleet(
+            [actor],
+            ["doomed"],
+            timeouts,
+            replacements=Replacements(create, ["doomed"], timeouts.start, budget),
+        ),
+        RoundSize(8),
     )
     pool.start()
     # which waits so long for the dead engine

@@ -14,7 +14,9 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
-from launch.runtime.rollout_client import RolloutClient
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -32,7 +34,7 @@ def named_memory(process: psutil.Process) -> set[Path]:
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[RolloutClient]:
     actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
-    pool = RolloutClient([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
+    pool = RolloutClient(Fleet([actor], ["actor-0"], TIMEOUTS), RoundSize(4))
     pool.start()
     yield pool
     shared = named_memory(psutil.Process(ray.get(actor.process_ids.remote())[0]))

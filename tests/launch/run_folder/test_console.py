@@ -50,24 +50,25 @@ def test_a_terminal_shows_the_step_of_how_many_the_time_left_and_what_is_waited_
     console = Console(file=output, width=100, force_terminal=True, color_system=None)
     bar = StepBar(console, 160)
     bar.go_on(20)
-    bar.waits_for("[rollouts]")
+    with bar.waits_for("[rollouts]"), bar.waits_for("a part of that wait"):
+        pass
     assert re.search(r"step 20/160 ━+ *-:--:-- left, waits for \[rollouts\]", output.getvalue())
     console.print("step   21/160 B")
     for number in (21, 22, 23):
         bar.done(number)
-    bar.waits_for("the learner")
-    bar.close()
+    with bar.waits_for("the learner"):
+        bar.close()
     first, last = output.getvalue().split("step   21/160 B")
     # Lines stand above the bar, which comes again below them.
-    assert "step 20/160" in first
+    assert "step 20/160" in first and "a part" not in first
     assert re.search(r"step 23/160 [━╸╺ ]+\d:\d\d:\d\d left, waits for the learner", last)
 
 
 def test_a_log_has_no_bar():
     output = io.StringIO()
     bar = StepBar(Console(file=output, width=100), 160)
-    bar.waits_for("rollouts")
-    bar.done(1)
+    with bar.waits_for("rollouts"):
+        bar.done(1)
     bar.close()
     assert output.getvalue() == ""
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from fake_server import make_request
 
+from launch.processes.rounds import RoundQueue
 from launch.run_folder.steps import server_calls
-from launch.runtime.rollout_client import RoundQueue
 from rollout_actors.server.messages import InferCall
 from shared.seeds import request_seed
 

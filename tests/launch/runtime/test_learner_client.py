@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import fake_ranks
@@ -12,8 +13,10 @@ import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
 
-from launch.runtime.learner_client import RayLearner
-from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts
+from launch.processes.fleet import RolloutTimeouts
+from launch.processes.learner_client import LearnerClient, RayRanks
+from launch.processes.rollout_client import RankRolloutClient
+from launch.processes.rounds import Round, RoundSize
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
@@ -52,19 +55,19 @@ def ranks(ranks_of_all_tests):
 
 @pytest.fixture
 def learner(ranks):
-    return lambda **timeouts: RayLearner(ranks[:1], TimeoutsSection(**timeouts))
+    return lambda **timeouts: LearnerClient(RayRanks(ranks[:1]), TimeoutsSection(**timeouts))
 
 
 @pytest.fixture
 def two_ranks(ranks):
-    return lambda **timeouts: RayLearner(ranks, TimeoutsSection(**timeouts))
+    return lambda **timeouts: LearnerClient(RayRanks(ranks), TimeoutsSection(**timeouts))
 
 
 @pytest.fixture
 def mortal(ray_cluster):
     """One whose process may end."""
     actor = create_fake_rank()
-    yield RayLearner([actor], TimeoutsSection())
+    yield LearnerClient(RayRanks([actor]), TimeoutsSection())
     ray.kill(actor)
 
 
@@ -96,9 +99,7 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
     limits = RolloutTimeouts.for_actors(TimeoutsSection())
-    rollouts = RankRolloutClient(
-        learner(), limits, num_ranks=1, devices_per_rank=1, decode_batch_size=2
-    )
+    rollouts = RankRolloutClient(learner(), limits, RoundSize(2), devices_per_rank=1)
     assert rollouts.version == 0
     report = rollouts.receive_weights(WeightOffer(3, "inproc", None, None)).result(timeout=30)
     assert (report.version, rollouts.version) == (3, 3)
@@ -173,21 +174,24 @@ def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):
 
 
 class Asked:
-    """A rank's handle whose calls are only written down; the first rank's are answered by
-    Ctrl-C."""
+    """Two ranks whose tasks are only written down; Ctrl-C comes between their ends of a step."""
 
-    def __init__(self, rank, asked):
-        self._rank, self._asked = rank, asked
+    num_ranks = 2
 
-    def __getattr__(self, name):
-        self._name = name
-        return self
+    def __init__(self):
+        self.asked = []
 
-    def remote(self, *arguments):
-        if self._rank == 0 and arguments == ("finish_step",):
+    def ask(self, rank, name, task):
+        if (rank, name) == (0, "finish_step"):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
-        self._asked.append((self._name, *arguments, self._rank))
+        self.asked.append((name, rank))
+
+    def ask_at_once(self, rank, task):
+        self.asked.append(("at once", rank))
+
+    def wait(self, call, asked):
+        return [5 for _ in asked]
 
 
 @pytest.fixture
@@ -200,20 +204,35 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(
-    ray_cluster, interruptible
-):
+def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(interruptible):
     """Else one rank would be in the collectives of a step's end, and the other in those of the
     checkpoint that follows.
     """
-    asked = []
-    remote = RayLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
+    ranks = Asked()
+    remote = LearnerClient(ranks, TimeoutsSection())
     with pytest.raises(KeyboardInterrupt):
         remote.finish_step()
-    with pytest.raises(TypeError):  # nobody answers here
-        remote.stop(timeout_s=1.0)
-    calls = (("call", "finish_step"), ("stop",), ("num_updates",))
-    assert asked == [(*call, rank) for call in calls for rank in (0, 1)]
+    assert remote.stop(timeout_s=1.0) == 5
+    calls = ("finish_step", "at once", "stop")
+    assert ranks.asked == [(call, rank) for call in calls for rank in (0, 1)]
+
+
+def test_what_the_run_waits_for_is_shown_while_it_waits():
+    shown = []
+
+    class Shown:
+        @contextmanager
+        def waits_for(self, what):
+            shown.append(what)
+            yield
+
+    learner = LearnerClient(Asked(), TimeoutsSection(), Shown())
+    learner.accumulate([[], []])
+    learner.sync_done(None)
+    learner.save(Path("checkpoint"), "{}")
+    learner.stop(timeout_s=1.0)  # no part of a step
+    assert Round(Round.answered([[], []]).future, Shown()).result() == [[], []]
+    assert shown == ["the learner", "the weight sync", "a checkpoint", "rollouts"]
 
 
 def test_closing_reaches_a_rank_that_is_busy(learner, ranks):

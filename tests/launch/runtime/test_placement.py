@@ -9,9 +9,11 @@ from config_support import configuration, trajectory_config
 
 from launch.checks.data import ImageNeeds
 from launch.cluster import runner_settings
+from launch.processes.fleet import RolloutTimeouts
+from launch.processes.rollout_client import RankRolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.placement import Resources, plan_placement
-from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.warm import warm_python
 from shared.config.algorithm import TeacherSection
@@ -282,7 +284,7 @@ def test_ranks_that_generate_have_as_long_as_what_they_play_and_cut_whole_groups
     samples = configuration(tmp_path, tmp_path, tmp_path, **beside, **NO_QUEUE)
     assert RolloutTimeouts.for_ranks(samples).generate == Timeout(60.0, "timeouts.generate_s")
     ranks = RankRolloutClient(
-        None, limits, num_ranks=2, devices_per_rank=1, decode_batch_size=9, group_size=4
+        None, limits, RoundSize(9, learner_ranks=2, group_size=4), devices_per_rank=1
     )
     # Requests are groups: of 9 rollouts that a rank decodes at a time two are whole.
     rounds = ranks.split([list("abcde"), list("fgh")])

@@ -14,8 +14,10 @@ import pytest
 import ray
 from fake_actors import create_fake_actor
 
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import LostRoundError, LostStartError, RolloutError, Timeout, WeightSyncError
@@ -86,12 +88,14 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
         # so that no limit counts the start of a process
         ray.get([actor.__ray_ready__.remote() for actor in actors])
         client = RolloutClient(
-            actors,
-            NAMES,
-            limits,
-            decode_batch_size=2,
-            devices=(1, 1),
-            replacements=replacements if max_restarts else None,
+            Fleet(
+                actors,
+                NAMES,
+                limits,
+                devices=(1, 1),
+                replacements=replacements if max_restarts else None,
+            ),
+            RoundSize(2),
         )
         clients.append(client)
         return client
@@ -99,7 +103,7 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
     yield make
     for one in clients:
         if one.replaces_lost:
-            one._replacements.close()
+            one.engines._replacements.close()
     for actor in created:
         ray.kill(actor)
 
@@ -115,7 +119,7 @@ def answers(done: PerRank) -> list[Any]:
 
 def who_answers(client: RolloutClient) -> list[str]:
     """Generate four requests, which come back in order, and tell by whom."""
-    names, requests = zip(*answers(client.generate(refs(4)).result(timeout=60)), strict=True)
+    names, requests = zip(*answers(client.generate(refs(4)).result()), strict=True)
     assert requests == ("request-0", "request-1", "request-2", "request-3")
     return list(names)
 
@@ -161,11 +165,13 @@ def test_where_nobody_is_replaced_a_stalled_actor_ends_the_round(client, fake_ac
 @pytest.mark.ray
 def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     pool = client(GOOD, ("generate", "sleep"), stall_s=1.5)
-    pids = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.actors]
+    pids = [
+        ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.engines.actors
+    ]
     generating = pool.generate(refs(4))
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGSTOP)
-    assert [name for name, _ in answers(generating.result(timeout=60))] == ["actor-0"] * 4
+    assert [name for name, _ in answers(generating.future.result(timeout=60))] == ["actor-0"] * 4
     pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert "no answer from actor-1 after timeouts.stall_s = 1.5 s" in replaced.reason
@@ -177,8 +183,9 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
 @pytest.fixture
 def soon(monkeypatch):
     """Whoever has nothing to do and does not answer is given up after 2 s."""
-    monkeypatch.setattr("launch.runtime.rollout_client.ALIVE_S", 2.0)
-    monkeypatch.setattr("launch.runtime.rollout_client.POOL_MARGIN_S", 1.0)
+    monkeypatch.setattr("launch.processes.fleet.ALIVE_S", 2.0)
+    for module in ("fleet", "rollout_client"):
+        monkeypatch.setattr(f"launch.processes.{module}.POOL_MARGIN_S", 1.0)
     return {"stall_s": 1.0, "sync_phase_s": 0.5}
 
 
@@ -206,7 +213,8 @@ def test_all_engines_that_are_stuck_in_one_sync_are_replaced_together(client, so
 
 @pytest.mark.ray
 def test_an_environment_that_ends_as_it_is_told_of_new_engines_is_replaced_and_told(client):
-    engines, environments = client(GOOD, DIES), client(GOOD, ("use_engines", "die"))
+    engines = client(GOOD, DIES)
+    environments = client(GOOD, ("use_engines", "die")).engines
     who_answers(engines)
     engines.generate_through(environments, group_size=1)
     lost = environments.actors[1]
@@ -231,7 +239,7 @@ def test_a_round_that_nobody_is_left_to_answer_is_lost_and_may_be_asked_again(cl
 def test_an_actor_that_is_killed_while_the_run_starts_is_replaced(client):
     dies = ("start", "die")
     run = client(GOOD, dies, then=[dies])
-    run.devices = ()
+    run.engines.devices = ()
     run.start()
     assert run.devices == (1, 1)
     assert who_answers(run) == ["actor-0"] * 2 + ["actor-1"] * 2
@@ -245,7 +253,7 @@ def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
     with pytest.raises(RolloutError, match="told to fail") as caught:
         client(GOOD, ("start", "fail")).start()
     assert not isinstance(caught.value, LostStartError)
-    late = client(GOOD, ("start", "sleep"))
+    late = client(GOOD, ("start", "sleep")).engines
     late.timeouts = replace(late.timeouts, start=Timeout(0.5, "timeouts.start_s"))
     message = "no answer from actor-1 after timeouts.start_s = 0.5 s"
     with pytest.raises(LostStartError, match=message):
@@ -289,13 +297,13 @@ def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     pool = client(DIES, ("generate", "sleep"), then=[("start", "sleep")])
     generating = pool.generate(refs(4))
     deadline = time.monotonic() + 30
-    while not (starting := pool._replacements._starting):
+    while not (starting := pool.engines._replacements._starting):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (new,) = [one.answer for one in starting.values()]
     pool.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        generating.result(timeout=60)
+        generating.future.result(timeout=60)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(new, timeout=30)
     assert len(starting) == 1

@@ -15,7 +15,9 @@ from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
 from ray.exceptions import OwnerDiedError, RayTaskError
 
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.ray_calls import RayCall
 from shared.config.job import TimeoutsSection
@@ -43,14 +45,22 @@ def make_client(fake_actors: list[Any]) -> MakeClient:
     """
 
     def make(
-        phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any
+        phase: str = "",
+        trouble: str = "",
+        *,
+        limit_s: float = 30.0,
+        size: RoundSize = RoundSize(2),  # noqa: B008
+        **options: Any,
     ) -> RolloutClient:
         ray.get(fake_actors[1].become.remote(phase, trouble))
         return RolloutClient(
-            fake_actors,
-            ["actor-0", "actor-1"],
-            timeouts(limit_s),
-            **{"decode_batch_size": 2, "devices": (1, 1), **options},
+            Fleet(
+                fake_actors,
+                ["actor-0", "actor-1"],
+                timeouts(limit_s),
+                **{"devices": (1, 1), **options},
+            ),
+            size,
         )
 
     return make
@@ -67,7 +77,7 @@ def own_client(
     # so that no limit counts the start of a process
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     client = RolloutClient(
-        actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2
+        Fleet(actors, names, replace(timeouts(limit_s), closed_s=closed_s)), RoundSize(2)
     )
     client.start()
     return client
@@ -116,7 +126,7 @@ def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_ou
     """Decision 15: W x chunk requests in rank order, that range is split over the
     engines; every rank gets its own back.
     """
-    client = make_client(learner_ranks=2)
+    client = make_client(size=RoundSize(2, learner_ranks=2))
     assert client.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
     first, second = map(ray.get, client.generate(refs(2, 1)).result())
     assert first == [[("actor-0", "request-0"), ("actor-0", "request-1")]]
@@ -135,7 +145,7 @@ def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_th
         r" ranks; raise decode_batch_size"
     )
     with pytest.raises(ConfigError, match=message):
-        make_client(devices=(), decode_batch_size=1, learner_ranks=4).start()
+        make_client(devices=(), size=RoundSize(1, learner_ranks=4)).start()
 
 
 def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(
@@ -155,7 +165,7 @@ def test_a_sync_waits_for_the_round_that_is_being_generated(make_client: MakeCli
     client = make_client("generate", "slow")
     waiting = client.generate(refs(2))
     client.wait_idle()
-    assert waiting.done()
+    assert waiting.future.done()
 
 
 def test_a_round_that_failed_is_raised_before_a_sync_begins(make_client: MakeClient) -> None:
@@ -266,7 +276,7 @@ def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_client: MakeCl
 def echo(ray_cluster: None) -> Iterator[RolloutClient]:
     """An engine's real shell, over what answers with what it is asked."""
     actor = ray.remote(EngineActor).options(num_cpus=0).remote(EchoEngine)
-    yield RolloutClient([actor], ["actor-0"], timeouts(), decode_batch_size=64, devices=(1,))
+    yield RolloutClient(Fleet([actor], ["actor-0"], timeouts(), devices=(1,)), RoundSize(64))
     ray.kill(actor)
 
 
@@ -318,7 +328,7 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: Non
     client.close()
     client.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        waiting.result(timeout=60)
+        waiting.future.result(timeout=60)
 
 
 def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(

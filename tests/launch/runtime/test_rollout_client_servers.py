@@ -25,8 +25,10 @@ from fake_server import (
 )
 from renewed_actor import RenewedActor
 
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
@@ -73,14 +75,16 @@ def make_client(actors: list[Any], tmp_path: Path) -> Iterator[MakeClient]:
             used = actors[: len(specs)]
             ray.get([actor.become.remote(spec) for actor, spec in zip(used, specs, strict=True)])
             client = RolloutClient(
-                used,
-                names,
-                RolloutTimeouts.for_actors(
-                    TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+                Fleet(
+                    used,
+                    names,
+                    RolloutTimeouts.for_actors(
+                        TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+                    ),
+                    asks_next_on_failure=True,
+                    **options,
                 ),
-                decode_batch_size=2,
-                asks_next_on_failure=True,
-                **options,
+                RoundSize(2),
             )
             client.start()
             return client
@@ -95,7 +99,7 @@ def generated(client: RolloutClient, num_requests: int) -> list[Rollout]:
                 [make_request(position) for position in range(num_requests)]
             )
         ]
-    ).result(timeout=60)
+    ).result()
     return [rollout for share in ray.get(shares) for rollout in share]
 
 
@@ -296,12 +300,14 @@ def make_mending(
         budget = RestartBudget(ActorsSection(max_restarts=max_restarts))
         replacements = Replacements(create, names, limits.start, budget, servers=urls)
         client = RolloutClient(
-            [create(0), create(1)],
-            names,
-            limits,
-            decode_batch_size=2,
-            asks_next_on_failure=True,
-            replacements=replacements if max_restarts else None,
+            Fleet(
+                [create(0), create(1)],
+                names,
+                limits,
+                asks_next_on_failure=True,
+                replacements=replacements if max_restarts else None,
+            ),
+            RoundSize(2),
         )
         clients.append(client)
         client.start()

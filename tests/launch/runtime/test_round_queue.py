@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from launch.runtime.rollout_client import RoundQueue
+from launch.processes.rounds import RoundQueue
 from shared.chunking import RoundPart
 
 

@@ -53,7 +53,7 @@ class Refilled:
         self.asked = []
         """`[round]`, the groups that were drawn again."""
         for _ in range(config.environment.refill_rounds):
-            requests = self.learner.refill_requests()
+            requests = self.learner.refill_requests(plan)
             self.asked.append([group for request in requests for group in request.groups])
             answers = rollouts_for(self.learner, requests, reward=reward, **how)
             self.answers += answers

@@ -17,8 +17,8 @@ from ray.exceptions import ActorDiedError
 from torch import nn
 from torch.distributed import DistBackendError
 
-from launch.runtime import learner_client
-from launch.runtime.learner_client import LearnerCall, RayLearner
+from launch.processes import learner_client
+from launch.processes.learner_client import LearnerCall, LearnerClient, RayRanks
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.checkpoint_folder import BaseFiles
@@ -193,11 +193,10 @@ class EndingRanks:
 
     def actors(self) -> list[Any]:
         def rank(index: int) -> Any:
-            return SimpleNamespace(
-                start=SimpleNamespace(remote=lambda *_: "started"),
-                open_rendezvous=SimpleNamespace(remote=lambda *_: "an address"),
-                call=SimpleNamespace(remote=lambda method: index),
-            )
+            def run(name: str) -> Any:
+                return SimpleNamespace(remote=lambda *_: "started" if name == "start" else index)
+
+            return SimpleNamespace(run=SimpleNamespace(options=run))
 
         return [rank(index) for index in range(len(self._ends_s))]
 
@@ -213,7 +212,7 @@ class EndingRanks:
     def get(self, refs: Any) -> Any:
         if isinstance(refs, int):
             raise ActorDiedError
-        return (1, False) if refs == "started" else refs
+        return (1, False)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_the_rank_that_ended_long_before_nccl_gave_up_waiting_is_the_one_that_fa
     monkeypatch.setattr(ray_calls, "ray", ranks)
     for module in (learner_client, ray_calls):
         monkeypatch.setattr(module, "time", clock)
-    learner = RayLearner(ranks.actors(), TimeoutsSection(learn_s=100.0))
+    learner = LearnerClient(RayRanks(ranks.actors()), TimeoutsSection(learn_s=100.0))
     config = configuration(Path("model"), Path("data"), Path("run"))
     place = RankTopology("nccl", (), device=Device.CUDA, world_size=2)
     learner.start(config, [replace(place, rank=rank) for rank in (0, 1)])

@@ -34,7 +34,9 @@ from serve_process import OneServer, serve_process
 from stock_process import TOKEN, stock_process
 
 from benchmarks.scripted_backend import ScriptedBackend
-from launch.runtime.rollout_client import RolloutClient
+from launch.processes.fleet import Fleet
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
@@ -108,7 +110,7 @@ def settings_of_process(checkpoint, **changes):
 def actors(learner, checkpoint):
     settings = settings_of_process(checkpoint, worker_extension="counting_worker.CountingWorker")
     actor = create_actor("actor", settings, 0)
-    pool = RolloutClient([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
+    pool = RolloutClient(Fleet([actor], ["actor"], TIMEOUTS), RoundSize(BATCH))
     pool.start()
     ray.get(actor.ask.remote("count_rows"))
     backend = OfEngines(pool, learner)

@@ -63,7 +63,7 @@ def test_memory_that_syncs_free_is_there_for_the_next_one() -> None:
 @pytest.mark.slow
 def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
     code = (
-        "import sys, launch.runtime.rollout_client, rollout_actors.engine.actor,"
+        "import sys, launch.processes.rollout_client, rollout_actors.engine.actor,"
         " rollout_actors.engine.settings; print({'vllm', 'torch'} & set(sys.modules))"
     )
     assert run("-c", code).stdout.strip() == "set()"

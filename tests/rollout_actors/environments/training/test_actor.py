@@ -21,8 +21,10 @@ from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
 
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.rollout_client import RolloutClient
+from launch.processes.rounds import RoundSize
 from launch.runtime.replacements import Replacements, RestartBudget
-from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.environments.training.actor import EnvironmentActor, RayEngines
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,
@@ -57,12 +59,12 @@ def settings(demo_checkpoint: Path) -> RunnerSettings:
 def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]:
     """Two environment actors before two engines."""
     actors = [create_scripted_actor(number, token_ids(WORDS)) for number in range(2)]
-    engines = RolloutClient(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
+    engines = RolloutClient(Fleet(actors, ENGINES, timeouts(60.0)), RoundSize(4, learner_ranks=2))
     shells = [
-        create_environment_actor(name, settings, actors, ENGINES, engines.timeouts.generate)
+        create_environment_actor(name, settings, actors, ENGINES, engines.engines.timeouts.generate)
         for name in ENVIRONMENTS
     ]
-    environments = RolloutClient(shells, ENVIRONMENTS, timeouts(60.0), decode_batch_size=64)
+    environments = Fleet(shells, ENVIRONMENTS, timeouts(60.0))
     for pool in (engines, environments):
         pool.start()
     engines.generate_through(environments, group_size=SIZE)
@@ -78,16 +80,10 @@ def create_environment_actor(*arguments: Any) -> Any:
 
 def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
     """Over actors with the methods of `EnvironmentActor`; no engine is asked."""
-    environments = RolloutClient(
-        actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1)
-    )
+    environments = Fleet(actors, ENVIRONMENTS, timeouts(limit_s), devices=(1, 1))
     engines = RolloutClient(
-        [None, None],
-        ENGINES,
-        replace(timeouts(60.0), stall=None),
-        decode_batch_size=4,
-        learner_ranks=2,
-        devices=(1, 1),
+        Fleet([None, None], ENGINES, replace(timeouts(60.0), stall=None), devices=(1, 1)),
+        RoundSize(4, learner_ranks=2),
     )
     engines.generate_through(environments, group_size=SIZE)
     return engines
@@ -159,11 +155,12 @@ def test_a_step_whose_rubric_scores_at_once_is_one_round_of_one_actor_whatever_r
 ):
     ranking = replace(settings, env_args={"ranks": True})
     actor = create_environment_actor(
-        ENVIRONMENTS[0], ranking, pool.actors, ENGINES, pool.timeouts.generate
+        ENVIRONMENTS[0], ranking, pool.engines.actors, ENGINES, pool.engines.timeouts.generate
     )
-    environments = RolloutClient([actor], ENVIRONMENTS[:1], timeouts(60.0))
+    environments = Fleet([actor], ENVIRONMENTS[:1], timeouts(60.0))
     engines = RolloutClient(
-        pool.actors, ENGINES, timeouts(60.0), decode_batch_size=2, learner_ranks=2, devices=(1, 1)
+        Fleet(pool.engines.actors, ENGINES, timeouts(60.0), devices=(1, 1)),
+        RoundSize(2, learner_ranks=2),
     )
     environments.start()
     engines.generate_through(environments, group_size=SIZE, in_one_round=True)
@@ -236,7 +233,7 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
         settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path)
     )
     actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
-    pool = RolloutClient([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
+    pool = RolloutClient(Fleet([actor], ENVIRONMENTS[:1], timeouts(60.0)), RoundSize(8))
     pool.start()
     round_ = pool.generate(refs(group_requests(0, 1)))
     until_s = time.monotonic() + 30
@@ -248,7 +245,7 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
     opened = [f"opened {position}" for position in positions]
     assert sorted(before) == opened + [f"shut {position}" for position in positions]
     assert last == "torn down"
-    assert isinstance(round_.exception(), RolloutError)
+    assert isinstance(round_.future.exception(), RolloutError)
 
 
 # Who is lost, and replaced
@@ -264,22 +261,28 @@ def mended(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClien
         return create_scripted_actor(index, token_ids(WORDS))
 
     engines = RolloutClient(
-        [create_engine(0), create_engine(1)],
-        ENGINES,
-        limits,
-        decode_batch_size=8,
-        replacements=Replacements(create_engine, ENGINES, limits.start, budget),
+        Fleet(
+            [create_engine(0), create_engine(1)],
+            ENGINES,
+            limits,
+            replacements=Replacements(create_engine, ENGINES, limits.start, budget),
+        ),
+        RoundSize(8),
     )
 
     def create_environment(index: int, _: int = 1) -> Any:
-        asked = (engines.actors, ENGINES, engines.timeouts.generate, engines.replaces_lost)
+        asked = (
+            engines.engines.actors,
+            ENGINES,
+            engines.engines.timeouts.generate,
+            engines.replaces_lost,
+        )
         return create_environment_actor(ENVIRONMENTS[index], settings, *asked)
 
-    environments = RolloutClient(
+    environments = Fleet(
         [create_environment(0), create_environment(1)],
         ENVIRONMENTS,
         limits,
-        decode_batch_size=64,
         replacements=Replacements(create_environment, ENVIRONMENTS, limits.start, budget),
     )
     for pool in (engines, environments):
@@ -293,12 +296,12 @@ def mended(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClien
 def assert_answers(pool: RolloutClient, settings: RunnerSettings) -> None:
     """Whoever is left answers what all would."""
     requests = group_requests(4, 1, 2, 3)
-    (answers,) = rollouts(pool.generate(refs(requests)).result(timeout=60))
+    (answers,) = rollouts(pool.generate(refs(requests)).result())
     assert answers == in_process(settings, requests, 0)
 
 
 def test_what_a_lost_environment_owed_is_answered_by_the_other_and_it_comes_back(mended, settings):
-    environments = mended._generators
+    environments = mended.environments
     lost = environments.actors[1]
     ray.kill(lost)
     assert_answers(mended, settings)
@@ -311,10 +314,12 @@ def test_what_a_lost_environment_owed_is_answered_by_the_other_and_it_comes_back
 def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_comes_back(
     mended, settings
 ):
-    ray.kill(mended.actors[0])
+    ray.kill(mended.engines.actors[0])
     assert_answers(mended, settings)
     assert mended.join_replacements()
-    os.kill(ray.get(mended.actors[1].__ray_call__.remote(lambda _: os.getpid())), signal.SIGSTOP)
+    os.kill(
+        ray.get(mended.engines.actors[1].__ray_call__.remote(lambda _: os.getpid())), signal.SIGSTOP
+    )
     assert_answers(mended, settings)
     assert mended.join_replacements()
     first, second = mended.pop_replaced()
@@ -325,7 +330,7 @@ def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_co
 
 
 def test_where_no_engine_is_left_the_round_is_lost_and_may_be_asked_again(mended, settings):
-    for actor in mended.actors:
+    for actor in mended.engines.actors:
         ray.kill(actor)
     with pytest.raises(LostRoundError, match="its process has ended"):
         assert_answers(mended, settings)

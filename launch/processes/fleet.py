@@ -1,0 +1,284 @@
+"""The actors of a run's engines, or of its environments: start, signs of life, replacement, end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from launch.runtime.replacements import (
+    START_CHECK,
+    Replacement,
+    Replacements,
+    StallWatch,
+    ended_error,
+)
+from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
+from shared.config import RunConfig
+from shared.config.algorithm import TeacherSection
+from shared.config.job import TimeoutsSection
+from shared.config.rollout import ServerSection
+from shared.errors import ConfigError, LostStartError, RolloutError, Timeout, WeightSyncError
+from shared.protocols import CLOSED_S
+from shared.rollouts import TRIES
+from shared.weight_sync.phases import POOL_MARGIN_S
+
+ALIVE_S = 30.0
+"""Least seconds for an actor with nothing to do to show that it is neither stopped nor stuck."""
+HTTP_CLIENT_MARGIN_S = 60.0
+"""Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTimeouts:
+    """The limits of a client's waits."""
+
+    start: Timeout
+    generate: Timeout | None
+    """None: the actors keep a limit of their own."""
+    sync_phase: Timeout
+    """Limit of each phase of a sync."""
+    stall: Timeout | None = None
+    """Limit without a token from an engine that owes some, or without any answer; None: no actor is
+    watched in a round."""
+    join: Timeout | None = None
+    """Limit of the phase that joins the engines to the sender; None: as of any other."""
+    check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
+    """The end of the message of a round that is late: things to look at."""
+    start_check: str = START_CHECK
+    """The same for a start."""
+    closed_s: float = CLOSED_S
+    """Seconds for all actors together to end in order."""
+
+    @classmethod
+    def for_actors(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
+        return cls(
+            timeouts.limit("start_s"),
+            timeouts.limit("generate_s"),
+            timeouts.limit("sync_phase_s"),
+            stall=timeouts.limit("stall_s"),
+        )
+
+    @classmethod
+    def for_servers(
+        cls, section: ServerSection, timeouts: TimeoutsSection, *, watched: bool
+    ) -> RolloutTimeouts:
+        """Return the limits over servers, whose clients keep that of each call and ask twice.
+
+        `watched`: servers that stall are given up, whatever calls they still have.
+        """
+        key = "rollout_matching.vllm.server"
+        start_s = section.timeout_s + timeouts.start_s
+        generate = None
+        if section.infer_timeout_s is not None and section.infer_timeout_s > 0:
+            generate = Timeout(
+                TRIES * section.infer_timeout_s + HTTP_CLIENT_MARGIN_S,
+                f"{TRIES} x {key}.infer_timeout_s + {HTTP_CLIENT_MARGIN_S:g}",
+            )
+        return cls(
+            Timeout(start_s, f"{key}.timeout_s + timeouts.start_s"),
+            generate,
+            timeouts.limit("sync_phase_s"),
+            stall=section.answer_limit if watched else None,
+            join=section.answer_limit,
+        )
+
+    @classmethod
+    def for_ranks(cls, config: RunConfig) -> RolloutTimeouts:
+        """Return the limits over learner ranks that generate, perhaps through an environment."""
+        if config.environment is None:
+            return cls.for_actors(config.timeouts)
+        return cls.for_environments(config.timeouts, config.environment.teacher)
+
+    @classmethod
+    def for_environments(
+        cls, timeouts: TimeoutsSection, teacher: TeacherSection | None
+    ) -> RolloutTimeouts:
+        """Return the limits over environments: an engine, or a teacher, that is late is reported
+        first.
+        """
+        limits = cls.for_actors(timeouts)
+        start, start_check = limits.start, limits.start_check
+        if teacher is not None:
+            # It is waited for, and then asked about its vocabulary.
+            waits = 1 + TRIES
+            start = Timeout(
+                timeouts.start_s + waits * teacher.timeout_s,
+                f"{start.key} + {waits} x environment.teacher.timeout_s",
+            )
+            start_check = "what the environment loads, and whether the teacher answers"
+        return replace(
+            limits,
+            start=start,
+            start_check=start_check,
+            generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
+            check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
+            " their tools and rewards, fit the time",
+        )
+
+
+class Fleet:
+    """Owns actors with the methods of `EngineActor`, and starts others in place of lost ones."""
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        names: Sequence[str],
+        timeouts: RolloutTimeouts,
+        *,
+        devices: Sequence[int] = (),
+        asks_next_on_failure: bool = False,
+        replacements: Replacements | None = None,
+    ) -> None:
+        """Take over the Ray actors.
+
+        Args:
+            devices: rollout devices of each actor; empty: they are asked at the start.
+            asks_next_on_failure: an UnreachableError's requests are asked of the next actor, after
+                its own: for servers launched elsewhere.
+            replacements: starts new actors in place of those that are lost, and others take their
+                requests; None: a lost actor is an error.
+        """
+        self.actors = tuple(actors)
+        self.names = tuple(names)
+        self.timeouts = timeouts
+        self.devices = tuple(devices)
+        """Rollout devices of each actor, in order; empty before the start."""
+        self.asks_next_on_failure = asks_next_on_failure
+        self._replacements = replacements
+
+    @property
+    def replaces_lost(self) -> bool:
+        """Whether new actors are started in place of lost ones."""
+        return self._replacements is not None
+
+    def named(self) -> list[tuple[str, Any]]:
+        return list(zip(self.names, self.actors, strict=True))
+
+    def watch(self) -> StallWatch | None:
+        """Return a new watch over a round of these actors; None: they are not watched."""
+        limit = self.timeouts.stall
+        return None if limit is None else StallWatch(self.names, limit)
+
+    def start(self) -> None:
+        """Start every actor at once and wait for all. One that is killed meanwhile is replaced.
+
+        Raises:
+            RolloutError: phase "start"; a LostStartError where another start may go better.
+            ConfigError: two base_urls lead to the same server.
+        """
+        timeouts = self.timeouts
+        call = RayCall(
+            "start", timeouts.start, timeouts.start_check, RolloutError, gone=LostStartError
+        )
+        deadline = call.deadline()
+        waiting = {actor.start.remote(): index for index, actor in enumerate(self.actors)}
+        devices: dict[int, int] = {}
+        processes = [""] * len(self.actors)
+        while waiting:
+            answer = next_ready(dict.fromkeys(waiting, deadline))
+            if answer is None:
+                # Not replaced: a limit that is too short for the model is late as often as it is
+                # tried.
+                names = [self.names[index] for index in waiting.values()]
+                raise replace(call, error=LostStartError).timeout_error(names)
+            index = waiting.pop(answer)
+            try:
+                devices[index], processes[index] = result_of(call, self.names[index], answer)
+            except LostStartError as error:
+                if self._replacements is None:
+                    raise
+                self._replacements.lose(index, self.actors[index], error)
+        devices |= self._take_over()
+        self.devices = tuple(devices[index] for index in range(len(self.actors)))
+        _require_several(processes)
+
+    def lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
+        """Replace this actor. Raises the error if no actor, or no more of them, may be replaced."""
+        if self._replacements is None:
+            raise error
+        self._replacements.lose(index, self.actors[index], error)
+
+    def lose_dead(self, *, after_failed_sync: bool = False) -> None:
+        """Replace all actors that have ended, or do not answer though they have nothing to do."""
+        # Servers that are not replaced are asked too: what holds other weights is reported as that.
+        if self._replacements is not None or self.asks_next_on_failure:
+            alive = [actor.check_alive.remote() for actor in self.actors]
+            self.lose_silent(alive, after_failed_sync=after_failed_sync)
+
+    def lose_silent(self, answers: Sequence[Any], *, after_failed_sync: bool = False) -> bool:
+        """Replace every actor whose answer fails or does not come; return whether there are any."""
+        limit_s = ALIVE_S
+        if after_failed_sync:
+            # An engine whose peer left a sync is in it for a phase at most.
+            limit_s = max(limit_s, self.timeouts.sync_phase.seconds + POOL_MARGIN_S)
+        if self.timeouts.stall is not None:
+            limit_s = max(limit_s, self.timeouts.stall.seconds)
+        ray.wait(answers, num_returns=len(answers), timeout=limit_s)
+        is_lost = False
+        for index, (name, answer) in enumerate(zip(self.names, answers, strict=True)):
+            error: RolloutError
+            try:
+                ray.get(answer, timeout=0)
+                continue
+            except GetTimeoutError:
+                check = "check whether its process, or its engine's, is stopped or stuck"
+                message = f"no answer in {limit_s:g} s; {check}"
+                error = RolloutError(message, actor=name, phase="generate")
+            except RayError as raised:
+                error = ended_error(name, raised)
+            self.lose(index, error)
+            is_lost = True
+        return is_lost
+
+    def join(self) -> bool:
+        """Take the new actors over, once they are ready; return whether there are any."""
+        joined = self._take_over()
+        for index, num_devices in joined.items():
+            if num_devices != self.devices[index]:
+                had = f"{self.devices[index]}, on which rounds and process groups are built"
+                why = f"came back with {num_devices} rollout devices and had {had}"
+                message = f"{why}; start it as before, and go on with `resume=RUN`"
+                raise RolloutError(message, actor=self.names[index], phase="start")
+        return bool(joined)
+
+    def _take_over(self) -> dict[int, int]:
+        """Wait for the actors that are being started, and put them in their places; return their
+        rollout devices, by place.
+        """
+        joined = {} if self._replacements is None else self._replacements.join()
+        actors = list(self.actors)
+        for index, (actor, _) in joined.items():
+            actors[index] = actor
+        self.actors = tuple(actors)
+        return {index: num_devices for index, (_, num_devices) in joined.items()}
+
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that have joined since the last call."""
+        return [] if self._replacements is None else self._replacements.pop_done()
+
+    def close(self) -> None:
+        """End all actors, and kill what is left of them after `closed_s`. Twice is harmless."""
+        if self._replacements is not None:
+            self._replacements.close()
+        # One that is loading does not listen.
+        closing = [actor.close.remote() for actor in self.actors if self.devices]
+        ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def _require_several(processes: Sequence[str]) -> None:
+    """Raise ConfigError if two base_urls lead to the same server, which would take the second
+    one's sync for another run's.
+    """
+    for index, process in enumerate(processes):
+        first = processes.index(process)
+        if process and first != index:
+            raise ConfigError(
+                f"rollout_matching.vllm.server.servers[{index}].base_url: is the server of"
+                f" servers[{first}] by another name; list every server once"
+            )

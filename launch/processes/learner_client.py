@@ -1,0 +1,534 @@
+"""The driver's proxy of the learner: all ranks as one, on Ray or in a thread of this process.
+
+What the driver calls is a method of `LearnerClient`, which sends a function to every rank: an
+executor calls it there with the `LearnerRank`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from learner.actor import LearnerRank
+from rollout_actors.engine.ray_calls import RayCall, wait_for_all
+from shared.config import RunConfig
+from shared.config.job import TimeoutsSection
+from shared.errors import (
+    CollectiveError,
+    LearnerError,
+    LostLearnerError,
+    Timeout,
+    ended,
+    late,
+)
+from shared.grounding.evaluation import Outcome
+from shared.metrics import StepReport, merge_reports
+from shared.protocols import CLOSED_S, MakeBackend, PerRank
+from shared.rollouts import SyncReport, WeightOffer
+from shared.run_files import Span
+from shared.schedule import StepPlan
+from shared.sent_requests import REQUESTS_TOGETHER, RequestRef, SentRequests, in_objects
+from shared.trajectory import ExampleCounts
+from shared.weight_sync.canary import Differences
+from shared.weight_sync.phases import SendReport, SyncPhase, sender_s
+from shared.weight_sync.transports import Device
+
+if TYPE_CHECKING:  # they import torch
+    from learner.learner import Learner
+    from learner.model.ranks import RankTopology
+
+T = TypeVar("T")
+
+WATCHDOG_SHARE = 0.9
+"""Share of timeouts.learn_s before which NCCL's watchdog ends no process."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerCall(RayCall):
+    """A call to learner ranks, whose own errors are raised as they are."""
+
+    watchdog_from: float = math.inf
+    """Monotonic time from which NCCL's watchdog may end a rank that waits for a lost peer."""
+
+    def timeout_error(self, names: Sequence[str]) -> Exception:
+        assert self.limit is not None, "every call to the learner has a limit"
+        message = late(", ".join(names), self.limit, self.check)
+        return LostLearnerError(f"{message}, or raise {self.limit.key}", phase=self.phase)
+
+    def translate_error(self, name: str, error: RayError) -> Exception:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+            return error.cause
+        message = ended("its" if name == "the learner" else f"{name}'s", error)
+        if time.monotonic() < self.watchdog_from:
+            return LostLearnerError(message, phase=self.phase)
+        # On a GPU a lost peer is no exception: the watchdog ends the process that waits for it.
+        peer = "it may have lost a peer, which NCCL waits for no longer than timeouts.learn_s"
+        return CollectiveError(f"{message}; {peer}: check the other ranks first", phase=self.phase)
+
+    def blames_peer(self, error: Exception) -> bool:
+        return isinstance(error, CollectiveError)
+
+
+class RunObserver(Protocol):
+    """Shows what the clients do, as `Telemetry` does."""
+
+    def waits_for(self, what: str) -> AbstractContextManager[None]:
+        """Show what the run waits for in the body."""
+
+    def sync(self, report: SyncReport) -> None:
+        """Record a sync outside any step."""
+
+
+class Unobserved:
+    """Shows nothing."""
+
+    def waits_for(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def sync(self, report: SyncReport) -> None:
+        pass
+
+
+UNOBSERVED = Unobserved()
+
+SHOWN = {
+    "next_requests": "the learner",
+    "refill_requests": "the learner",
+    "accumulate": "the learner",
+    "finish_step": "the learner",
+    "offer_weights": "the weight sync",
+    "sync_done": "the weight sync",
+    "save": "a checkpoint",
+    "finish_save": "a checkpoint",
+}
+"""What a terminal shows during a wait for the ranks, by phase; other waits are not shown."""
+
+
+class RankExecutor(Protocol):
+    """Runs tasks, functions of a `LearnerRank`: on each rank one at a time, in the order asked.
+
+    A task's other arguments may be references, in whose place it gets their values.
+    """
+
+    num_ranks: int
+
+    def ask(self, rank: int, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+        """Return a reference to the task's result; the name is for who watches the processes."""
+
+    def ask_kept(
+        self, rank: int, name: str, task: Callable[..., list[Any]], *arguments: Any
+    ) -> tuple[Any, Any]:
+        """Return references to the task's list, which stays where it is, and to its length."""
+
+    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], Any]) -> Any:
+        """Run the task now, whatever the rank is doing."""
+
+    def put(self, value: Any) -> Any:
+        """Return a reference to this value."""
+
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Return the results of names and references, or raise the error that explains most."""
+
+    def close(self, timeout_s: float) -> None:
+        """End the backends."""
+
+
+class RayRanks:
+    """Runs tasks on `LearnerActor`s, whose handles come in rank order."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = tuple(actors)
+        self.num_ranks = len(actors)
+
+    def ask(self, rank: int, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+        return self._actors[rank].run.options(name=name).remote(task, *arguments)
+
+    def ask_kept(
+        self, rank: int, name: str, task: Callable[..., list[Any]], *arguments: Any
+    ) -> tuple[Any, Any]:
+        method = self._actors[rank].run_kept.options(name=name, num_returns=2)
+        answers, count = method.remote(task, *arguments)
+        return answers, count
+
+    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], Any]) -> Any:
+        return self._actors[rank].run_at_once.remote(task)
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, Any]]) -> list[Any]:
+        return wait_for_all(call, asked)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until the backends have ended; the actors are killed later."""
+        closing = [actor.run_at_once.remote(lambda rank: rank.close()) for actor in self._actors]
+        ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+
+
+class LearnerClient:
+    """The learner as the driver calls it: every method is of all ranks, and waits for the slowest.
+
+    Lists are in rank order. Learners raise their own errors here.
+    """
+
+    offers_adapter = False
+    """Whether the next offer is of an adapter."""
+    falls_back = False
+    """Whether full weights follow on an adapter's sync that fails."""
+    num_threads = 0
+    """Threads of torch in each rank's process, once they have started."""
+
+    def __init__(
+        self,
+        ranks: RankExecutor,
+        timeouts: TimeoutsSection | None,
+        observer: RunObserver = UNOBSERVED,
+    ) -> None:
+        """`timeouts` None: nothing has a limit but an end, for a breakpoint may hold it up."""
+        self._ranks = ranks
+        self._names = [f"rank {rank}" for rank in range(ranks.num_ranks)]
+        if ranks.num_ranks == 1:
+            self._names = ["the learner"]
+        self._timeouts = timeouts
+        self._observer = observer
+        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
+        # Starts its thread: an interruption of a later start would make the pool begin another.
+        self._asking.submit(int).result()
+        self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner-client")
+        self._has_backends = False
+        self._closed_s = CLOSED_S
+        self._updates_per_batch = 1
+        self._num_rounds = 0
+        """Rounds of the step in progress that were learned."""
+        self._patience_s = math.inf
+        """Seconds of a call before NCCL's watchdog ends a rank that waits for a lost peer."""
+
+    def start(
+        self,
+        config: RunConfig,
+        topologies: Sequence[RankTopology],
+        make_backend: MakeBackend | None = None,
+        examples: ExampleCounts | None = None,
+        limit: Timeout | None = None,
+    ) -> None:
+        """Load model and data on every rank and, if there is one, its backend.
+
+        Args:
+            topologies: one for each rank.
+            make_backend: makes the backend next to each rank; None: engines are elsewhere.
+            examples: those of the run's environment, if it has one.
+            limit: of the start; None: timeouts.start_s.
+
+        Raises:
+            Exception: what a rank finds wrong with them.
+        """
+        self._has_backends = make_backend is not None
+        self._closed_s = CLOSED_S if config.environment is None else 2 * CLOSED_S
+        self._updates_per_batch = config.training.updates_per_batch
+        self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
+        limit = limit or self._limit("start_s")
+        if len(topologies) > 1:
+            if topologies[0].device is Device.CUDA and self._timeouts is not None:
+                self._patience_s = WATCHDOG_SHARE * self._timeouts.learn_s
+            opening = self._ranks.ask(0, "start", lambda rank: rank.open_rendezvous(config))
+            (endpoint,) = self._wait("start", limit, [opening])
+            topologies = [replace(rank, rendezvous=endpoint) for rank in topologies]
+
+        def start(rank: LearnerRank, topology: RankTopology) -> tuple[int, bool]:
+            return rank.start(config, topology, make_backend, examples)
+
+        starting = [
+            self._ranks.ask(rank, "start", start, topology)
+            for rank, topology in enumerate(topologies)
+        ]
+        self.num_threads, self.offers_adapter = self._wait("start", limit, starting)[0]
+
+    def next_requests(self, plan: StepPlan) -> PerRank:
+        return self._begin("next_requests", lambda learner: learner.next_requests(plan))
+
+    def refill_requests(self, plan: StepPlan) -> PerRank:
+        """Return requests in the place of the step's groups without signal, once all were
+        accumulated.
+        """
+        return self._begin("refill_requests", lambda learner: learner.refill_requests(plan))
+
+    def accumulate(self, done: PerRank) -> None:
+        self._num_rounds += 1
+        self._on_rollouts("accumulate", done, lambda rank, own: rank.learner.accumulate(own))
+
+    def finish_step(self) -> StepReport:
+        # Each update after the first learns the rows of all rounds again.
+        times = 1 + (self._updates_per_batch - 1) * self._num_rounds
+        self._num_rounds = 0
+        limit = self._limit("learn_s", times, why=" (training.updates_per_batch)")
+        reports = self._all("finish_step", lambda rank: rank.learner.finish_step(), limit)
+        return merge_reports(reports)
+
+    def held_out_requests(self, step: int) -> PerRank:
+        return self._begin("held_out_requests", lambda learner: learner.held_out_requests(step))
+
+    def score(self, done: PerRank) -> list[Outcome]:
+        scored = self._on_rollouts("score", done, lambda rank, own: rank.learner.score(own))
+        return list(itertools.chain(*scored))
+
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
+        """Return rank 0's offer. Every rank takes part: a sharded model is gathered by all."""
+        offers = self._all(
+            "offer_weights",
+            lambda rank: rank.learner.publisher.offer(again),
+            self._limit("sync_phase_s"),
+        )
+        assert offers[0] is not None, "rank 0 offers"
+        return offers[0]
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        """Begin to send from rank 0, which keeps the limits of its two phases itself."""
+        sending = self._ranks.ask(
+            0, "send_weights", lambda rank: rank.learner.publisher.send(offer)
+        )
+        limit = None
+        if self._timeouts is not None:
+            key = "the limits of joining and sending (timeouts.sync_phase_s)"
+            limit = Timeout(sender_s(offer), key)
+        return self._threads.submit(lambda: self._wait("send_weights", limit, [sending])[0])
+
+    def sync_done(self, noise: Differences | None) -> None:
+        """Report to every rank that the offered version is served, and the noise measured."""
+        limit = self._limit("sync_phase_s")
+        self._all("sync_done", lambda rank: rank.learner.publisher.done(noise), limit)
+
+    def fall_back_to_full(self) -> None:
+        """Have every rank take part in offers of full weights from now on."""
+        self.offers_adapter = False
+        limit = self._limit("sync_phase_s")
+        self._all(
+            "fall_back_to_full", lambda rank: rank.learner.publisher.fall_back_to_full(), limit
+        )
+
+    def leave_groups(self) -> None:
+        """Have rank 0 leave its process groups, so that the next offer is of new ones."""
+        # After a send that waits for a receiver which will not come.
+        limit = self._limit("sync_phase_s", len(SyncPhase))
+        leaving = self._ranks.ask(0, "leave_groups", lambda rank: rank.learner.publisher.close())
+        self._wait("leave_groups", limit, [leaving])
+
+    def stop(self, *, timeout_s: float) -> int:
+        """End what the ranks are doing, and return the number of updates that their weights have.
+
+        A rank leaves what it learns after its present row, and what it generates before the next
+        token. `timeout_s` is the configuration's timeouts.interrupt_s, for all ranks to be free.
+        """
+        ranks = range(self._ranks.num_ranks)
+        # Not waited for: the limit is one for both.
+        self._ask(
+            lambda: [
+                self._ranks.ask_at_once(rank, lambda one: one.learner.stop()) for rank in ranks
+            ]
+        )
+        limit = Timeout(timeout_s, "timeouts.interrupt_s")
+        return self._all("stop", lambda rank: rank.learner.num_updates, limit)[0]
+
+    def last_report(self) -> StepReport:
+        """Return the report of the last step before a run was resumed."""
+        reports = self._all("last_report", lambda rank: rank.learner.last_report())
+        known = [report for report in reports if report is not None]
+        assert known, "the run was resumed after an update"
+        return merge_reports(known)
+
+    def answers_ahead(self) -> PerRank:
+        """Return references to the answers that a resumed run has of its first step."""
+        asked = self._ask_all("answers_ahead", lambda rank: rank.learner.answers_ahead())
+        return [[answers] for answers in asked]
+
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: PerRank | None = None,
+        *,
+        background: bool = False,
+        timeout_s: float | None = None,
+    ) -> str | None:
+        """Save a full checkpoint: every rank takes part, rank 0 the most. Raises StorageError.
+
+        Args:
+            run: the driver's part of it, as JSON.
+            answers_ahead: the next step's first round, if it was generated already.
+            background: copy it, and write it during the next steps, until `finish_save`.
+            timeout_s: what is left of timeouts.interrupt_s when a run is being ended.
+
+        Returns:
+            Why it was not written in the background although that was wanted.
+        """
+        shares = answers_ahead or [[] for _ in self._names]
+        return self._on_rollouts(
+            "save",
+            shares,
+            lambda rank, own: rank.learner.save(folder, run, own, background=background),
+            self._save_limit(timeout_s),
+        )[0]
+
+    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
+        """Give the checkpoint in the background its name if all ranks have written it.
+
+        `wait`: until they have. Returns when they wrote it; nothing if no save was begun. None:
+        it is not all there. Raises StorageError, and writes it again when it is called again.
+        """
+        limit = self._save_limit(timeout_s)
+        written = self._all("finish_save", lambda rank: rank.learner.finish_save(wait=wait), limit)
+        spans = [of_rank for of_rank in written if of_rank is not None]
+        return list(itertools.chain(*spans)) if len(spans) == len(written) else None
+
+    def close(self) -> None:
+        """End what is next to the ranks in order, within `CLOSED_S` for an engine and as much for
+        an environment. Twice is harmless.
+        """
+        if self._has_backends:
+            self._ranks.close(self._closed_s)
+
+    # If the ranks generate their own rollouts
+
+    def generate(self, round_: PerRank, limit: Timeout) -> Future[PerRank]:
+        """Begin a round, in which each rank generates what it is going to learn.
+
+        The future holds, for each rank, references to its rollouts.
+        """
+
+        def generate(rank: LearnerRank, places: range, *objects: SentRequests) -> list[Any]:
+            return rank.generate(objects, places)
+
+        def ask() -> dict[int, tuple[Any, Any]]:
+            """Return references to each rank's rollouts and to their number."""
+            sent = {}
+            for rank, requests in enumerate(round_):
+                if requests:
+                    objects, places = in_objects(requests)
+                    sent[rank] = self._ranks.ask_kept(rank, "generate", generate, places, *objects)
+            return sent
+
+        sent = self._ask(ask)
+        call = self._call("generate", None if self._timeouts is None else limit)
+
+        def collect() -> PerRank:
+            counts = [(self._names[rank], count) for rank, (_, count) in sent.items()]
+            self._ranks.wait(call, counts)
+            return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
+
+        return self._threads.submit(collect)
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """Begin a sync of each rank's backend. The future holds the slowest one's report."""
+
+        def receive(rank: LearnerRank, offer: WeightOffer) -> SyncReport:
+            return rank.receive_weights(offer)
+
+        # Once for all ranks: it may hold an adapter's files.
+        asked = self._ask_all("receive_weights", receive, self._ranks.put(offer))
+        # A backend waits for no peer and keeps no limits of its own: this one is of the whole sync.
+        limit = self._limit("sync_phase_s", len(SyncPhase))
+        return self._threads.submit(
+            lambda: SyncReport.of_slowest(self._wait("receive_weights", limit, asked))
+        )
+
+    def _begin(self, phase: str, draw: Callable[[Learner], list[Any]]) -> PerRank:
+        """Begin a step, a refill or a report. Returns references to each rank's requests."""
+        # They are not waited for: the engines of the first round begin when theirs are ready.
+        counts = self._all(phase, lambda rank: rank.begin(draw(rank.learner)))
+
+        def send(rank: LearnerRank, first: int, stop: int) -> SentRequests:
+            return rank.requests(first, stop)
+
+        def ask() -> PerRank:
+            refs: PerRank = [[] for _ in counts]
+            # Part by part over all ranks, so that no rank's first requests wait for another's last.
+            for first in range(0, max(counts), REQUESTS_TOGETHER):
+                for rank, count in enumerate(counts):
+                    stop = min(first + REQUESTS_TOGETHER, count)
+                    if first < stop:
+                        sent = self._ranks.ask(rank, "requests", send, first, stop)
+                        refs[rank] += [RequestRef(sent, index) for index in range(stop - first)]
+            return refs
+
+        return self._ask(ask)
+
+    def _on_rollouts(
+        self,
+        phase: str,
+        done: PerRank,
+        task: Callable[[LearnerRank, list[Any]], T],
+        limit: Timeout | None = None,
+    ) -> list[T]:
+        """Run a task on every rank with the rank's own rollouts; `limit` None: timeouts.learn_s."""
+
+        def joined(rank: LearnerRank, *shares: list[Any]) -> T:
+            return task(rank, list(itertools.chain(*shares)))
+
+        asked = self._ask(
+            lambda: [
+                self._ranks.ask(rank, phase, joined, *shares) for rank, shares in enumerate(done)
+            ]
+        )
+        return self._wait(phase, limit or self._limit("learn_s"), asked)
+
+    def _all(
+        self, phase: str, task: Callable[[LearnerRank], T], limit: Timeout | None = None
+    ) -> list[T]:
+        """Run a task on every rank; `limit` None: timeouts.learn_s."""
+        asked = self._ask_all(phase, task)
+        return self._wait(phase, limit or self._limit("learn_s"), asked)
+
+    def _ask_all(self, phase: str, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+        ranks = range(self._ranks.num_ranks)
+        return self._ask(lambda: [self._ranks.ask(rank, phase, task, *arguments) for rank in ranks])
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        """Run `ask`, which calls several ranks, in the one thread that does so.
+
+        No signal is handled there: an interruption between two ranks' calls would leave them in
+        different collectives. And what is asked after an interruption comes after it on every
+        rank.
+        """
+        return self._asking.submit(ask).result()
+
+    def _wait(self, phase: str, limit: Timeout | None, asked: list[Any]) -> list[Any]:
+        """Return the answers to what was `asked` of the first ranks, or raise the best error."""
+        named = list(zip(self._names[: len(asked)], asked, strict=True))
+        shown = SHOWN.get(phase)
+        with self._observer.waits_for(shown) if shown else nullcontext():
+            return self._ranks.wait(self._call(phase, limit), named)
+
+    def _call(self, phase: str, limit: Timeout | None) -> LearnerCall:
+        # The first rank to end normally failed itself: NCCL ends those that wait after learn_s.
+        check = "its stack in the Ray dashboard or with `py-spy dump`"
+        watchdog_from = time.monotonic() + self._patience_s
+        return LearnerCall(phase, limit, check, LearnerError, watchdog_from=watchdog_from)
+
+    def _limit(
+        self,
+        name: Literal["start_s", "learn_s", "sync_phase_s"],
+        times: int = 1,
+        *,
+        why: str = "",
+    ) -> Timeout | None:
+        """Return a limit of the configuration, or a multiple of one; None: there are no limits."""
+        if self._timeouts is None:
+            return None
+        limit = self._timeouts.limit(name)
+        if times == 1:
+            return limit
+        return Timeout(times * limit.seconds, f"{times} x {limit.key}{why}")
+
+    def _save_limit(self, timeout_s: float | None) -> Timeout | None:
+        if timeout_s is None:
+            return self._limit("learn_s")
+        return Timeout(timeout_s, "timeouts.interrupt_s")

@@ -1,0 +1,235 @@
+"""A run's rollouts as the driver sees them: engines in processes of their own, or learner ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import ray
+
+from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.learner_client import UNOBSERVED, LearnerClient, RunObserver
+from launch.processes.rounds import Round, Rounds, RoundSize, SecondTry
+from launch.runtime.replacements import Replacement
+from rollout_actors.engine.ray_calls import RayCall, wait_for_all
+from shared.config.derive import rank_name
+from shared.errors import ConfigError, LostRoundError, WeightSyncError
+from shared.protocols import PerRank
+from shared.rollouts import SyncReport, WeightOffer
+from shared.weight_sync.phases import POOL_MARGIN_S, SendingLearner, SyncPhase
+
+
+class RolloutClient:
+    """Rounds and syncs over engines, and over environments that ask the engines.
+
+    Waiting happens in threads of the client: at most one round or one sync at a time, each bounded
+    by a timeout, and unblocked by the answers, by an actor's death, or by `close`.
+    """
+
+    def __init__(
+        self,
+        engines: Fleet,
+        size: RoundSize,
+        *,
+        learner: SendingLearner | None = None,
+        observer: RunObserver = UNOBSERVED,
+    ) -> None:
+        """`learner` has the weights of engines that take the place of lost ones; None: a round that
+        all engines lost is not asked again.
+        """
+        self.engines = engines
+        self.version = 0
+        """The version that every engine serves; 0 before the first sync."""
+        self.environments: Fleet | None = None
+        self._size = size
+        self._rounds = Rounds(size, engines)
+        self._learner = learner
+        self._observer = observer
+        self._round: Future[PerRank] | None = None
+        self._sync_failed = False
+        self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="rollout-client")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.engines.names
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Rollout devices of each engine, in order; empty before the start."""
+        return self.engines.devices
+
+    @property
+    def replaces_lost(self) -> bool:
+        return self.engines.replaces_lost
+
+    def start(self) -> None:
+        """Start every engine. Raises as `Fleet.start` does, and ConfigError if not every learner
+        rank could have a request in each round.
+        """
+        self.engines.start()
+        try:
+            self._size.chunk(self.engines.devices)
+        except ValueError as error:
+            raise ConfigError(f"rollout_matching.decode_batch_size: {error}") from error
+
+    def generate_through(
+        self, environments: Fleet, *, group_size: int, in_one_round: bool = False
+    ) -> None:
+        """Send rounds to environments from now on: a request is a group, of one example.
+
+        `in_one_round`: a step's, of all learner ranks, in one call of the only environment.
+        """
+        self.environments = environments
+        size = replace(self._size, group_size=group_size, in_one_round=in_one_round)
+        self._rounds = Rounds(size, self.engines, environments)
+
+    def split(self, requests: PerRank) -> list[PerRank]:
+        """Cut a step's requests into rounds, as few as the decode batches allow."""
+        return self._rounds.split(requests)
+
+    def generate(self, round_: PerRank) -> Round:
+        """Begin one round, whose result is that of `Rounds.collect`."""
+        second_try = None
+        if self._learner is not None:
+            second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
+        return Round(self.begin(round_), self._observer, second_try)
+
+    def begin(self, round_: PerRank) -> Future[PerRank]:
+        """Begin one round, which is not asked again if it is lost."""
+        self._round = self._threads.submit(self._rounds.collect, round_)
+        return self._round
+
+    def wait_idle(self) -> None:
+        """Wait for the round that is being generated, if there is one.
+
+        Raises its RolloutError, but not a LostRoundError: a lost round may be asked again.
+        """
+        if self._round is not None:
+            with suppress(LostRoundError), self._observer.waits_for("rollouts"):
+                self._round.result()
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """Begin one sync while nothing is generated. If it fails, engines serve no rollouts."""
+        return self._threads.submit(self._receive, offer)
+
+    def join_replacements(self) -> bool:
+        """Replace actors that have ended or are stuck, and wait for the new ones, while nothing
+        runs.
+
+        Returns whether there is a new engine, which has neither group nor weights. Raises
+        RolloutError if no more may be replaced.
+        """
+        environments = self.environments
+        self.engines.lose_dead(after_failed_sync=self._sync_failed)
+        if environments is not None:
+            environments.lose_dead()
+        has_new_engine = self.engines.join()
+        if environments is not None:
+            has_new_environment = environments.join()
+            is_known = not (has_new_environment or has_new_engine)
+            while not is_known:
+                engines = self.engines.actors
+                answers = [actor.use_engines.remote(engines) for actor in environments.actors]
+                is_known = not environments.lose_silent(answers)
+                # If one has ended meanwhile, another takes its place, and all are asked again.
+                environments.join()
+        return has_new_engine
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        """Replace the engine that the error of a sync names; return whether it names one.
+
+        Raises the error if no more may be replaced.
+        """
+        if error.actor not in self.engines.names:
+            return False
+        self.engines.lose(self.engines.names.index(error.actor), error)
+        return self.join_replacements()
+
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that have joined since the last call."""
+        done = self.engines.pop_replaced()
+        return done if self.environments is None else done + self.environments.pop_replaced()
+
+    def close(self) -> None:
+        """End the engines; pending waits fail. Twice is harmless."""
+        self.engines.close()
+        self._threads.shutdown(wait=True)
+
+    def _receive(self, offer: WeightOffer) -> SyncReport:
+        shared_offer = ray.put(offer)
+        self._sync_failed = True  # until it has succeeded
+        check = "that the learner and every other engine are alive"
+        # Phase by phase over all engines: none begins to wait for bytes while another is still
+        # decoding, and a stopped process is known by its phase.
+        for phase in SyncPhase:
+            limit = self.engines.timeouts.sync_phase
+            if phase is SyncPhase.RENDEZVOUS:
+                limit = self.engines.timeouts.join or limit
+            call = RayCall(phase, limit, check, WeightSyncError, margin_s=POOL_MARGIN_S)
+            asked = [
+                (name, actor.run_sync_phase.remote(phase, shared_offer))
+                for name, actor in self.engines.named()
+            ]
+            reports = wait_for_all(call, asked)
+        self._sync_failed = False
+        self.version = offer.version
+        return SyncReport.of_slowest(reports)
+
+
+class RankRolloutClient:
+    """Learner ranks that generate what they learn (backend `hf`, or vLLM's mode `colocate`)."""
+
+    replaces_lost = False
+
+    def __init__(
+        self,
+        learner: LearnerClient,
+        timeouts: RolloutTimeouts,
+        size: RoundSize,
+        *,
+        devices_per_rank: int,
+        observer: RunObserver = UNOBSERVED,
+    ) -> None:
+        num_ranks = size.learner_ranks
+        self.names = tuple(rank_name(rank, num_ranks) for rank in range(num_ranks))
+        self.devices = (devices_per_rank,) * num_ranks
+        self.version = 0
+        """The version that every rank's backend serves; 0 before the first sync."""
+        self._learner = learner
+        self._timeouts = timeouts
+        self._size = size
+        self._observer = observer
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-client")
+
+    def split(self, requests: PerRank) -> list[PerRank]:
+        return self._size.split(requests, self.devices)
+
+    def generate(self, round_: PerRank) -> Round:
+        """Begin one round. Fails with a rank's own error, or LearnerError if it is late."""
+        limit = self._timeouts.generate
+        assert limit is not None, "only servers keep one themselves"
+        return Round(self._learner.generate(round_, limit), self._observer)
+
+    def wait_idle(self) -> None:
+        """Return at once: a rank does what it is asked next after its part of the round."""
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        # Asked here and not in the thread: every rank takes part before rank 0 is asked to send.
+        receiving = self._learner.receive_weights(offer)
+
+        def serve() -> SyncReport:
+            report = receiving.result()
+            self.version = offer.version
+            return report
+
+        return self._threads.submit(serve)
+
+    def join_replacements(self) -> bool:
+        return False
+
+    def replace_named(self, error: WeightSyncError) -> bool:  # noqa: ARG002
+        return False
+
+    def pop_replaced(self) -> list[Replacement]:
+        return []

@@ -1,0 +1,339 @@
+"""Rounds: how a step is cut into them, who is asked for what, and the order of the answers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+
+from launch.processes.fleet import Fleet
+from launch.processes.learner_client import UNOBSERVED, RunObserver
+from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
+from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
+from shared.errors import LostRoundError, RolloutError, UnreachableError
+from shared.protocols import PerRank
+from shared.rollouts import TRIES
+from shared.sent_requests import in_objects
+from shared.weight_sync.phases import ReceivingEngines, SendingLearner, sync_weights
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSize:
+    """What the size of a round follows from.
+
+    Example (2 engines of 1 device, decode_batch_size 2, one learner rank): a step of 6 requests is
+    split into rounds of 3 and 3; of each the first engine generates 2, the second 1.
+    """
+
+    decode_batch_size: int = sys.maxsize
+    """Most rollouts that one device decodes at a time."""
+    learner_ranks: int = 1
+    group_size: int = 1
+    """Rollouts of a request, which are of one example if they are an environment's."""
+    in_one_round: bool = False
+    """Whether a step's rollouts, of all learner ranks, are scored together."""
+
+    def chunk(self, devices: Sequence[int]) -> int:
+        """Return the most requests that each learner rank has in a round.
+
+        Raises ValueError if not every learner rank could have one.
+        """
+        if self.in_one_round:
+            return sys.maxsize
+        size = self.group_size
+        chunk = round_chunk(self.decode_batch_size, devices, self.learner_ranks, together=size)
+        return chunk // size
+
+    def split(self, requests: PerRank, devices: Sequence[int]) -> list[PerRank]:
+        """Cut a step's requests into rounds, as few as the decode batches allow."""
+        return cut_rounds(requests, self.chunk(devices))
+
+
+class LosableEngines(ReceivingEngines, Protocol):
+    """Engines that may all be lost in a round, and be replaced."""
+
+    version: int
+
+    def begin(self, round_: PerRank) -> Future[PerRank]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SecondTry:
+    """Asks new engines, once, for a round that was lost."""
+
+    engines: LosableEngines
+    learner: SendingLearner
+    observer: RunObserver
+    round_: PerRank
+    version: int
+    """Version of the weights when the round was begun."""
+
+    def answers(self, lost: LostRoundError) -> PerRank:
+        """Send the round's weights to new engines, and wait for their answers.
+
+        Raises LostRoundError if the learner has no such weights any more, or for a second time.
+        """
+        if self.engines.version != self.version:
+            why = ", and the weights that it was asked of are gone (max_staleness)"
+            raise _lost(lost, why) from lost
+        self.observer.sync(sync_weights(self.learner, self.engines, again=True))
+        try:
+            return self.engines.begin(self.round_).result()
+        except LostRoundError as error:
+            raise _lost(error, " for the second time in a round") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round in production."""
+
+    future: Future[PerRank]
+    """The answers of those that were asked first; a LostRoundError if all of them are lost."""
+    observer: RunObserver = UNOBSERVED
+    second_try: SecondTry | None = None
+    """None: there are no others to ask."""
+
+    @classmethod
+    def answered(cls, answers: PerRank) -> Round:
+        """Return a round that was generated before."""
+        future: Future[PerRank] = Future()
+        future.set_result(answers)
+        return cls(future)
+
+    def result(self) -> PerRank:
+        """Wait for the answers, if need be for those of others.
+
+        The learner has to be idle: new engines may need its weights.
+        """
+        with self.observer.waits_for("rollouts"):
+            try:
+                return self.future.result()
+            except LostRoundError as error:
+                if self.second_try is None:
+                    raise
+                return self.second_try.answers(error)
+
+
+def _lost(error: LostRoundError, why: str) -> LostRoundError:
+    message = f"{error.message}; all are lost{why}"
+    return LostRoundError(message, actor=error.actor, phase=error.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class _SentPart:
+    """A part of a round that an actor has been asked for."""
+
+    part: RoundPart
+    deadline: float
+    """End of the wait, by the monotonic clock."""
+    rollouts: Any
+    """Reference to a `list[Rollout]`."""
+    count: Any
+    """Reference to its length, by which the driver knows that they are ready."""
+
+
+class Rounds:
+    """Asks actors for the parts of rounds, each round while no other is being generated."""
+
+    def __init__(self, size: RoundSize, engines: Fleet, environments: Fleet | None = None) -> None:
+        """`environments` are asked, if there are any, and ask the engines."""
+        self._size = size
+        self._engines = engines
+        self._asked = environments or engines
+        assert not size.in_one_round or len(self._asked.names) == 1, "one process has all rollouts"
+
+    def split(self, requests: PerRank) -> list[PerRank]:
+        return self._size.split(requests, self._engines.devices)
+
+    def collect(self, round_: PerRank) -> PerRank:
+        """Generate one round.
+
+        Returns, for each learner rank, references to `list[Rollout]`s in position order: the
+        payload stays where it was made. Raises RolloutError naming the actor; LostRoundError if all
+        are lost while others are being started.
+        """
+        asked = self._asked
+        gone = UnreachableError if asked.replaces_lost else None
+        check = asked.timeouts.check
+        call = RayCall("generate", asked.timeouts.generate, check, RolloutError, gone=gone)
+        # Environments outlive an engine's end, and would not tell of it.
+        watches = {
+            fleet: watch
+            for fleet in dict.fromkeys((asked, self._engines))
+            if (watch := fleet.watch()) is not None
+        }
+        interval_s = min((watch.interval_s for watch in watches.values()), default=None)
+        looked_s = time.monotonic()
+        sizes = [len(requests) for requests in round_]
+        bound = self._size.decode_batch_size if asked is self._engines else sys.maxsize
+        queue = RoundQueue(sizes, asked.devices, decode_batch_size=bound)
+        waiting: dict[Any, _SentPart] = {}
+        done: list[_SentPart] = []
+        while True:
+            deadline = call.deadline()
+            send = self._send_at_once if self._size.in_one_round else self._send
+            waiting |= {sent.count: sent for sent in send(queue.take(), round_, deadline)}
+            if not waiting:
+                break
+            deadlines = {count: sent.deadline for count, sent in waiting.items()}
+            answer = next_ready(deadlines, within_s=interval_s)
+            if interval_s is not None and time.monotonic() - looked_s >= interval_s:
+                looked_s = time.monotonic()
+                for fleet, watch in watches.items():
+                    for index, given_up in watch.look(fleet.actors).items():
+                        # Killed, it fails what it was asked for.
+                        fleet.lose(index, given_up)
+            if answer is None and time.monotonic() < min(deadlines.values()):
+                continue
+            if answer is None:
+                first = min(deadlines.values())
+                late = [sent.part for sent in waiting.values() if sent.deadline == first]
+                names = dict.fromkeys(asked.names[part.engine] for part in late)
+                raise call.timeout_error(list(names))
+            sent = waiting.pop(answer)
+            name = asked.names[sent.part.engine]
+            num = len(sent.part.requests)
+            try:
+                count = result_of(call, name, answer)
+            except UnreachableError as error:
+                try:
+                    self._pass_on(queue, sent.part, error)
+                except LostRoundError:
+                    # Others would continue a round that is going to be asked again.
+                    for count in waiting:
+                        ray.cancel(count)
+                    left = len(waiting)
+                    ray.wait(list(waiting), num_returns=left, timeout=asked.timeouts.closed_s)
+                    raise
+                continue
+            queue.answered(sent.part)
+            if count != num:
+                message = f"answered {count} of {num} requests"
+                raise RolloutError(message, actor=name, phase="generate")
+            done.append(sent)
+        # In position order, whatever the order of arrival.
+        done.sort(key=lambda sent: sent.part.requests.start)
+        return [
+            [sent.rollouts for sent in done if sent.part.rank == rank]
+            for rank in range(len(round_))
+        ]
+
+    def _pass_on(self, queue: RoundQueue, part: RoundPart, error: UnreachableError) -> None:
+        """Ask the next actor for what this one failed to answer. Raises the error if none is left,
+        as a LostRoundError if others are being started.
+        """
+        asked = self._asked
+        name = asked.names[part.engine]
+        lost = LostRoundError(error.message, actor=error.actor, phase=error.phase)
+        if error.actor != name:
+            # An environment's actor says that it reached no engine: another would reach none.
+            raise lost if self._engines.replaces_lost else error
+        if asked.replaces_lost:
+            asked.lose(part.engine, error)
+        elif not asked.asks_next_on_failure:
+            # What a server answered and is wrong would be no better elsewhere.
+            raise error
+        engine = queue.failed(part)
+        if engine is None:
+            raise lost if asked.replaces_lost else error
+        # The reason for a replacement was logged when it began.
+        why = f"{name} is lost" if asked.replaces_lost else error
+        _LOGGER.warning(
+            "%s; its %d requests go to %s", why, len(part.requests), asked.names[engine]
+        )
+
+    def _send(
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+    ) -> list[_SentPart]:
+        sent = []
+        for part in parts:
+            objects, places = _objects_of(part, round_)
+            # The name is what Ray's dashboard shows.
+            task = f"generate {len(places)} for learner rank {part.rank}"
+            method = self._asked.actors[part.engine].generate.options(num_returns=2, name=task)
+            attempt = TRIES * part.num_failed
+            rollouts, count = method.remote(*objects, places=places, attempt=attempt)
+            sent.append(_SentPart(part, deadline, rollouts, count))
+        return sent
+
+    def _send_at_once(
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+    ) -> list[_SentPart]:
+        """Ask the only actor for the parts of all learner ranks in one call."""
+        if not parts:
+            return []
+        of_parts = [_objects_of(part, round_) for part in parts]
+        task = f"generate {sum(len(places) for _, places in of_parts)} at once"
+        method = self._asked.actors[0].generate_at_once.options(
+            num_returns=2 * len(parts), name=task
+        )
+        answers = method.remote(
+            *(sent for objects, _ in of_parts for sent in objects),
+            parts=[(len(objects), places) for objects, places in of_parts],
+        )
+        pairs = zip(parts, answers[::2], answers[1::2], strict=True)
+        return [_SentPart(part, deadline, rollouts, count) for part, rollouts, count in pairs]
+
+
+def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[Any], range]:
+    return in_objects(round_[part.rank][part.requests.start : part.requests.stop])
+
+
+class RoundQueue:
+    """The parts of one round that each engine still has to do, or is asked for. No Ray here.
+
+    No engine is asked for more than `decode_batch_size` per device at a time: what it takes over
+    from another waits for its own part.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int
+    ) -> None:
+        """Take the requests of each learner rank, together `decode_batch_size` a device at most."""
+        self._bounds = [decode_batch_size * count for count in devices]
+        self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
+        self._num_asked = [0] * len(devices)
+        for part in round_parts(sizes, devices):
+            self._waiting[part.engine].append(part)
+        shares = [sum(len(part.requests) for part in waiting) for waiting in self._waiting]
+        assert all(share <= bound for share, bound in zip(shares, self._bounds, strict=True)), (
+            f"a round of {shares} over engines that take {self._bounds}"
+        )
+
+    def take(self) -> list[RoundPart]:
+        """Return what can be asked for now; each part comes back by `answered` or `failed`."""
+        taken = []
+        for engine, waiting in enumerate(self._waiting):
+            while (
+                waiting
+                and self._num_asked[engine] + len(waiting[0].requests) <= self._bounds[engine]
+            ):
+                taken.append(waiting.popleft())
+                self._num_asked[engine] += len(taken[-1].requests)
+        return taken
+
+    def answered(self, part: RoundPart) -> None:
+        self._num_asked[part.engine] -= len(part.requests)
+
+    def failed(self, part: RoundPart) -> int | None:
+        """Put the part behind the next engine's; return that engine, or None where all failed."""
+        self.answered(part)
+        num_failed = part.num_failed + 1
+        engine = (part.engine + 1) % len(self._waiting)
+        if num_failed == len(self._waiting):
+            return None
+        # An engine of fewer devices takes it in several parts.
+        size = self._bounds[engine]
+        for first in range(0, len(part.requests), size):
+            requests = part.requests[first : first + size]
+            self._waiting[engine].append(RoundPart(engine, part.rank, requests, num_failed))
+        return engine
