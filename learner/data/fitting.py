@@ -13,7 +13,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -39,9 +39,6 @@ from shared.tokens.vocabulary import NUM_BINS
 _CUT_SLACK = 4
 SMALL_PX = 8
 """Pixels: a shorter side below it is less than half of an image token's."""
-
-
-_NUM_COLUMNS = 6
 
 
 class BadRow(NamedTuple):
@@ -77,27 +74,8 @@ class Measures:
     """Digest of everything in these samples but the paths of their images."""
     bad: tuple[BadRow, ...] = ()
 
-    @classmethod
-    def kept(cls, file: Path, key: str) -> Measures | None:
-        """Read what was kept under this key; None where it was not."""
-        arrays = kept.read_arrays(file, key)
-        if arrays is None:
-            return None
-        digest, bad = kept.from_array(arrays["rest"])
-        return cls.of(arrays["columns"], digest, tuple(BadRow(*row) for row in bad))
 
-    @classmethod
-    def of(cls, columns: np.ndarray, digest: str, bad: tuple[BadRow, ...]) -> Measures:
-        """Make them of a matrix with the columns in order: int64 [6, K]."""
-        rows_K, prompt_K, text_K, objects_K, small_K, shrunk_K = columns
-        return cls(rows_K, prompt_K, text_K, objects_K, small_K, shrunk_K, digest, bad)
-
-    def keep(self, file: Path, key: str) -> None:
-        columns = np.stack(
-            [self.rows_K, self.prompt_K, self.text_K, self.objects_K, self.small_K, self.shrunk_K]
-        )
-        arrays = {"columns": columns, "rest": kept.as_array([self.digest, self.bad])}
-        kept.keep_arrays(file, key, arrays, lost="measures all rows")
+_COLUMNS = tuple(field.name for field in fields(Measures) if field.name.endswith("_K"))
 
 
 class Fitting(NamedTuple):
@@ -161,17 +139,23 @@ def require_lengths(
     key = ""
     if checkpoint is not None and dataset.key:
         key = kept.digest_of(
-            *(kept.sources_digest(), dataset.key, _checkpoint_digest(checkpoint)),
+            *(dataset.key, _checkpoint_digest(checkpoint)),
             *(encoder.prompts, answer_format, taught, most),
         )
-    kind = "taught" if taught else "held_out"
-    file = kept.kept_file(dataset.path, kind, "npz")
-    measures = Measures.kept(file, key) if key else None
-    if measures is None:
+    file = kept.kept_file(dataset.path, "taught" if taught else "held_out")
+    found = kept.read(file, key) if key else None
+    if found is not None:
+        digest, bad_rows = found.rest
+        measures = Measures(
+            **found.arrays, digest=digest, bad=tuple(BadRow(*row) for row in bad_rows)
+        )
+    else:
         started_s = time.monotonic()
         measures = _measure(dataset, encoder, codec, answer_format, taught=taught, most=most)
         if key and time.monotonic() - started_s >= kept.QUICK_S:
-            measures.keep(file, key)
+            arrays = {name: getattr(measures, name) for name in _COLUMNS}
+            rest = [measures.digest, measures.bad]
+            kept.keep(file, key, arrays, rest, lost="measures all rows")
     bad = BadRows()
     skipped = list(dataset.skipped)
     for row in measures.bad:
@@ -233,7 +217,7 @@ def _measure(
     bad = []
     digest = hashlib.sha256()
     for index, sample in enumerate(dataset):
-        if most is not None and len(values) == most * _NUM_COLUMNS:
+        if most is not None and len(values) == most * len(_COLUMNS):
             break
         of_sample = answer_format.of(sample)
         try:
@@ -247,8 +231,9 @@ def _measure(
             continue
         values.extend((index, prompt, text, *_num_small(sample, resize)))
         digest.update(_content(sample).encode())
-    columns = np.frombuffer(values, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T
-    return Measures.of(columns, digest.hexdigest(), tuple(bad))
+    columns = np.frombuffer(values, dtype=np.int64).reshape(-1, len(_COLUMNS)).T
+    named = dict(zip(_COLUMNS, columns, strict=True))
+    return Measures(**named, digest=digest.hexdigest(), bad=tuple(bad))
 
 
 def _content(sample: Sample) -> str:

@@ -6,7 +6,6 @@ broken one is found and reported by whoever loads its row.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +16,6 @@ from learner.data import kept
 from learner.data.kept import Fingerprint
 from shared.prompts import on_white, open_picture, orientation_of
 from shared.records import ImageFacts, PictureSize, image_facts
-
-_FORMAT = ["3", PIL.__version__]
-"""Version of the kept facts. Change it together with what `image_size` refuses."""
 
 ReportProgress = Callable[[int, int], None]
 """A function of the number of images checked so far, and of all."""
@@ -70,12 +66,13 @@ def known_images(
     """
     root = data_file.parent
     there = {name: found for name, found in prints.items() if found is not None}
-    kept_in = kept.kept_file(data_file, "images", "json")
-    before = _read(kept_in)
+    file = kept.kept_file(data_file, "images")
+    key = kept.digest_of(PIL.__version__)
+    before = kept.read(file, key)
     known = {
-        name: before[name][1]
-        for name, found in there.items()
-        if name in before and before[name][0] == found
+        name: ImageFacts(*facts)
+        for name, (found, *facts) in ({} if before is None else before.rest).items()
+        if there.get(name) == found
     }
     left = [name for name in there if name not in known]
     started_s = time.monotonic()
@@ -85,21 +82,6 @@ def known_images(
         if report is not None and time.monotonic() - started_s >= kept.QUICK_S:
             report(done, len(there))
     if left and time.monotonic() - started_s >= kept.QUICK_S:
-        rows = {name: (*there[name], facts.sha256, *facts.size) for name, facts in known.items()}
-        content = json.dumps({"format": _FORMAT, "images": rows})
-        kept.replace_file(kept_in, content.encode(), lost="decodes all images")
+        rows = {name: (there[name], one.sha256, *one.size) for name, one in known.items()}
+        kept.keep(file, key, {}, rows, lost="decodes all images")
     return known
-
-
-def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
-    """Read what is kept; empty where nothing can be read."""
-    try:
-        content = json.loads(path.read_bytes())
-        if content["format"] != _FORMAT:
-            return {}
-        return {
-            name: ((size, mtime_ns, ctime_ns), ImageFacts(*facts))
-            for name, (size, mtime_ns, ctime_ns, *facts) in content["images"].items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}

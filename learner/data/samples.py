@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import PIL
 
 from learner.data import kept
@@ -26,9 +25,6 @@ from shared.config import RunConfig
 from shared.config.model import DataSource
 from shared.data.file_rows import FileRows, RowRules, RowTable
 from shared.dataset import Dataset, image_names, load_dataset, note_skipped
-
-_GONE = (-1, -1, -1)
-"""In place of the fingerprint of an image that is not there."""
 
 
 def load_samples(
@@ -45,7 +41,7 @@ def load_samples(
     prompts = config.prompts
     of_file = kept.fingerprint(path)
     key = kept.digest_of(
-        *(kept.sources_digest(), PIL.__version__, str(path), of_file, data.on_bad_row),
+        *(PIL.__version__, str(path), of_file, data.on_bad_row),
         *(rules.sort_objects, rules.check_images, sorted(geometry), rules.source),
         prompts if prompts.have_blanks else None,
     )
@@ -74,20 +70,16 @@ def load_samples(
 
 def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
     """Return the data set that was kept under this key, if its images are those of then."""
-    arrays = kept.read_arrays(kept.kept_file(path, "rows", "npz"), key)
-    if arrays is None:
+    found = kept.read(kept.kept_file(path, "rows"), key)
+    if found is None:
         return None
-    names = kept.from_array(arrays["names"])
-    for name, then in zip(names, arrays["prints"].tolist(), strict=True):
-        if (kept.fingerprint(path.parent / name) or _GONE) != tuple(then):
-            return None
-    table = RowTable(*(arrays[field.name] for field in fields(RowTable)))
-    skipped = tuple(kept.from_array(arrays["skipped"]))
+    prints, *notes = found.rest
+    if any(kept.fingerprint(path.parent / name) != then for name, then in prints.items()):
+        return None
+    skipped, turned, odd = map(tuple, notes)
     for reason in skipped:
         note_skipped(reason)
-    turned = tuple(kept.from_array(arrays["turned"]))
-    odd = tuple(kept.from_array(arrays["odd"]))
-    return Dataset(path, FileRows(path, table, rules), skipped, turned, odd)
+    return Dataset(path, FileRows(path, RowTable(**found.arrays), rules), skipped, turned, odd)
 
 
 def _with_key(dataset: Dataset, key: str) -> Dataset:
@@ -102,13 +94,6 @@ def _with_key(dataset: Dataset, key: str) -> Dataset:
 
 
 def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint | None]) -> None:
-    table = dataset.table
-    arrays = {field.name: getattr(table, field.name) for field in fields(table)}
-    arrays["names"] = kept.as_array(list(prints))
-    of_images = [found or _GONE for found in prints.values()]
-    arrays["prints"] = np.array(of_images, dtype=np.int64).reshape(-1, 3)
-    arrays["skipped"] = kept.as_array(dataset.skipped)
-    arrays["turned"] = kept.as_array(dataset.turned)
-    arrays["odd"] = kept.as_array(dataset.odd)
-    file = kept.kept_file(dataset.path, "rows", "npz")
-    kept.keep_arrays(file, key, arrays, lost="reads all rows")
+    arrays = {field.name: getattr(dataset.table, field.name) for field in fields(RowTable)}
+    rest = [prints, dataset.skipped, dataset.turned, dataset.odd]
+    kept.keep(kept.kept_file(dataset.path, "rows"), key, arrays, rest, lost="reads all rows")
