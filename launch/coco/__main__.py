@@ -21,16 +21,10 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from launch.cli import explained, read_arguments
-from launch.import_data.coco import CocoImport
-from launch.import_data.coco_files import (
-    CocoCategory,
-    CocoEntry,
-    parse_json,
-    read_bytes,
-    write_json,
-)
+from launch.import_data.coco import CocoCategory, CocoImport
+from launch.import_data.files import Entry, parse_json, read_bytes, require_absent, write_json
 from launch.import_data.objects import SourceObject
-from launch.import_data.records import import_data, require_absent
+from launch.import_data.records import import_data
 from launch.import_data.source import counted
 from launch.run_folder.console import escaped, make_console
 from shared.config.base import ConfigPath, Section
@@ -51,13 +45,13 @@ class ExportOptions(Section):
     """JSON file of COCO results to write."""
 
 
-class _Metadata(CocoEntry):
+class _Metadata(Entry):
     image_id: int
     exif_orientation: Annotated[int, Field(ge=1, le=8)] = 1
     """The orientation by which the import turned the annotations; 1: it did not."""
 
 
-class _PredictionRow(CocoEntry):
+class _PredictionRow(Entry):
     width: int
     height: int
     metadata: _Metadata

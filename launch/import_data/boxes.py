@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
+
+from shared.errors import RecordError
 
 
 class BoxOrder(StrEnum):
@@ -128,8 +131,8 @@ class BoxEvidence:
         self._values[reading].extend((*reading.numbers(box), *size))
         self._where[reading].append(where)
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Find the readings that the boxes contradict, with what they fit instead."""
+    def require_fitting(self, file: Path) -> None:
+        """Raise RecordError if the boxes contradict their reading, with the keys to set."""
         for reading, values in self._values.items():
             table = np.array(values, dtype=np.float64).reshape(-1, 6)
             numbers_N4, sizes_N2 = table[:, :4], table[:, 4:]
@@ -142,43 +145,19 @@ class BoxEvidence:
             first = int(wrong_N.argmax())
             shown = ", ".join(f"{value:.6g}" for value in numbers_N4[first])
             width, height = sizes_N2[first].astype(int)
-            example = f"[{shown}] on {width} x {height} pixels, {self._where[reading][first]}"
-            counts = int(wrong_N.sum()), len(wrong_N)
-            yield Contradiction(reading, tuple(likely[:4]), *counts, example)
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """Boxes that do not fit the reading of their file."""
-
-    reading: BoxReading
-    likely: tuple[BoxReading, ...]
-    """What they fit, the likeliest first."""
-    num_wrong: int
-    num_boxes: int
-    example: str
-
-    @property
-    def keys(self) -> str:
-        """The keys to set for the likeliest reading."""
-        best = self.likely[0]
-        order = "" if best.order is self.reading.order else f"box_order={best.order}"
-        unit = "" if best.unit is self.reading.unit else f"box_unit={best.unit}"
-        return " ".join(filter(None, (order, unit)))
-
-    @property
-    def remedy(self) -> str:
-        other = ", or give the pictures that the boxes were drawn on"
-        is_scale = self.likely[0].unit is BoxUnit.THOUSANDTHS
-        return (
-            f"set {self.keys}{other if is_scale else ''}; check_boxes=false takes them as they are"
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_wrong} of {self.num_boxes} boxes cannot be {self.reading}; they fit as"
-            f" {' or '.join(map(str, self.likely))} (first: {self.example})"
-        )
+            best = likely[0]
+            keys = [f"box_order={best.order}"] if best.order is not reading.order else []
+            keys += [f"box_unit={best.unit}"] if best.unit is not reading.unit else []
+            if best.unit is BoxUnit.THOUSANDTHS:
+                keys[-1] += ", or give the pictures that the boxes were drawn on"
+            raise RecordError(
+                f"{wrong_N.sum()} of {len(wrong_N)} boxes cannot be {reading}; they fit as"
+                f" {' or '.join(map(str, likely[:4]))} (first: [{shown}] on {width} x {height}"
+                f" pixels, {self._where[reading][first]})",
+                field="boxes",
+                remedy=f"set {' '.join(keys)}; check_boxes=false takes them as they are",
+                file=str(file),
+            )
 
 
 _Found = tuple[np.ndarray, list[BoxReading]]

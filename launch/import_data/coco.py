@@ -5,30 +5,203 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, ValidationError, field_validator, model_validator
 
 from launch.import_data.boxes import BoxReading
-from launch.import_data.coco_files import (
-    CocoAnnotation,
-    CocoFile,
-    CocoImage,
-    Malformed,
-    distinct_categories,
-    read_annotations,
+from launch.import_data.files import Entry, first_problem, parse_json, read_bytes, require_folder
+from launch.import_data.objects import (
+    HARMLESS_KEYS,
+    Ignored,
+    ObjectSkip,
+    SourceObject,
+    finite,
+    is_learnable,
+    turned_box,
 )
-from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, turned_box
-from launch.import_data.source import (
-    ImportOptions,
-    Orphans,
-    Source,
-    SourceImage,
-    require_folder,
-)
+from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage
 from shared.config.base import ConfigPath
+from shared.errors import RecordError
+
+_Pixels = Annotated[int, Field(gt=0, lt=2**31, strict=False)]
+"""Some tools write 640.0."""
+
+
+class CocoImage(Entry):
+    id: int
+    file_name: Annotated[str, Field(min_length=1)]
+    width: _Pixels | None = None
+    height: _Pixels | None = None
+    neg_category_ids: list[int] = Field(default_factory=list)
+    """LVIS: categories that are not on the image."""
+    not_exhaustive_category_ids: list[int] = Field(default_factory=list)
+    """LVIS: categories of which some objects are not annotated."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height that the file states; None: the picture's own are taken."""
+        if self.width is None or self.height is None:
+            return None
+        return self.width, self.height
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_url(cls, value: Any) -> Any:
+        """LVIS v1 has a `coco_url` that ends in `train2017/000000000009.jpg`, and no file name."""
+        if isinstance(value, dict) and "file_name" not in value:
+            url = value.get("coco_url")
+            if isinstance(url, str):
+                return {**value, "file_name": "/".join(url.split("/")[-2:])}
+        return value
+
+
+_HARMLESS_ATTRIBUTES = frozenset({"occluded", "truncated", "difficult", "track_id", "keyframe"})
+_ROTATION = "rotation"
+
+
+class CocoAnnotation(Entry):
+    id: Any = None
+    image_id: int
+    category_id: int
+    bbox: Annotated[list[float], Field(min_length=4, max_length=4)]
+    """x, y, w, h in pixels."""
+    iscrowd: Annotated[bool, Field(strict=False)] = False
+    segmentation: list[list[float]] | dict[str, Any] | None = None
+    """Rings x, y, ... in pixels; a mapping is a run-length code."""
+    rotation: float = 0.0
+    """CVAT's `attributes.rotation`: degrees by which the box is turned about its centre, clockwise.
+    """
+    unknown_keys: tuple[str, ...] = ()
+    """Keys that are not known here: with those of `attributes`, as `attributes.name`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields.keys() - {_ROTATION, "unknown_keys"}
+        unknown = [key for key in value if key not in known and key not in HARMLESS_KEYS]
+        if not value.get("ignore"):  # Label Studio writes 0
+            unknown = [key for key in unknown if key != "ignore"]
+        entry = {key: value[key] for key in known if key in value}
+        attributes = value.get("attributes")
+        if isinstance(attributes, dict):
+            angle = finite([attributes[_ROTATION]]) if _ROTATION in attributes else None
+            of_tool = _HARMLESS_ATTRIBUTES
+            if angle is not None:
+                entry[_ROTATION] = angle[0]
+                of_tool |= {_ROTATION}
+            unknown += [f"attributes.{key}" for key in attributes if key not in of_tool]
+        if unknown:
+            entry["unknown_keys"] = tuple(unknown)
+        return entry
+
+    @field_validator("segmentation")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if isinstance(value, list) and any(len(ring) % 2 for ring in value):
+            raise ValueError("a ring must have x, y for each vertex, so an even number of values")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """An annotation that cannot be read."""
+
+    id: Any
+    image_id: Any
+    error: ValidationError
+
+
+def _read_annotation(value: Any) -> CocoAnnotation | Malformed:
+    try:
+        return CocoAnnotation.model_validate(value)
+    except ValidationError as error:
+        ids = value if isinstance(value, dict) else {}
+        return Malformed(ids.get("id"), ids.get("image_id"), error)
+
+
+class CocoCategory(Entry):
+    id: int
+    name: str
+
+
+class CocoFile(Entry):
+    images: list[CocoImage]
+    annotations: list[Annotated[CocoAnnotation | Malformed, PlainValidator(_read_annotation)]]
+    categories: list[CocoCategory]
+
+    @property
+    def readable(self) -> list[CocoAnnotation]:
+        return [one for one in self.annotations if isinstance(one, CocoAnnotation)]
+
+    @property
+    def first_malformed(self) -> tuple[str, str]:
+        """The field and the problem of the first annotation that cannot be read."""
+        for index, one in enumerate(self.annotations):
+            if isinstance(one, Malformed):
+                field, problem = first_problem(one.error)
+                return f"annotations[{index}]{'.' if field else ''}{field}", problem
+        raise AssertionError("all annotations are readable")
+
+
+def read_annotations(path: Path) -> CocoFile:
+    """Read a file of COCO annotations ("instances").
+
+    Raises:
+        RecordError: the file cannot be read, an entry of images or categories is malformed, or
+            every annotation is, an id is repeated, or a name in use cannot be learned or stands for
+            two categories.
+    """
+    remedy = "correct the entry, or remove it"
+    file = parse_json(path, CocoFile.model_validate_json, read_bytes(path), remedy)
+    if file.annotations and not file.readable:
+        field, problem = file.first_malformed
+        raise RecordError(problem, field=field, remedy=remedy, file=str(path))
+    of_kind: dict[str, Sequence[CocoImage | CocoCategory]] = {
+        "images": file.images,
+        "categories": file.categories,
+    }
+    for kind, entries in of_kind.items():
+        first_of_id: dict[int, int] = {}
+        for index, entry in enumerate(entries):
+            first = first_of_id.setdefault(entry.id, index)
+            if first != index:
+                problem = f"is {entry.id}, as {kind}[{first}].id is"
+                field, remedy = f"{kind}[{index}].id", "give every entry its own id"
+                raise RecordError(problem, field=field, remedy=remedy, file=str(path))
+    used = {annotation.category_id for annotation in file.readable}
+    first_of_name: dict[str, int] = {}
+    for index, category in enumerate(file.categories):
+        if category.id not in used:
+            continue
+        first = first_of_name.setdefault(category.name, index)
+        # A name is text that the model learns: no token of the answer's own grammar.
+        if not is_learnable(category.name):
+            problem = "which cannot be an object's desc"
+            remedy = "give the category a name in words"
+        elif first != index:
+            problem = f"as that of categories[{first}] is, and both are in use"
+            remedy = "rename one: predictions find their category by its name"
+        else:
+            continue
+        field, problem = f"categories[{index}].name", f"is {category.name!r}, {problem}"
+        raise RecordError(problem, field=field, remedy=remedy, file=str(path))
+    return file
+
+
+def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
+    """List the categories for the export. Of those with one name, the one in use stays."""
+    used = {annotation.category_id for annotation in file.readable}
+    in_use_last = sorted(file.categories, key=lambda category: category.id in used)
+    id_of = {category.name: category.id for category in in_use_last}
+    return [
+        category.model_dump() for category in file.categories if id_of[category.name] == category.id
+    ]
 
 
 class CrowdReading(StrEnum):
@@ -61,24 +234,20 @@ class CocoImport(ImportOptions):
     def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")
         file = read_annotations(self.annotations)
-        return Source(
-            self.annotations, self._images(file), distinct_categories(file), self._notes(file)
-        )
+        notes = tuple(self._notes(file))
+        return Source(self.annotations, self._images(file), distinct_categories(file), notes)
 
-    def _notes(self, file: CocoFile) -> tuple[str, ...]:
+    def _notes(self, file: CocoFile) -> Iterator[str]:
         num_malformed = len(file.annotations) - len(file.readable)
-        notes: tuple[str, ...] = ()
         if num_malformed:
             first = ": ".join(file.first_malformed)
-            notes = (f"{num_malformed} annotations are malformed, the first: {first}",)
+            yield f"{num_malformed} annotations are malformed, the first: {first}"
         masks = [one for one in file.readable if isinstance(one.segmentation, dict)]
-        if self.crowds is CrowdReading.OBJECTS or not masks or not all(m.iscrowd for m in masks):
-            return notes
-        note = (
-            f"all {len(masks)} masks have iscrowd 1, as CVAT writes single objects too; if they are"
-            " single objects, set crowds=objects"
-        )
-        return (*notes, note)
+        if self.crowds is CrowdReading.IGNORE and masks and all(m.iscrowd for m in masks):
+            yield (
+                f"all {len(masks)} masks have iscrowd 1, as CVAT writes single objects too; if they"
+                " are single objects, set crowds=objects"
+            )
 
     def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
         names = {category.id: category.name for category in file.categories}

@@ -7,16 +7,21 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.import_data.boxes import PIXELS_XYWH, BoxEvidence, BoxReading, BoxUnit, is_in_parts
-from launch.import_data.coco_files import write_json, written_once
+from launch.import_data.boxes import PIXELS_XYWH, BoxReading, BoxUnit, is_in_parts
+from launch.import_data.files import (
+    files_by_suffix,
+    find_file,
+    require_absent,
+    write_json,
+    written_once,
+)
 from launch.import_data.objects import Converted, Ignored, ObjectSkip, SourceObject, convert
 from launch.import_data.source import (
     EXIF_REMEDY,
-    REPEATED_IMAGE,
     ExifFrame,
     ImageSkip,
     ImportOptions,
@@ -24,13 +29,11 @@ from launch.import_data.source import (
     Orphans,
     SourceImage,
     counted,
-    files_by_suffix,
-    find_file,
 )
 from learner.data.image_files import header_size, image_size
 from shared.data.annotations import Annotation, IgnoredRegion
 from shared.dataset import load_dataset
-from shared.errors import ConfigError, RecordError
+from shared.errors import RecordError
 from shared.grounding.coco import number_categories
 from shared.records import GeometryKind, PictureSize, read_image
 
@@ -52,19 +55,18 @@ def import_data(options: ImportOptions) -> ImportReport:
     report.notes = source.notes
     records.parent.mkdir(parents=True, exist_ok=True)
     with _removed_on_failure(source.written), written_once(records) as lines:
-        seen = _Seen()
-        for record in _records(source.images, options, report, seen):
+        for record in _records(source.images, options, report):
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         lines.flush()
         if options.check_boxes:
-            _require_fitting(seen.boxes, source.file)
+            report.boxes.require_fitting(source.file)
         _require_records(report, options, source.file)
         load_dataset(
             lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
         )
         report.no_coco_results = options.no_coco_results(report)
         if report.no_coco_results is None:
-            numbered = number_categories(seen.names).items()
+            numbered = number_categories(report.names).items()
             by_name = [{"id": id, "name": name} for name, id in numbered]
             write_json(categories, by_name if source.categories is None else source.categories)
         write_json(counts, report.as_json())
@@ -85,7 +87,7 @@ def _removed_on_failure(folder: Path | None) -> Iterator[None]:
 
 def _require_records(report: ImportReport, options: ImportOptions, file: Path) -> None:
     """Raise RecordError where no image became a record."""
-    if report.num_written:
+    if report.images["written"]:
         return
     first = [
         f"{reason}: first {where}"
@@ -104,115 +106,65 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
     )
 
 
-def _require_fitting(evidence: BoxEvidence, file: Path) -> None:
-    """Raise RecordError where boxes tell that their order or unit is another one."""
-    for found in evidence.contradictions():
-        raise RecordError(str(found), field="boxes", remedy=found.remedy, file=str(file))
-
-
 def _records(
-    images: Iterable[SourceImage | Orphans],
-    options: ImportOptions,
-    report: ImportReport,
-    seen: _Seen,
+    images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record per usable image, in the source's order.
-
-    Count everything in `report`, and collect in `seen` what the whole file tells.
-    """
+    """Yield one record per usable image, in the source's order, and count everything."""
     for image in images:
         if isinstance(image, Orphans):
-            if image.num_annotations:
-                report.num_annotations += image.num_annotations
-                report.objects_skipped[image.reason] += image.num_annotations
-                report.first.setdefault(image.reason, str(image.file))
+            report.objects["read"] += image.num_annotations
+            report.skip_objects(image.reason, image.num_annotations, str(image.file))
             continue
+        report.images["read"] += 1
+        report.objects["read"] += len(image.objects)
         # Rows about one image, or none, are told apart by their id.
         path = find_file(image.path)
         where = f"{path} (sample {image.sample_id})"
-        report.num_images += 1
-        report.num_annotations += len(image.objects)
         frame = _frame(image, path, options)
         skip = frame if isinstance(frame, ImageSkip) else None
         # Of an image that is not opened, these are reasons.
         results: list[Converted | Ignored | ObjectSkip] = [
             found for found in image.objects if not isinstance(found, SourceObject)
         ]
+        converted: list[Converted] = []
         if isinstance(frame, _Frame):
             for found in image.objects:
                 if isinstance(found, SourceObject) and not found.is_turned:
-                    seen.boxes.add(image.reading, found.box, frame.annotated_size, where)
+                    report.boxes.add(image.reading, found.box, frame.annotated_size, where)
             results = [_converted(found, frame, options) for found in image.objects]
-            num_objects = sum(isinstance(result, Converted) for result in results)
-            if not num_objects and not options.keep_empty:
+            converted = [result for result in results if isinstance(result, Converted)]
+            if not converted and not options.keep_empty:
                 skip = ImageSkip.NO_OBJECTS
-            elif options.max_objects is not None and num_objects > options.max_objects:
+            elif options.max_objects is not None and len(converted) > options.max_objects:
                 skip = ImageSkip.TOO_MANY_OBJECTS
         if skip is not None:
-            report.images_skipped[skip] += 1
-            report.first.setdefault(skip, where)
-            if skip is not ImageSkip.NO_OBJECTS:
-                report.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += len(image.objects)
-                continue
-        # Of an image without objects too: its annotations were skipped for reasons of their own.
-        for found, result in zip(image.objects, results, strict=True):
-            report.add(found, result, where)
+            report.skip_image(skip, len(image.objects), where)
+        if skip in (None, ImageSkip.NO_OBJECTS):
+            for found, result in zip(image.objects, results, strict=True):
+                report.add_object(found, result, where)
         if skip is not None or isinstance(frame, ImageSkip):
             continue
-        report.num_written += 1
-        report.num_turned_images += frame.is_turned
-        converted = [result for result in results if isinstance(result, Converted)]
         # Answers list objects from top to bottom, then from left to right.
         converted.sort(key=lambda one: (min(one.object.bins[1::2]), min(one.object.bins[::2])))
-        objects = [one.object for one in converted]
-        seen.add(image, path, converted, where, report)
-        ignored = [*_regions(results), *_unlabelled_regions(image.unlabelled, frame.size)]
+        report.add_record(image, path, converted, where)
+        report.images["turned_by_exif"] += frame.is_turned
+        ignored = _ignored_regions(results, image.unlabelled, frame.size)
         yield {
             "sample_id": image.sample_id,
             "images": [Path(os.path.relpath(path, options.records.parent)).as_posix()],
             "width": frame.size[0],
             "height": frame.size[1],
-            "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
+            "objects": [
+                {str(one.object.kind): one.object.bins, "desc": one.object.desc}
+                for one in converted
+            ],
             "annotated": [_annotation(one).as_json() for one in converted],
-            **({"ignore": [region.as_json() for region in ignored]} if ignored else {}),
+            **({"ignore": ignored} if ignored else {}),
             # For the way back (`launch.coco export`): annotations were turned with their picture.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
-            "image_id": report.num_images,
+            "image_id": report.images["read"],
             **image.keys,
         }
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What no image alone tells."""
-
-    boxes: BoxEvidence = field(default_factory=BoxEvidence)
-    names: set[str] = field(default_factory=set)
-    sample_of: dict[Path, str] = field(default_factory=dict)
-
-    def add(
-        self,
-        image: SourceImage,
-        path: Path,
-        converted: Sequence[Converted],
-        where: str,
-        report: ImportReport,
-    ) -> None:
-        """Add an image that is written, and count what is odd about it."""
-        ignored = [one.region.desc for one in image.objects if isinstance(one, Ignored)]
-        self.names.update([one.object.desc for one in converted], filter(str.strip, ignored))
-        first = self.sample_of.setdefault(path, image.sample_id)
-        num_tiny = sum(max(one.source.box[2:]) <= 1 for one in converted)
-        num_distinct = len({(one.object.desc, one.source.box) for one in converted})
-        if first != image.sample_id:
-            report.num_repeated_images += 1
-            report.first.setdefault(REPEATED_IMAGE, f"{where}, as sample {first}")
-        if num_tiny:
-            report.num_one_pixel += num_tiny
-            report.first.setdefault("box of one pixel", where)
-        if num_distinct < len(converted):
-            report.num_repeated_objects += len(converted) - num_distinct
-            report.first.setdefault("repeated object", where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +237,22 @@ def _annotation(converted: Converted) -> Annotation:
     return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
 
 
-def _regions(results: Iterable[Converted | Ignored | ObjectSkip]) -> Iterator[IgnoredRegion]:
-    for one in results:
-        if isinstance(one, Ignored):
-            annotation = Annotation(one.region.box, one.region.rings or None)
-            yield IgnoredRegion(annotation, one.region.desc, one.is_crowd)
-
-
-def _unlabelled_regions(names: Iterable[str], size: tuple[int, int]) -> Iterator[IgnoredRegion]:
-    """Yield the whole picture for each class that is not labelled throughout (LVIS)."""
-    for name in names:
-        box = (0.0, 0.0, float(size[0]), float(size[1]))
-        yield IgnoredRegion(Annotation(box), name, is_crowd=True)
+def _ignored_regions(
+    results: Sequence[Converted | Ignored | ObjectSkip],
+    unlabelled: Sequence[str],
+    size: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """Return ignored annotations; and of LVIS the whole picture for each unlabelled class."""
+    whole = Annotation((0.0, 0.0, float(size[0]), float(size[1])))
+    found = [
+        IgnoredRegion(
+            Annotation(one.region.box, one.region.rings or None), one.region.desc, one.is_crowd
+        )
+        for one in results
+        if isinstance(one, Ignored)
+    ]
+    found += [IgnoredRegion(whole, name, is_crowd=True) for name in unlabelled]
+    return [region.as_json() for region in found]
 
 
 def _converted(
@@ -304,27 +260,13 @@ def _converted(
 ) -> Converted | Ignored | ObjectSkip:
     if isinstance(found, ObjectSkip):
         return found
-    if isinstance(found, SourceObject) and (skip := _not_in_its_unit(found, frame, options)):
-        return skip
     if isinstance(found, Ignored):
         region = frame.upright(found.region)
         is_region = min(region.box[2:]) > 0 and bool(region.desc.strip())
         return replace(found, region=region) if is_region else found.reason
+    if found.skip is not None:
+        return found.skip
+    is_checked = options.check_boxes and frame.reading.unit is BoxUnit.PIXELS
+    if is_checked and not found.is_turned and is_in_parts(frame.reading.numbers(found.box)):
+        return ObjectSkip.MALFORMED  # a single box; `BoxEvidence` judges the whole file
     return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)
-
-
-def _not_in_its_unit(
-    found: SourceObject, frame: _Frame, options: ImportOptions
-) -> ObjectSkip | None:
-    """Tell why a single box of a file of pixels is none; `BoxEvidence` judges the whole file."""
-    if found.skip is None and options.check_boxes and frame.reading.unit is BoxUnit.PIXELS:
-        is_wrong = not found.is_turned and is_in_parts(frame.reading.numbers(found.box))
-        return ObjectSkip.MALFORMED if is_wrong else None
-    return found.skip
-
-
-def require_absent(*paths: Path) -> None:
-    """Raise ConfigError where a file that would be written exists."""
-    existing = [str(path) for path in paths if path.exists()]
-    if existing:
-        raise ConfigError(f"out: {', '.join(existing)} exists; choose another name or remove it")

@@ -9,34 +9,21 @@ from typing import Annotated, Any, ClassVar, NoReturn
 
 from pydantic import Field, TypeAdapter
 
-from launch.import_data.coco import source_object
-from launch.import_data.coco_files import (
-    CocoEntry,
-    CocoFile,
-    Malformed,
-    parse_json,
-    read_bytes,
-)
+from launch.import_data.coco import CocoFile, Malformed, source_object
+from launch.import_data.files import Entry, parse_json, read_bytes, require_folder
 from launch.import_data.objects import ObjectSkip, is_learnable
-from launch.import_data.source import (
-    ImageSkip,
-    ImportOptions,
-    ImportReport,
-    Source,
-    SourceImage,
-    require_folder,
-)
+from launch.import_data.source import ImageSkip, ImportOptions, ImportReport, Source, SourceImage
 from shared.config.base import ConfigPath
 from shared.data.limits import MAX_PICKLE_BYTES, MAX_VALUES, above
 from shared.errors import RecordError
 
 
-class _Sentence(CocoEntry):
+class _Sentence(Entry):
     sent: str
     """The phrase, in lower case without punctuation."""
 
 
-class _Ref(CocoEntry):
+class _Ref(Entry):
     ref_id: int
     ann_id: int
     image_id: int

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from launch.import_data.boxes import PIXELS_XYWH, BoxOrder, BoxReading, BoxUnit
+from launch.import_data.boxes import PIXELS_XYWH, BoxEvidence, BoxOrder, BoxReading, BoxUnit
 from launch.import_data.objects import (
     Converted,
     Ignored,
@@ -22,7 +20,6 @@ from launch.import_data.objects import (
     WantedGeometry,
 )
 from shared.config.base import ConfigPath, Section, refusal
-from shared.errors import ConfigError
 from shared.records import GeometryKind
 
 
@@ -113,39 +110,51 @@ EXIF_REMEDY = (
 class ImportReport:
     """Counts of images and annotations: what was read, and what became of it."""
 
-    num_images: int = 0
-    num_annotations: int = 0
-    num_written: int = 0
-    """Images that became records."""
+    images: Counter[str] = field(
+        default_factory=lambda: Counter(read=0, written=0, turned_by_exif=0, repeated=0)
+    )
+    """`written` ones became records, of which EXIF turns some, and some repeat a picture."""
     images_skipped: Counter[ImageSkip] = field(default_factory=Counter)
-    kept: Counter[GeometryKind] = field(default_factory=Counter)
+    objects: Counter[str] = field(
+        default_factory=lambda: Counter(
+            dict.fromkeys(("read", "boxes", "polygons", "clamped", "simplified"), 0)
+            | dict.fromkeys(("turned_boxes", "one_pixel", "repeated", "ignored"), 0)
+        )
+    )
+    """`ignored` ones became regions to ignore, and are in `objects_skipped` too; `turned_boxes` are
+    turned about their centre; `repeated` ones have the name and the box of another one.
+    """
     objects_skipped: Counter[ObjectSkip] = field(default_factory=Counter)
     boxes_for_polygons: Counter[ObjectSkip] = field(default_factory=Counter)
     """Boxes that were kept where polygons were wanted, by the reason."""
-    num_clamped: int = 0
-    num_simplified: int = 0
-    num_turned_boxes: int = 0
-    """Boxes turned about their centre, of which the enclosing box or the corners were kept."""
-    num_one_pixel: int = 0
-    """Boxes of at most one pixel."""
-    num_repeated_objects: int = 0
-    """Objects with the name and the box of another one of their image."""
-    num_repeated_images: int = 0
-    """Written rows about a picture that an earlier row is about."""
-    no_coco_results: str | None = None
-    """Why predictions cannot become COCO results."""
-    num_turned_images: int = 0
-    """Written images that their EXIF orientation turns."""
-    num_ignored: int = 0
-    """Annotations that became regions to ignore; each is in `objects_skipped` too."""
-    notes: tuple[str, ...] = ()
-    """What a user has to know of the source as a whole."""
     unknown_keys: Counter[str] = field(default_factory=Counter)
     """Keys next to a box that its reader does not know, by name; they had no effect."""
+    no_coco_results: str | None = None
+    """Why predictions cannot become COCO results."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know of the source as a whole."""
     first: dict[str, str] = field(default_factory=dict)
     """The image or file where each reason, or unknown key, was met first."""
+    boxes: BoxEvidence = field(default_factory=BoxEvidence)
+    names: set[str] = field(default_factory=set)
+    """Classes of objects and of regions to ignore."""
+    sample_of: dict[Path, str] = field(default_factory=dict)
+    """The first sample about each picture."""
 
-    def add(
+    def skip_image(self, reason: ImageSkip, num_objects: int, where: str) -> None:
+        """Count an image that is left out, with its annotations."""
+        self.images_skipped[reason] += 1
+        self.first.setdefault(reason, where)
+        if reason is not ImageSkip.NO_OBJECTS:  # its annotations have reasons of their own
+            self.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += num_objects
+
+    def skip_objects(self, reason: ObjectSkip, number: int, where: str) -> None:
+        """Count annotations that are left out."""
+        if number:
+            self.objects_skipped[reason] += number
+            self.first.setdefault(reason, where)
+
+    def add_object(
         self,
         found: SourceObject | Ignored | ObjectSkip,
         result: Converted | Ignored | ObjectSkip,
@@ -153,81 +162,88 @@ class ImportReport:
     ) -> None:
         """Count an annotation of an image that is not skipped."""
         if isinstance(found, SourceObject):
-            self.num_turned_boxes += found.is_turned and isinstance(result, Converted)
+            self.objects["turned_boxes"] += found.is_turned and isinstance(result, Converted)
             self.unknown_keys.update(found.unknown_keys)
             for key in found.unknown_keys:
                 self.first.setdefault(f"key {key}", where)
         if not isinstance(result, Converted):
-            reason = result.reason if isinstance(result, Ignored) else result
-            self.num_ignored += isinstance(result, Ignored)
-            self.objects_skipped[reason] += 1
-            self.first.setdefault(reason, where)
+            self.objects["ignored"] += isinstance(result, Ignored)
+            self.skip_objects(result.reason if isinstance(result, Ignored) else result, 1, where)
             return
-        self.kept[result.object.kind] += 1
-        self.num_clamped += result.clamped
-        self.num_simplified += result.simplified
+        is_box = result.object.kind is GeometryKind.BBOX
+        self.objects["boxes" if is_box else "polygons"] += 1
+        self.objects["clamped"] += result.clamped
+        self.objects["simplified"] += result.simplified
         if result.no_polygon is not None:
             self.boxes_for_polygons[result.no_polygon] += 1
 
+    def add_record(
+        self, image: SourceImage, path: Path, converted: list[Converted], where: str
+    ) -> None:
+        """Count an image that is written, and what is odd about it."""
+        self.images["written"] += 1
+        ignored = [one.region.desc for one in image.objects if isinstance(one, Ignored)]
+        self.names.update([one.object.desc for one in converted], filter(str.strip, ignored))
+        first = self.sample_of.setdefault(path, image.sample_id)
+        if first != image.sample_id:
+            self.images["repeated"] += 1
+            self.first.setdefault(REPEATED_IMAGE, f"{where}, as sample {first}")
+        num_tiny = sum(max(one.source.box[2:]) <= 1 for one in converted)
+        num_distinct = len({(one.object.desc, one.source.box) for one in converted})
+        for key, name, number in (
+            ("one_pixel", "box of one pixel", num_tiny),
+            ("repeated", "repeated object", len(converted) - num_distinct),
+        ):
+            if number:
+                self.objects[key] += number
+                self.first.setdefault(name, where)
+
     def as_json(self) -> dict[str, Any]:
         return {
-            "images": {
-                "read": self.num_images,
-                "written": self.num_written,
-                "skipped": dict(self.images_skipped),
-                "turned_by_exif": self.num_turned_images,
-                "repeated": self.num_repeated_images,
-            },
+            "images": {**self.images, "skipped": dict(self.images_skipped)},
             "no_coco_results": self.no_coco_results,
             "objects": {
-                "read": self.num_annotations,
-                "boxes": self.kept[GeometryKind.BBOX],
-                "polygons": self.kept[GeometryKind.POLY],
+                **self.objects,
                 "skipped": dict(self.objects_skipped),
                 "boxes_for_polygons": dict(self.boxes_for_polygons),
-                "clamped": self.num_clamped,
-                "simplified": self.num_simplified,
-                "turned_boxes": self.num_turned_boxes,
-                "one_pixel": self.num_one_pixel,
-                "repeated": self.num_repeated_objects,
                 "unknown_keys": dict(self.unknown_keys),
-                "ignored": self.num_ignored,
             },
         }
 
     def describe(self) -> str:
-        boxes = self.kept[GeometryKind.BBOX]
-        polygons = self.kept[GeometryKind.POLY]
-        first = "".join(f"\nfirst     {reason}: {where}" for reason, where in self.first.items())
-        if self.num_turned_boxes:
-            first = f"\nturned    {self.num_turned_boxes} boxes about their centre{first}"
-        if self.unknown_keys:
-            first = f"\nunknown   keys without effect: {counted(self.unknown_keys)}{first}"
+        images, objects, keys = self.images, self.objects, self.unknown_keys
+        why = self.no_coco_results
         odd = {
-            "boxes of one pixel": self.num_one_pixel,
-            "repeated objects (same name and box)": self.num_repeated_objects,
-            "rows about a picture of an earlier row": self.num_repeated_images,
+            "boxes of one pixel": objects["one_pixel"],
+            "repeated objects (same name and box)": objects["repeated"],
+            "rows about a picture of an earlier row": images["repeated"],
         }
-        if any(odd.values()):
-            first = f"\nodd       {counted({k: n for k, n in odd.items() if n})}{first}"
-        if self.no_coco_results is not None:
-            first = f"\nresults   no COCO results of predictions: {self.no_coco_results}{first}"
-        if self.num_turned_images:
-            first = f"\nexif      {self.num_turned_images} images are turned{first}"
-        if self.num_ignored:
-            first = f"\nignored   {self.num_ignored} regions, in which no answer is judged{first}"
-        first = "".join(f"\nnote      {note}" for note in self.notes) + first
-        if self.images_skipped[ImageSkip.ROTATED]:
-            first = f"\nexif      {EXIF_REMEDY}{first}"
+        odd = {name: number for name, number in odd.items() if number}
+        optional = [
+            ("exif", EXIF_REMEDY if self.images_skipped[ImageSkip.ROTATED] else ""),
+            *(("note", note) for note in self.notes),
+            ("ignored", _number(objects["ignored"], "regions, in which no answer is judged")),
+            ("exif", _number(images["turned_by_exif"], "images are turned")),
+            ("results", why and f"no COCO results of predictions: {why}"),
+            ("odd", counted(odd) if odd else ""),
+            ("unknown", f"keys without effect: {counted(keys)}" if keys else ""),
+            ("turned", _number(objects["turned_boxes"], "boxes about their centre")),
+            *(("first", f"{reason}: {where}") for reason, where in self.first.items()),
+        ]
         return (
-            f"images    {self.num_written} of {self.num_images} written;"
+            f"images    {images['written']} of {images['read']} written;"
             f" skipped: {counted(self.images_skipped)}\n"
-            f"objects   {boxes} boxes and {polygons} polygons of {self.num_annotations}"
-            f" annotations; skipped: {counted(self.objects_skipped)}\n"
-            f"altered   {self.num_clamped} clamped to their image, {self.num_simplified} polygons"
-            " simplified\n"
-            f"fallbacks boxes in place of polygons: {counted(self.boxes_for_polygons)}{first}"
+            f"objects   {objects['boxes']} boxes and {objects['polygons']} polygons of"
+            f" {objects['read']} annotations; skipped: {counted(self.objects_skipped)}\n"
+            f"altered   {objects['clamped']} clamped to their image,"
+            f" {objects['simplified']} polygons simplified\n"
+            f"fallbacks boxes in place of polygons: {counted(self.boxes_for_polygons)}"
+            + "".join(f"\n{name:9} {text}" for name, text in optional if text)
         )
+
+
+def _number(number: int, of_what: str) -> str:
+    return f"{number} {of_what}" if number else ""
 
 
 def _no_other_file(out: Path) -> Path:
@@ -310,47 +326,6 @@ class ImportOptions(Section):
         Raises RecordError or ConfigError where the source as a whole cannot be read.
         """
         raise NotImplementedError
-
-
-def find_file(path: Path) -> Path:
-    """Return the file of this path.
-
-    If there is none: one whose suffix differs in case alone, or a name in Unicode normalisation (a
-    disk of macOS has `u` and two dots where JSON has `ü`).
-    """
-    if path.is_file():
-        return path
-    return files_by_suffix(_find_folder(path.parent)).get(file_key(path.name), path)
-
-
-def file_key(name: str) -> tuple[str, str]:
-    """Return the stem in one Unicode normalisation, and the suffix in lower case."""
-    path = PurePath(unicodedata.normalize("NFC", name))
-    return path.stem, path.suffix.lower()
-
-
-@lru_cache(maxsize=64)
-def _find_folder(path: Path) -> Path:
-    """Return the folder of this path, or one whose name differs in Unicode normalisation alone."""
-    if path.is_dir() or path == path.parent:
-        return path
-    folder = _find_folder(path.parent)
-    wanted = unicodedata.normalize("NFC", path.name)
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    same = sorted(name for name in names if unicodedata.normalize("NFC", name) == wanted)
-    return folder / (same[0] if same else path.name)
-
-
-@lru_cache(maxsize=8)
-def files_by_suffix(folder: Path) -> Mapping[tuple[str, str], Path]:
-    """List the files of a folder by `file_key`; of two, the first by name."""
-    files = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
-    return {file_key(file.name): file for file in files if file.is_file()}
-
-
-def require_folder(key: str, path: Path, holds: str) -> None:
-    if not path.is_dir():
-        raise ConfigError(f"{key}: {path} is not a folder; give the folder that {holds}")
 
 
 def counted(counts: Mapping[Any, int]) -> str:

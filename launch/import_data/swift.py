@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
-from launch.import_data.coco_files import CocoEntry, parse_json
+from launch.import_data.files import Entry, parse_json, require_folder
 from launch.import_data.objects import (
     HARMLESS_KEYS,
     ObjectSkip,
@@ -26,7 +26,6 @@ from launch.import_data.source import (
     ImportReport,
     Source,
     SourceImage,
-    require_folder,
 )
 from shared.config.base import ConfigPath
 from shared.data.file_rows import lines_of, require_utf8
@@ -41,12 +40,12 @@ _LABEL = re.compile(r'"(?:label|name|category|desc|ref)"\s*:\s*"([^"\\]*)"')
 """The text that names the object of a JSON answer."""
 
 
-class _Message(CocoEntry):
+class _Message(Entry):
     role: str
     content: str
 
 
-class _Objects(CocoEntry):
+class _Objects(Entry):
     model_config = ConfigDict(extra="allow")
 
     ref: list[str] = Field(default_factory=list)
@@ -61,7 +60,7 @@ class _Objects(CocoEntry):
         return tuple(key for key in self.model_extra or {} if key not in HARMLESS_KEYS)
 
 
-class _Row(CocoEntry):
+class _Row(Entry):
     messages: list[_Message]
     images: list[str] = Field(default_factory=list)
     objects: _Objects | None = None
@@ -89,7 +88,7 @@ class SwiftImport(ImportOptions):
         return self.source.stem
 
     def no_coco_results(self, report: ImportReport, /) -> str | None:
-        if not report.num_repeated_images:
+        if not report.images["repeated"]:
             return None
         return (
             "several rows ask about one picture, and COCO results are of every object on it (first:"

@@ -12,17 +12,9 @@ from xml.etree import ElementTree
 from pydantic import Field
 
 from launch.import_data.boxes import BoxOrder, BoxReading
-from launch.import_data.coco_files import read_bytes
+from launch.import_data.files import files_by_suffix, find_file, read_bytes, require_folder
 from launch.import_data.objects import Ignored, ObjectSkip, SourceObject, finite, turned_box
-from launch.import_data.source import (
-    ImageSkip,
-    ImportOptions,
-    Source,
-    SourceImage,
-    files_by_suffix,
-    find_file,
-    require_folder,
-)
+from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from launch.import_data.yolo import IMAGE_SUFFIXES
 from shared.config.base import ConfigPath
 from shared.data.file_rows import readable

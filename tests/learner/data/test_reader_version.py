@@ -59,7 +59,7 @@ def test_a_reader_that_reads_something_else_has_another_version(tmp_path):
     read = [list(samples), data.turned, data.odd, places, measures]
     found = repr(read).replace(str(tmp_path), "")
     digest = hashlib.sha256(found.encode()).hexdigest()
-    assert DIGESTS == {READER_VERSION: digest}, (
+    assert {READER_VERSION: digest} == DIGESTS, (
         "these files are read as something else: raise READER_VERSION of learner/data/kept.py, so"
         f" that nothing that the reader before kept is used, and write the digest here ({found})"
     )
