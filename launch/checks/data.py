@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -149,7 +150,7 @@ def _name_of(data: Dataset, picture: bytes | str) -> str:
     if isinstance(picture, str):
         return picture
     table = data.table
-    index = next(i for i, one in enumerate(table.sha256_M) if one.tobytes() == picture)
+    index = [one.tobytes() for one in table.sha256_M].index(picture)
     place = int((table.image_of == index).argmax())
     row = int(np.searchsorted(table.images_N1, place, side="right")) - 1
     return f"sample {data[row].sample_id}"
@@ -237,28 +238,19 @@ def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
         RecordError: bad rows or images of either file, with file and line.
     """
     _require_checkpoint(config)
-    train: list[Dataset] = []
-    val: list[Dataset] = []
     errors: list[RecordError] = []
-    for datasets, sources in (
-        (train, config.data.sources("train")),
-        (val, config.data.sources("val")),
-    ):
-        for source in sources:
+
+    def load(split: Literal["train", "val"]) -> Iterator[Dataset]:
+        for source in config.data.sources(split):
             try:
-                datasets.append(load_checked(config, source))
+                yield load_checked(config, source)
             except RecordError as error:
                 errors.append(error)
+
+    train, val = list(load("train")), list(load("val"))
     if errors:
         first, *others = errors
-        raise RecordError(
-            first.problem,
-            field=first.field,
-            remedy=first.remedy,
-            file=first.file,
-            line=first.line,
-            more=[*first.more, *map(str, others)],
-        )
+        raise first.at(first.file, first.line, [*first.more, *map(str, others)])
     return train, val
 
 

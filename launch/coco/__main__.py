@@ -21,10 +21,10 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from launch.cli import explained, read_arguments
-from launch.import_data.coco import CocoCategory, CocoImport
+from launch.import_data.__main__ import main as import_main
+from launch.import_data.coco import CocoCategory
 from launch.import_data.files import Entry, parse_json, read_bytes, require_absent, write_json
 from launch.import_data.objects import SourceObject
-from launch.import_data.records import import_data
 from launch.import_data.source import counted
 from launch.run_folder.console import escaped, make_console
 from shared.config.base import ConfigPath, Section
@@ -73,18 +73,13 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
         if not line.strip():
             continue
         row = parse_json(path, _PredictionRow.model_validate_json, line, remedy, number)
-        image_id = row.metadata.image_id
-        if image_id in found:
-            raise RecordError(
-                f"{image_id} occurs twice",
-                field="metadata.image_id",
-                remedy="keep one row per image",
-                file=str(path),
-                line=number,
+        id, orientation = row.metadata.image_id, row.metadata.exif_orientation
+        if id in found:
+            twice = RecordError(
+                f"{id} occurs twice", field="metadata.image_id", remedy="keep one row per image"
             )
-        found[image_id] = ImagePredictions(
-            image_id, row.width, row.height, row.objects, row.metadata.exif_orientation
-        )
+            raise twice.at(str(path), number)
+        found[id] = ImagePredictions(id, row.width, row.height, row.objects, orientation)
     return list(found.values())
 
 
@@ -96,7 +91,6 @@ def export_coco(options: ExportOptions) -> CocoResults:
         ConfigError: `out` exists.
     """
     require_absent(options.out)
-    # What `import` wrote beside the records.
     content = read_bytes(options.categories)
     parse = TypeAdapter(list[CocoCategory]).validate_json
     categories = parse_json(options.categories, parse, content, "import the annotations again")
@@ -125,20 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
         command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "import":
-            options = read_arguments(CocoImport, rest)
-            report = import_data(options)
-            print(escaped(f"records   {options.records}\n{report.describe()}"))
+            import_main(["format=coco", *rest])
         elif command == "export":
-            to_export = read_arguments(ExportOptions, rest)
-            exported = export_coco(to_export)
+            options = read_arguments(ExportOptions, rest)
+            exported = export_coco(options)
             unknown = exported.unknown_names
-            print(f"results   {len(exported.results)} objects in {to_export.out}")
+            print(f"results   {len(exported.results)} objects in {options.out}")
             names = escaped(counted(unknown))
             print(f"skipped   {sum(unknown.values())} objects of no category: {names}")
             if exported.num_points:
-                print(
-                    f"skipped   {exported.num_points} points, which COCO results have no place for"
-                )
+                points = f"{exported.num_points} points"
+                print(f"skipped   {points}, which COCO results have no place for")
         elif command in ("-h", "--help"):
             print(__doc__)
         else:
