@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from import_support import imported, prediction
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -18,8 +19,7 @@ from small_tokenizers import byte_level_bpe, rex_codec, small_codecs
 
 from launch.coco.__main__ import main
 from launch.reports.coco_ap import IouType, coco_scores
-from learner.data.image_files import image_size
-from shared.dataset import Dataset, load_dataset
+from shared.dataset import Dataset
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Scene, summarise
 from shared.grounding.formats import FORMATS
@@ -95,21 +95,9 @@ class Source:
         """Import anew; return the records as a run would load them, and the report."""
         shutil.rmtree(self.out, ignore_errors=True)
         self.run_import(**options)
-        records = self.out / "train.jsonl"
-        report = json.loads(records.with_suffix(".import.json").read_text())
-        objects = report["objects"]
-        num_used = objects["boxes"] + objects["polygons"] + sum(objects["skipped"].values())
-        assert num_used == objects["read"] == len(self.content["annotations"])
-        images = report["images"]
-        num_images = images["written"] + sum(images["skipped"].values())
-        assert num_images == len(self.content["images"])
-        data = load_dataset(
-            records,
-            on_bad_row="error",
-            sort_objects=False,
-            check_images=True,
-            image_size=image_size,
-        )
+        data, report = imported(self.out / "train.jsonl")
+        assert report["objects"]["read"] == len(self.content["annotations"])
+        assert report["images"]["read"] == len(self.content["images"])
         return data, report
 
     def refused(self, **options: str) -> str:
@@ -126,20 +114,8 @@ class Source:
 
         `extra` are further objects on the first image.
         """
-        rows = [
-            {
-                "sample_id": sample.sample_id,
-                "width": sample.width,
-                "height": sample.height,
-                "metadata": dict(sample.metadata),
-                "objects": [
-                    {"kind": found.kind, "bins": found.bins, "desc": found.desc, "score": 0.75}
-                    for found in sample.objects
-                ],
-            }
-            for sample in data
-        ]
-        rows[0]["objects"] += extra
+        first, *others = data
+        rows = [prediction(first, *extra), *map(prediction, others)]
         path = self.folder / "predictions.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
@@ -588,34 +564,6 @@ def test_a_report_has_the_figures_of_pycocotools_on_the_original_annotations(sou
     # Neither right nor wrong: what was found in the crowds is in no figure.
     counts = summarise(scenes, [0.5]).thresholds[0].same_class
     assert (counts.num_ignored, counts.precision, counts.recall) == (4, 1.0, 1.0)
-
-
-@pytest.mark.parametrize("kind", ["bbox", "segm"])
-def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_annotations(
-    source, kind
-):
-    shapes = [
-        (1, [0, 0, 50, 80], [0, 0, 50, 0, 50, 80, 0, 80]),
-        (3, [60, 10, 40, 30], [60, 10, 100, 10, 100, 40]),
-        (1, [52, 50, 40, 25], [52, 75, 92, 75, 72, 50]),
-    ]
-    for image_id in (5, 6):
-        entries = []
-        for i, (category, bbox, ring) in enumerate(shapes, 1):
-            ids = {"id": 10 * image_id + i, "category_id": category}
-            area = bbox[2] * bbox[3]
-            entries.append(annotation(image_id, **ids, bbox=bbox, segmentation=[ring], area=area))
-        source.image(image_id, *entries)
-    data, _ = source.convert(geometry="poly")
-    source.predict(data)
-    truth = COCO(source.folder / "annotations.json")
-    scored = COCOeval(truth, truth.loadRes(str(source.export())), kind)
-    scored.params.iouThrs = np.array([0.5, 0.9])
-    scored.evaluate()
-    scored.accumulate()
-    precision = scored.eval["precision"][:, :, :, 0, -1]
-    assert (precision[precision > -1] == 1).all()
-    assert (precision[:, :, :2] == 1).all()
 
 
 @pytest.mark.parametrize(

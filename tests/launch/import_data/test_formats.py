@@ -7,76 +7,24 @@ import os
 import pickle
 import shutil
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from import_support import picture, prediction, write
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from launch.coco.__main__ import main as coco_main
 from launch.import_data.__main__ import main
-from learner.data.image_files import image_size
 from learner.segments import decode_image
-from shared.dataset import Dataset, load_dataset
+from shared.dataset import Dataset
 from shared.grounding.geometry import pixels_of
 from shared.prompts import Prompts
 
 BOX = (100, 252, 404, 759)
 """Bins of the pixels x 10 to 40, y 20 to 60 on 100 x 80, as tests/launch/coco computes them."""
-
-
-def picture(path: Path, width: int = 100, height: int = 80) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (width, height), (len(path.name), 0, 0)).save(path)
-    return path
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-@pytest.fixture
-def run(tmp_path) -> Callable[..., tuple[Dataset, dict[str, Any]]]:
-    """Import as a user does; return the records as a run loads them, and the counts."""
-
-    def run(format: str, **options: object) -> tuple[Dataset, dict[str, Any]]:
-        records = tmp_path / "out" / "train.jsonl"
-        main([f"format={format}", f"out={records}", *(f"{k}={v}" for k, v in options.items())])
-        report = json.loads(records.with_suffix(".import.json").read_text())
-        objects = report["objects"]
-        skipped = sum(objects["skipped"].values())
-        assert objects["boxes"] + objects["polygons"] + skipped == objects["read"]
-        images = report["images"]
-        assert images["written"] + sum(images["skipped"].values()) == images["read"]
-        data = load_dataset(
-            records,
-            on_bad_row="error",
-            sort_objects=False,
-            check_images=True,
-            image_size=image_size,
-        )
-        return data, report
-
-    return run
-
-
-@pytest.fixture
-def refused(tmp_path, capsys) -> Callable[..., str]:
-    """Import what cannot be imported; return the message."""
-
-    def refused(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main([f"out={tmp_path / 'out' / 'train.jsonl'}", *arguments])
-        assert caught.value.code == 2
-        assert list(tmp_path.glob("out/*.json*")) == []
-        return capsys.readouterr().err
-
-    return refused
 
 
 def found(data: Dataset) -> list[list[tuple[str, tuple[int, ...], str]]]:
@@ -334,42 +282,11 @@ def swift_row(question: str, answer: str, ref: list[str], bbox: list, **more: An
 
 
 PIXELS = [10, 20, 40, 60]
-LOW = [10, 60, 40, 70]
-LOW_BINS = (100, 758, 404, 886)
 
 
 def swift_file(folder: Path, *rows: dict) -> Path:
     picture(folder / "pictures" / "a.png")
     return write(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.parametrize(
-    ("row", "names"),
-    [
-        (swift_row("<image>Find <ref-object>", "<bbox><bbox>", ["cat"], [PIXELS, LOW]), "cat cat"),
-        (
-            swift_row("<image>Look", "<ref-object><bbox>, <ref-object><bbox>", ["cat", "dog"],
-                      [PIXELS, LOW]),
-            "cat dog",
-        ),
-        (
-            swift_row("<image>Look", '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
-                      '{"bbox_2d": <bbox>, "label": "<ref-object>"}', ["cat", "dog"], [PIXELS, LOW]),
-            "cat dog",
-        ),
-        (
-            swift_row("<image>Find <ref-object>", "<bbox><bbox>", ["cat"],
-                      [[0.1, 0.25, 0.4, 0.75], [0.1, 0.75, 0.4, 0.875]],
-                      objects={"bbox_type": "norm1"}),
-            "cat cat",
-        ),
-    ],
-    ids=["several of one ref", "each behind its ref", "each before its ref", "parts of the image"],
-)  # fmt: skip
-def test_boxes_of_ms_swift_are_called_after_their_refs(tmp_path, run, row, names):
-    first, second = names.split()
-    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
-    assert found(data) == [[("bbox_2d", BOX, first), ("bbox_2d", LOW_BINS, second)]]
 
 
 IN_JSON = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
@@ -382,13 +299,16 @@ IN_JSON = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
          ["cat", "dog"], ["cat", "dog", "bird"]),
         ("Look", f"[{IN_JSON.replace('<ref-object>', 'bird')}, {IN_JSON}, {IN_JSON}]",
          ["cat", "dog"], ["bird", "cat", "dog"]),
+        ("Look", IN_JSON * 3, ["cat", "dog", "bird"], ["cat", "dog", "bird"]),
         ("Look", "<bbox><bbox> <ref-object>, <bbox> <ref-object>", ["cat", "dog"],
          ["cat", "cat", "dog"]),
         ("Look", "<ref-object> <bbox><bbox>, <ref-object> <bbox>", ["cat", "dog"],
          ["cat", "cat", "dog"]),
         ("Find <ref-object>", "<bbox>, <bbox>, <bbox>", ["cat"], ["cat", "cat", "cat"]),
+        ("Look", "<ref-object><bbox>, " * 3, ["cat", "dog", "bird"], ["cat", "dog", "bird"]),
     ],
-    ids=["JSON with a text", "JSON, the text first", "labels behind", "labels before", "one asked"],
+    ids=["JSON with a text", "JSON, the text first", "JSON", "labels behind", "labels before",
+         "one asked", "one each"],
 )  # fmt: skip
 def test_each_box_of_ms_swift_has_the_label_next_to_it(
     tmp_path, run, question, answer, refs, names
@@ -399,19 +319,18 @@ def test_each_box_of_ms_swift_has_the_label_next_to_it(
     assert [one.desc for one in data[0].objects] == names
 
 
-def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
-    row = swift_row("<image>Find the <ref-object>.", "Here: <bbox>", ["red cat"], [PIXELS])
-    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
-    assert Prompts().texts(data[0]) == ("Be brief.", "Find the red cat.")
-    assert data[0].sample_id == "rows:1"
-
-
-def test_a_ref_of_ms_swift_may_hold_a_placeholder(tmp_path, run):
+def test_a_row_of_ms_swift_asks_its_own_question_and_has_boxes_in_pixels_or_parts(tmp_path, run):
+    """Its ref may hold a placeholder itself."""
     refs = ["<ref-object> sign", "dog", "cat"]
-    row = swift_row("<image>Find <ref-object>, <ref-object>", "<ref-object><bbox>", refs, [PIXELS])
-    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
-    assert data[0].prompt == "Find <ref-object> sign, dog"
+    question, answer = "<image>Find <ref-object>, <ref-object>", "Here: <ref-object><bbox>"
+    row = swift_row(question, answer, refs, [PIXELS])
+    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    parts = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [[0.1, 0.25, 0.4, 0.75]],
+                      objects={"bbox_type": "norm1"})  # fmt: skip
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row, parts))
+    assert Prompts().texts(data[0]) == ("Be brief.", "Find <ref-object> sign, dog")
+    assert [sample.sample_id for sample in data] == ["rows:1", "rows:2"]
+    assert found(data) == [[("bbox_2d", BOX, "cat")]] * 2
 
 
 def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, run):
@@ -636,15 +555,7 @@ def test_results_of_stored_pictures_go_back_into_their_annotations_frame(
     stored = turned_picture(tmp_path / "a.png", orientation)
     x1, y1, x2, y2 = stored_box(tmp_path / "a.png")
     (data,), _ = run("coco", **coco_of(tmp_path, stored, [x1, y1, x2 - x1, y2 - y1]), exif="stored")
-    (one,) = data.objects
-    row = {
-        "sample_id": data.sample_id,
-        "width": data.width,
-        "height": data.height,
-        "metadata": dict(data.metadata),
-        "objects": [{"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}],
-    }
-    predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
+    predictions = write(tmp_path / "predictions.jsonl", json.dumps(prediction(data)))
     categories = tmp_path / "out" / "train.categories.json"
     results = tmp_path / "results.json"
     coco_main(
@@ -916,12 +827,9 @@ def test_perfect_predictions_on_data_of_every_format_are_perfect_coco_results(
     truth.dataset = {"images": [{"id": image_id, **size}], "annotations": entries}
     truth.dataset["categories"] = categories
     truth.createIndex()
-    answers = [
-        {"kind": one.kind, "bins": one.bins, "desc": one.desc, "score": 0.5}
-        | {"pixels": annotation.corners}
-        for one, annotation in zip(sample.objects, sample.annotated, strict=True)
-    ]
-    row = {"metadata": dict(sample.metadata), "objects": answers, **size}
+    row = prediction(sample)
+    for answer, annotation in zip(row["objects"], sample.annotated, strict=True):
+        answer["pixels"] = annotation.corners
     predictions = write(tmp_path / "predictions.jsonl", json.dumps(row))
     results = tmp_path / "results.json"
     names = tmp_path / "out" / "train.categories.json"

@@ -5,28 +5,15 @@ import os
 import pickle
 
 import pytest
+from import_support import picture, write
 
 from launch.import_data import yolo
-from launch.import_data.__main__ import main
 
 ALIASES = "a: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"b{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
 )
 """A list that 10 ** 9 texts unfold from."""
 REF = {"ref_id": 1, "ann_id": 1, "image_id": 1, "split": "train"}
-
-
-@pytest.fixture
-def refused(tmp_path, capsys):
-    """Import what cannot be imported; return the message."""
-
-    def refused(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main([f"out={tmp_path / 'out' / 'train.jsonl'}", *arguments])
-        assert caught.value.code == 2
-        return capsys.readouterr().err
-
-    return refused
 
 
 @pytest.mark.parametrize(
@@ -111,9 +98,7 @@ def test_a_line_of_ms_swift_that_is_too_long_is_refused_with_its_number(tmp_path
 
 
 def test_a_polygon_of_too_many_vertices_is_left_out_and_counted(tmp_path, refused):
-    from PIL import Image
-
-    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    picture(tmp_path / "a.png", 32, 32)
     ring = [float(value % 31) for value in range(50_000)]
     box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 30, 30]}
     content = {
@@ -121,12 +106,7 @@ def test_a_polygon_of_too_many_vertices_is_left_out_and_counted(tmp_path, refuse
         "categories": [{"id": 1, "name": "c"}],
         "annotations": [{**box, "segmentation": [ring]}],
     }
-    (tmp_path / "i.json").write_text(json.dumps(content))
-    message = refused(
-        "format=coco",
-        f"annotations={tmp_path / 'i.json'}",
-        f"images={tmp_path}",
-        "geometry=poly",
-        "max_vertices=16",
-    )
+    file = write(tmp_path / "i.json", json.dumps(content))
+    options = ("format=coco", f"annotations={file}", f"images={tmp_path}")
+    message = refused(*options, "geometry=poly", "max_vertices=16")
     assert "too_many_vertices 1" in message
