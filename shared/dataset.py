@@ -163,6 +163,7 @@ def load_dataset(
     table = TableBuilder()
     bad = BadRows()
     skipped: list[str] = []
+    turned: dict[str, None] = {}
     line_of: dict[str, int] = {}
     oddities = Oddities()
     for line in lines_of(path):
@@ -190,14 +191,16 @@ def load_dataset(
                 skipped.append(note_skipped(located))
             continue
         line_of[sample.sample_id] = number
-        table.add(line.offset, line.content, number, sample, mapping["images"])
+        table.add(line.offset, line.content, number, sample)
+        turned |= dict.fromkeys(
+            name
+            for name in mapping["images"]
+            if name in known_images and known_images[name].orientation != 1
+        )
         oddities.add(number, sample)
     bad.raise_if_any()
     rows = FileRows(path, table.table(), rules)
-    turned = tuple(
-        name for name in table.names if name in known_images and known_images[name].orientation != 1
-    )
-    return Dataset(path, rows, tuple(skipped), turned, oddities.told()).require_rows()
+    return Dataset(path, rows, tuple(skipped), tuple(turned), oddities.told()).require_rows()
 
 
 def image_names(path: Path) -> set[str]:

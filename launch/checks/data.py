@@ -139,8 +139,8 @@ def _about_shared(train: Sequence[Dataset], val: Sequence[Dataset]) -> Iterator[
 
 def _pictures(data: Dataset) -> list[bytes | str]:
     """Return the digests of its pictures, or their paths where they were not checked."""
-    if len(data.table.image_of):
-        return [digest.tobytes() for digest in data.table.sha256_M]
+    if len(data.table.sha256_M):
+        return list(dict.fromkeys(digest.tobytes() for digest in data.table.sha256_M))
     folder = data.path.absolute().parent
     return [os.path.normpath(folder / name) for name in sorted(image_names(data.path))]
 
@@ -149,10 +149,8 @@ def _name_of(data: Dataset, picture: bytes | str) -> str:
     """Name a picture of `_pictures`; one that is known by its digest by its first sample."""
     if isinstance(picture, str):
         return picture
-    table = data.table
-    index = [one.tobytes() for one in table.sha256_M].index(picture)
-    place = int((table.image_of == index).argmax())
-    row = int(np.searchsorted(table.images_N1, place, side="right")) - 1
+    place = [one.tobytes() for one in data.table.sha256_M].index(picture)
+    row = int(np.searchsorted(data.table.images_N1, place, side="right")) - 1
     return f"sample {data[row].sample_id}"
 
 

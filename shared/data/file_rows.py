@@ -3,7 +3,7 @@
 What a process holds of a row are some 100 bytes, whatever the row is of: so runs of a hundred
 thousand pictures, and their learner ranks, are no larger than those of a hundred.
 
-Shape legend: N rows, M images.
+Shape legend: N rows, M images of all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +75,7 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """The places of the usable rows in their file, and their images: arrays of N rows, M images.
+    """The places of the usable rows in their file, and their images: arrays of N rows.
 
     Some 100 bytes a row, whatever the row holds.
     """
@@ -88,24 +88,18 @@ class RowTable:
     """int32: width and height of the row."""
     images_N1: np.ndarray
     """int64 [N + 1]: images of the rows before; those of row i are `images_N1[i:i + 2]`."""
-    image_of: np.ndarray
-    """int32 [images_N1[-1]]: into the images; empty where they were not checked."""
     sha256_M: np.ndarray
-    """uint8 [M, 32]: digests of the images' files."""
+    """uint8 [images_N1[-1], 32]: digests of their files; empty if they were not checked."""
 
     def keep(self, rows: np.ndarray) -> RowTable:
         """Return the table of these rows, in ascending order."""
         counts = np.diff(self.images_N1)
         images_N1 = np.concatenate([[0], np.cumsum(counts[rows])])
-        image_of = self.image_of
-        if len(image_of):
-            kept = np.zeros(len(counts), dtype=bool)
-            kept[rows] = True
-            image_of = image_of[np.repeat(kept, counts)]
-        return RowTable(
-            *(self.places_N3[rows], self.checks_N[rows], self.sizes_N2[rows]),
-            *(images_N1, image_of, self.sha256_M),
-        )
+        sha256_M = self.sha256_M
+        if len(sha256_M):
+            sha256_M = sha256_M[np.repeat(np.isin(np.arange(len(counts)), rows), counts)]
+        columns = (self.places_N3[rows], self.checks_N[rows], self.sizes_N2[rows])
+        return RowTable(*columns, images_N1, sha256_M)
 
 
 class _OpenFile:
@@ -177,8 +171,7 @@ class FileRows(IndexedSamples):
         known: dict[str, ImageFacts] = {}
         if self._rules.check_images:
             width, height = table.sizes_N2[row].tolist()
-            images = table.image_of[table.images_N1[row] : table.images_N1[row + 1]]
-            digests = table.sha256_M[images]
+            digests = table.sha256_M[table.images_N1[row] : table.images_N1[row + 1]]
             known = {
                 name: ImageFacts(digest.tobytes().hex(), width, height)
                 for name, digest in zip(mapping["images"], digests, strict=True)
@@ -199,30 +192,15 @@ class TableBuilder:
         self._checks = array("Q")
         self._sizes = array("i")
         self._images = array("q", [0])
-        self._image_of = array("i")
-        self._number_of: dict[str, int] = {}
         self._sha256 = bytearray()
 
-    def add(
-        self, offset: int, line: bytes, number: int, sample: Sample, names: Sequence[str]
-    ) -> None:
-        """Add a sample; `names` are its images as the row has them."""
+    def add(self, offset: int, line: bytes, number: int, sample: Sample) -> None:
         self._places.extend((offset, len(line), number))
         self._checks.append(int(checksum(line)))
         self._sizes.extend((sample.width, sample.height))
-        self._images.append(self._images[-1] + len(names))
-        for name, image in zip(names, sample.images, strict=True):
-            if not image.sha256:  # not checked
-                continue
-            if name not in self._number_of:
-                self._number_of[name] = len(self._number_of)
-                self._sha256 += bytes.fromhex(image.sha256)
-            self._image_of.append(self._number_of[name])
-
-    @property
-    def names(self) -> Iterable[str]:
-        """The images that were checked, each once."""
-        return self._number_of
+        self._images.append(self._images[-1] + len(sample.images))
+        for image in sample.images:
+            self._sha256 += bytes.fromhex(image.sha256)  # "" if it was not checked
 
     def table(self) -> RowTable:
         return RowTable(
@@ -230,7 +208,6 @@ class TableBuilder:
             np.array(self._checks, dtype=np.uint64),
             np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
             np.array(self._images, dtype=np.int64),
-            np.array(self._image_of, dtype=np.int32),
             np.frombuffer(bytes(self._sha256), dtype=np.uint8).reshape(-1, 32),
         )
 
