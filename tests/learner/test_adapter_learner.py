@@ -78,17 +78,6 @@ def weights(learner):
     return {name: parameter.detach().clone() for name, parameter in named}
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_checkpointing):
-    one = learner(kind, "full", model__gradient_checkpointing=gradient_checkpointing)
-    before = weights(one)
-    assert all(report.step_metrics["optim/grad_norm"] > 0 for report in steps(one, 2))
-    after = weights(one)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if ".lora_" in name}
-
-
 def test_over_weights_in_4_bits_the_adapter_alone_learns_and_the_checkpoint_thinks_what_it_does(
     learner, tmp_path
 ):
@@ -190,11 +179,6 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
         assert "base_layer" not in names
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("dora", "auto"), ("dora", "full"), ("lora", "full")])
-def test_a_learner_that_resolves_to_full_offers_merged_weights_from_the_start(learner, kind, mode):
-    assert learner(kind, mode).publisher.offer().transport == "rollmatch_gloo"
-
-
 def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(
     learner, demo_checkpoint, tmp_path
 ):
@@ -216,18 +200,6 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
         )
     for logits in others:
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-
-
-def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(
-    learner,
-):
-    one = learner()
-    untrained = offered(one).canary
-    assert untrained.base_logprobs == untrained.expected_logprobs, "a fresh adapter has no effect"
-    list(steps(one, 2))
-    trained = offered(one).canary
-    assert trained.base_logprobs == untrained.base_logprobs != trained.expected_logprobs
-    assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
 def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where_the_adapter_has_learned_before_it_was_first_asked(

@@ -213,10 +213,3 @@ def test_an_opening_brace_that_the_answer_lost_is_taught_like_appended_text(code
     assert codec.piece_bytes(target.token_ids[0]).startswith(b"{")
     assert target.roles[0] == TokenRole.STRUCTURE
     assert (target.roles == truth.roles).all()
-
-
-@pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
-def test_log_probabilities_are_compared_only_where_the_token_is_the_rollouts_own(codec):
-    answer = codec.encode(serialize_objects([SEVEN]))
-    assert target_of(answer, codec, [SEVEN]).reading.num_kept == len(answer) - 1
-    assert target_of(answer[1:], codec, [SEVEN]).reading.num_kept == 0

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
-from shared.config.derive import rank_name
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.metrics import merge_reports
@@ -111,14 +110,6 @@ def test_each_rank_has_its_share_of_the_samples_that_one_rank_draws(alone, ddp):
         ] == alone.sample_ids[step]
 
 
-def test_the_ranks_hold_the_same_bits_and_do_so_twice(two_ranks, ddp, ddp_config):
-    again = two_ranks.run(rank_jobs.learn, ddp_config, STEPS, CHUNK // 2)
-    for rank in (*ddp, *again):
-        assert all(
-            torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items()
-        )
-
-
 def test_ranks_may_have_rows_of_different_number_or_none_at_all(two_ranks, rank_config):
     """One rollout a step: rank 1 has requests of no step, and rows in channel A alone. Without
     packing a segment is a row.
@@ -192,14 +183,6 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
     )
     ones = rank_jobs.learn(ALONE, None, rank_config(training__packing=False), STEPS, 6)
     assert_same_updates(ones, ranks)
-
-
-def test_sharded_ranks_give_the_same_bits_twice(two_ranks, rank_config, fsdp):
-    again = two_ranks.run(rank_jobs.learn, rank_config(**FSDP), STEPS, CHUNK // 2)
-    assert fsdp[0].weights
-    assert all(
-        torch.equal(weight, fsdp[0].weights[name]) for name, weight in again[0].weights.items()
-    )
 
 
 def test_sharded_ranks_learn_with_frozen_parts_and_recomputed_activations(two_ranks, rank_config):
@@ -440,11 +423,6 @@ def test_each_rank_logs_its_own_samples_and_they_are_read_as_one_step(ddp, ddp_c
     lines = read_step(step_path(folder, 2))
     assert [line["position"] for line in lines] == list(range(11))
     assert [line["sample_id"] for line in lines] == [*ddp[0].sample_ids[1], *ddp[1].sample_ids[1]]
-
-
-def test_every_rank_has_a_name_of_its_own_and_one_alone_needs_no_number():
-    assert [rank_name(rank, 2) for rank in range(2)] == ["learner-0", "learner-1"]
-    assert rank_name(0, 1) == "learner"
 
 
 def test_every_rank_has_a_track_of_its_own_on_the_timeline(ddp):

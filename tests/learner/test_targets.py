@@ -144,13 +144,6 @@ def test_highest_retained_object_key_controls_fn_start_even_when_object_is_inval
     assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["missing_geom"]
 
 
-def test_a_rollout_that_found_everything_gets_only_the_closing_brace_and_eos(codec):
-    target = target_of(FOUND, codec)
-    assert text_of(target.token_ids[:-1], codec) == FOUND
-    assert target.token_ids[-1] == codec.eos_token_id
-    assert target.reading.appended == ()
-
-
 def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts_own(codec):
     rollout = response("{" + entry(1, "seven", SEVEN.bins) + ', "object_2": {"de', codec)
     target = rollout_target(rollout, SAMPLE, codec, RULES)
@@ -341,11 +334,6 @@ def test_points_are_matched_appended_and_taught_by_two_slots_each(codec):
     structure = "".join(roles_text(target, codec, TokenRole.MATCHED_STRUCTURE))
     assert structure.replace(" ", "") == '":{"desc":"","point_2d":["",""]'
     assert roles_text(target, codec, TokenRole.DESC) == ["ear", "seven"]
-
-
-def test_predicted_polygons_are_dropped_with_a_reason(codec):
-    target = target_of("{" + entry(1, "seven", (1, 1, 9, 1, 9, 9), "poly") + "}", codec)
-    assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["poly_unsupported"]
 
 
 def weights_of(weights, *roles):

@@ -138,11 +138,6 @@ def test_what_nothing_can_be_learned_from_is_refused_with_its_example(changes, m
         of(replace(TWO_TURNS, **changes))
 
 
-def test_an_example_that_was_not_scored_says_so():
-    with pytest.raises(ValueError, match="example 7: has no advantage, because its rollouts were"):
-        of(replace(TWO_TURNS, advantage=None, group_rewards=()))
-
-
 @pytest.mark.slow
 @settings(deadline=None)
 @given(REWARDS)

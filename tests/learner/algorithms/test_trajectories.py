@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
 from trajectory_support import (
     EXAMPLES,
@@ -30,7 +29,7 @@ from launch.run_folder.steps import progress_line
 from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import step_path
 from shared.dataset import SampleStream
-from shared.errors import ConfigError, RolloutError
+from shared.errors import RolloutError
 from shared.rollouts import DecodeMode
 from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
@@ -196,45 +195,6 @@ def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(
     assert step.metrics["optim/grad_norm"] > 0.1
     for name, gradient in gradients.items():
         torch.testing.assert_close(step.gradients[name], gradient, rtol=0, atol=2e-6)
-
-
-def rewritten(learner, *, merges):
-    """Examples of a position, by its remainder of 4.
-
-    Turns of 1 and 3 tokens; a history that is rewritten twice; two calls that go on from one; a
-    single call.
-    """
-    model, banned = learner.loaded.model, learner.loaded.banned_token_ids
-
-    def call(prompt, sampled):
-        return Call(prompt, sampled, logprobs_of(model, [*prompt, *sampled], banned)[len(prompt) :])
-
-    def examples(position):
-        a, b, c, d, e, f, g, h = ([(3 * position + index) % 14] for index in range(8))
-        calls = (
-            [call(a, b), call(a + b + c, d + e + f)],
-            [call(a, b + b), call(a + c, d), call(e + a, f + g + h)],
-            [call(a, b + c), call(a + b + c + d, e), call(a + b + c + f, g + h)],
-            [call(a + b, c + d)],
-        )[position % 4]
-        return examples_of(calls, merges=merges)
-
-    return examples
-
-
-@pytest.mark.parametrize("normalize", ["step", "rollout"])
-def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
-    config, normalize
-):
-    steps = []
-    for merges in (False, True):
-        settings = config(objective={"normalize": normalize}, training__max_grad_norm=None)
-        examples = rewritten(make_learner(settings), merges=merges)
-        steps.append(Learned(settings, examples_of=examples))
-    apart, merged = steps
-    assert [step.metrics["packing/num_segments"] for step in steps] == [3 * 9, 3 * 7]
-    assert apart.metrics["optim/grad_norm"] > 0.1
-    assert_same_update(apart, merged, atol=1e-6)
 
 
 def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
@@ -423,12 +383,6 @@ def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_i
     assert dropping.metrics["loss/total"] != pytest.approx(without, abs=1e-4)
 
 
-def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
-    step = Learned(config(environment__drop_equal_groups=True), fails={4, 5, 6})
-    assert step.metrics["rollout/num_groups_without_signal"] == 1
-    assert step.metrics["packing/num_segments"] == 11
-
-
 @pytest.mark.parametrize("reason", ["nothing was sampled", "no group has a signal"])
 def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(
     config, reason
@@ -532,16 +486,6 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
         learned_of(settings, lambda groups: groups)
 
 
-def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(
-    config,
-):
-    fresh, stale = Learned(config()), Learned(config(**STALE), drift=1.0)
-    assert fresh.metrics["rollout/num_compared_tokens"] == fresh.metrics["rollout/num_tokens"]
-    assert fresh.metrics["policy/logprob_difference"] < 1e-5
-    assert "rollout/num_compared_tokens" not in stale.metrics
-    assert stale.metrics["policy/logprob_difference"] > 0.05
-
-
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("advantage_std", [False, True])
 def test_a_reward_that_is_no_number_ends_the_run(config, reward, advantage_std):
@@ -555,12 +499,6 @@ def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
     learner, groups = begun(config())
     with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
         learner.score(only(6, reward=math.nan)(groups))
-
-
-def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
-    message = r"global_max_length: .* has \d+ tokens, a row holds 10; raise global_max_length"
-    with pytest.raises(ConfigError, match=message):
-        learned_of(config(global_max_length=10), lambda groups: groups)
 
 
 # Staleness (decision 13)
@@ -597,18 +535,6 @@ def test_stale_rollouts_are_learned_counted_and_logged_with_their_step_and_are_n
         assert lines == [(step + 1, position) for position in range(ROLLOUTS)]
 
 
-def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
-    """An engine that missed a sync goes on with weights that are not too old, which nothing else
-    would tell.
-    """
-    learner, groups = begun(config(**STALE), version=1)
-    learner.publisher.done()
-    mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
-    message = r"weight version 0, and sample \d+ of the same round with 1 .*; an engine missed"
-    with pytest.raises(RolloutError, match=message):
-        learner.accumulate(mixed)
-
-
 # Requests
 
 
@@ -635,29 +561,6 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
             assert decode.return_logprobs
 
 
-def test_more_examples_than_the_environment_has_are_drawn_again(config):
-    """Also within a step: an example may be there twice, as two groups."""
-    learner = make_learner(config(), ExampleCounts(train=2, held_out=1))
-    asked = learner.next_requests(RunSchedule(config()).plan(0))
-    examples = [request.groups[0].example for request in asked]
-    assert sorted(examples[:2]) == [0, 1]
-    learner.accumulate(rollouts_for(learner, asked))
-    assert finish_step(learner).metrics["rollout/num_groups"] == 3
-
-
-def test_rollouts_that_come_back_in_another_order_are_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    with pytest.raises(AssertionError, match="expected position 0, got 4: rounds arrive in order"):
-        learner.accumulate(groups[1:])
-
-
-def test_a_step_of_which_rollouts_are_missing_is_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    learner.accumulate(groups[:2])
-    with pytest.raises(AssertionError, match="8 of 12 rollouts came back"):
-        learner.finish_step()
-
-
 @pytest.mark.parametrize("number", [1, 3, 4, 7, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
@@ -669,12 +572,6 @@ def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config
     for request in requests:
         assert (request.step, request.is_held_out) == (2, True)
         assert (request.decode.mode, request.decode.temperature) == (DecodeMode.GREEDY, 0.0)
-
-
-def test_what_held_out_rollouts_are_worth_they_bring_along(config):
-    learner, groups = begun(config())
-    assert learner.score(groups) == [rollout for group in groups for rollout in group]
-    assert learner.score([]) == []
 
 
 # What is written down
@@ -700,16 +597,6 @@ def test_a_run_that_keeps_no_rollouts_writes_none(config):
     )
     Learned(settings)
     assert not (settings.telemetry.run_dir / "rollouts").exists()
-
-
-def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it(config):
-    """Those of another environment of a group do not."""
-    step = Learned(config(), groups=only(0, metrics={"other": 3.0}))
-    rewards = [
-        rollout.reward for group in step.answers for rollout in group if rollout.position != 0
-    ]
-    assert step.metrics["reward/exact"] == pytest.approx(fmean(rewards))
-    assert step.metrics["reward/other"] == 3.0
 
 
 def test_the_timeline_has_a_span_for_each_environment_actor_of_a_round(config):

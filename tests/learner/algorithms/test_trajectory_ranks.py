@@ -5,15 +5,12 @@ The tolerance is that of `test_learner_ranks`: float sums over other rows are al
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import trajectory_jobs
 from config_support import GROUP, trajectory_config
 from trajectory_support import ALONE, EXAMPLES
 
-from learner.rollout_logs.writer import step_path
 from shared.errors import RolloutError
 from shared.metrics import merge_reports
 
@@ -186,15 +183,3 @@ def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_t
             f"all 12 rollouts of step 1 failed, the one at position {position} with:"
             " ZeroDivisionError: no such luck; check the environment" in str(error)
         )
-
-
-def test_each_rank_writes_down_its_own_rollouts(ddp, ddp_config):
-    folder = ddp_config.telemetry.run_dir / "rollouts"
-    lines = [
-        [json.loads(line) for line in step_path(folder, 1, rank).read_text().splitlines()]
-        for rank in (0, 1)
-    ]
-    assert [[line["position"] for line in of_rank] for of_rank in lines] == [
-        list(range(8)),
-        list(range(8, 12)),
-    ]

@@ -13,10 +13,7 @@ from learner_support import finish_step, make_learner
 from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
-from learner.model.optimizer import MasterWeights
-from learner.model.parts import model_part
 from shared.errors import ConfigError
-from shared.model_families import ModelPart
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
 
@@ -104,23 +101,6 @@ def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeyp
     pairs = zip(kept.loaded.model.parameters(), waiting.loaded.model.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
     assert moved.count(128) >= 6, "of three layers of the tower, and of the language model"
-
-
-def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
-    frozen = {"vision_tower": {"frozen": True}}
-    learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
-    start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
-    after = dict(learner.loaded.model.named_parameters())
-    moved = {name for name in after if not torch.equal(after[name], start[name])}
-    assert {model_part(name) for name in moved} == {ModelPart.ALIGNER, ModelPart.LANGUAGE_MODEL}
-    assert {name for name in start if model_part(name) is ModelPart.LANGUAGE_MODEL} <= moved
-
-
-def test_float32_has_no_second_copy_of_its_weights(config):
-    model = load_model(config(), torch.device("cpu")).model
-    parameters = list(model.parameters())
-    masters = MasterWeights(parameters).masters
-    assert list(map(id, masters)) == list(map(id, parameters))
 
 
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):

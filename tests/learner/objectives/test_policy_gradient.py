@@ -270,27 +270,6 @@ def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
     assert all(not gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("advantage", [2.0, -1.0])
-def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_what_was_worse(
-    tables, advantage
-):
-    """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over
-    the rollout's sampled tokens.
-    """
-    (one,) = examples(tables, [0.0])
-    own = replace(one, advantage=advantage, group_rewards=())
-    segment = segment_of(own, rule(normalize="rollout"))
-    gradient = learn(tables, [[segment]])[3][1]
-    expected = torch.zeros_like(gradient)
-    for at in learned_at(one):
-        for v in (v for v in range(VOCABULARY) if v not in BANNED):
-            ids = [*one.token_ids[:at], v]
-            p = math.exp(slow_logprob(tables, SimpleNamespace(token_ids=ids), at))
-            score = ((v == one.token_ids[at]) - p) / TEMPERATURE / one.num_learned
-            expected[at - 1, v] -= advantage * score
-    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
-
-
 # The ratio
 
 
@@ -460,19 +439,6 @@ def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of
         torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
-def test_a_rollout_weighs_1_however_often_its_history_was_rewritten_and_each_call_1_by_default(
-    tables, name
-):
-    calls, _ = ROLLOUTS[name]
-    of = examples_of(called(tables, *calls, seed=0), merges=True, advantage=1.0)
-    total = sum(example.num_learned for example in of)
-    expected = {"step": len(calls), "rollout": 1.0, "constant": total / MAX_NEW_TOKENS}
-    for normalize, weight in expected.items():
-        targets = [segment_of(one, rule(normalize=normalize), total).target for one in of]
-        assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight)
-
-
 # What is measured
 
 
@@ -499,19 +465,6 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
     ]
     assert list(diagnostics.values()) == pytest.approx(np.mean(columns, axis=0), abs=1e-4)
     assert 0.1 < diagnostics["policy/clipped_share"] < 0.9
-
-
-@pytest.mark.slow
-def test_the_entropy_estimate_is_near_the_entropy_of_what_samples(tables):
-    """Of the tokens that follow token 0 at position 0, sampled by the learner itself."""
-    logits = (tables[0][0] + tables[1][0]) / TEMPERATURE
-    logits[list(BANNED)] = -math.inf
-    distribution = torch.distributions.Categorical(logits=logits)
-    torch.manual_seed(0)
-    one = TrainingExample([0, 0], [0.0, -1.0], [0, 1], 0.0, advantage=0.0)
-    sampled = [replace(one, token_ids=[0, id_]) for id_ in distribution.sample((3000,)).tolist()]
-    diagnostics = learn(tables, [[segment_of(one, rule()) for one in sampled]], chunk=512)[2]
-    assert diagnostics["policy/entropy"] == pytest.approx(distribution.entropy().item(), abs=0.05)
 
 
 def test_a_policy_gradient_is_always_measured_and_nothing_else_is_where_there_is_none():
