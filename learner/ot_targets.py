@@ -119,4 +119,3 @@ def barycentric_targets(
             warn=False,
         )
         return (plan_NM @ gt_points) / plan_NM.sum(axis=1, keepdims=True)
-

@@ -36,8 +36,8 @@ from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
-from learner.rollout_logs.samples import RolloutLog
-from learner.rollout_logs.writer import patience_of_learner
+from learner.rollout_logs.samples import sample_record
+from learner.rollout_logs.writer import StepLog, patience_of_learner
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget, Target, target_settings, text_weights
@@ -104,11 +104,11 @@ class RolloutMatching:
         if objective is not None:
             longest = config.rollout_matching.max_new_tokens
             self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)
-        self.log: RolloutLog | None = None
+        self.log: StepLog | None = None
         if config.telemetry.rollouts:
             folder = config.telemetry.run_dir / "rollouts"
             patience = patience_of_learner(config.timeouts)
-            self.log = RolloutLog(folder, tokens.codec, rank=ranks.rank, patience=patience)
+            self.log = StepLog(folder, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share, draws = self._draws(plan, self._stream)
@@ -263,7 +263,7 @@ class RolloutMatchingStep:
 
     def become_current(self) -> None:
         if self._algorithm.log is not None:
-            self._algorithm.log.begin(self.plan.number, self.plan.channel)
+            self._algorithm.log.begin(self.plan.number)
 
     def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
         """Return one span per engine's share of the round."""
@@ -406,12 +406,15 @@ class RolloutMatchingStep:
         self._num_targets += 1
         self.metrics.add_sample(self.samples[index].source)
         if (log := self._algorithm.log) is not None:
-            weights_L = self._text_weights.of(target)
             log.write(
-                rollout,
-                self.samples[index],
-                target,
-                weights_L,
-                self.share[index],
-                augmentation=self.shown[index].augmentation,
+                sample_record(
+                    self.plan,
+                    self.share[index],
+                    self.samples[index],
+                    target,
+                    self._text_weights.of(target),
+                    self._algorithm.tokens.codec,
+                    rollout=rollout,
+                    augmentation=self.shown[index].augmentation,
+                )
             )
