@@ -102,8 +102,7 @@ class RolloutMatching:
         self.estimator: AdvantageEstimator | None = None
         objective = config.rollout_matching.pipeline.policy_gradient
         if objective is not None:
-            longest = config.rollout_matching.max_new_tokens
-            self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)
+            self.estimator = AdvantageEstimator(objective, config.rollout_matching.max_new_tokens)
         self.log: StepLog | None = None
         if config.telemetry.rollouts:
             folder = config.telemetry.run_dir / "rollouts"
@@ -117,9 +116,9 @@ class RolloutMatching:
         else:
             shown = self._augmented.take(draws)
             for one in shown.values():
-                metrics.add_augmented(
-                    is_changed=one.augmentation is not None, num_dropped=one.num_dropped
-                )
+                metrics.totals.add("augment/num_samples", float(one.augmentation is not None))
+                metrics.totals.add("augment/num_unchanged", float(one.augmentation is None))
+                metrics.totals.add("augment/num_dropped_objects", one.num_dropped)
             if plan.step + 1 < self._schedule.max_steps:
                 # Made while engines and device are at work on this step.
                 _, coming = self._draws(
@@ -281,7 +280,7 @@ class RolloutMatchingStep:
         section = algorithm.config.rollout_matching
         max_staleness = section.max_staleness
         if section.maskiou_gate_schedule is not None:
-            self.metrics.add_gate(self._settings.matching.maskiou_gate)
+            self.metrics.totals.add_max("rollout/match_gate", self._settings.matching.maskiou_gate)
         sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
@@ -404,7 +403,8 @@ class RolloutMatchingStep:
         """Count and write the next position's sample, and go on to the position after it."""
         index = self._num_targets
         self._num_targets += 1
-        self.metrics.add_sample(self.samples[index].source)
+        if (source := self.samples[index].source) is not None:
+            self.metrics.totals.add(f"source/num_samples/{source}", 1)
         if (log := self._algorithm.log) is not None:
             log.write(
                 sample_record(

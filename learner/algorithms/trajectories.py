@@ -31,7 +31,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages, teacher_log_ratios
+from learner.algorithms.advantages import (
+    AdvantageEstimator,
+    TokenAdvantages,
+    own_advantages,
+    teacher_log_ratios,
+)
 from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
@@ -141,10 +146,8 @@ class Trajectories:
             self._digest += f" {[list(part) for part in examples.mixture]}"
         policy_gradient = config.rollout_matching.pipeline.policy_gradient
         assert policy_gradient is not None, "checked with the configuration"
-        self.estimator = AdvantageEstimator.from_config(
-            policy_gradient,
-            max_new_tokens=config.rollout_matching.max_new_tokens,
-            teacher=config.environment.teacher,
+        self.estimator = AdvantageEstimator(
+            policy_gradient, config.rollout_matching.max_new_tokens, config.environment.teacher
         )
         self.images: ImageEncoder | None = None
         self.fixed_images: tuple[ImageRef, ...] = ()
@@ -331,7 +334,7 @@ class TrajectoryBatch:
             num_left_out = 0 if learned else len(group)
             self.metrics.add_group(has_signal=has_differed, num_left_out=num_left_out)
             if refill_rounds:
-                self.metrics.add_refill(is_refill=self._refill_round > 0)
+                self.metrics.totals.add("rollout/num_refilled", float(self._refill_round > 0))
             for rollout in group:
                 self._take(rollout, version)
                 masked = drops_truncated and _is_cut(rollout)
@@ -379,7 +382,9 @@ class TrajectoryBatch:
         self.metrics.add_environment_rollout(rollout)
         for example in rollout.examples:
             if example.teacher_logprobs is not None:
-                self.metrics.add_teacher(teacher_log_ratios(example), example.num_learned)
+                log_ratio = sum(teacher_log_ratios(example))
+                name = "policy/teacher_log_ratio"
+                self.metrics.totals.add_mean(name, log_ratio, example.num_learned)
         # Not the error's own words, which may name a process or an address.
         self.metrics.record(
             "rollouts",
@@ -478,9 +483,8 @@ def _is_cut(rollout: EnvironmentRollout) -> bool:
 def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Tell whether the environment gave advantages itself, other than 0."""
     for example in (one for rollout in group for one in rollout.examples):
-        own = example.token_advantages or [example.advantage or 0.0] * len(example.token_ids)
-        is_relative = example.token_is_relative or [bool(example.group_rewards)] * len(own)
-        if any(one for one, relative in zip(own, is_relative, strict=True) if not relative):
+        columns = zip(*own_advantages(example), strict=True)
+        if any(own for own, is_relative in columns if not is_relative):
             return True
     return False
 

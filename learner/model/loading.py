@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -282,15 +282,10 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             f"model.path: {path} has dropout, which engines do not have; set it to 0 in config.json"
         )
     return LoadedModel(
+        **{one.name: getattr(tokens, one.name) for one in fields(tokens)},
         model=model,
-        processor=tokens.processor,
-        tokenizer=tokens.tokenizer,
-        codec=tokens.codec,
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
-        banned_token_ids=tokens.banned_token_ids,
-        stop_token_ids=tokens.stop_token_ids,
-        base=tokens.base,
         fresh_tokens=fresh,
     )
 

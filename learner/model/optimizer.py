@@ -92,8 +92,7 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 class UpdateResult:
     """The numbers of one update.
 
-    Example: the first update of three that were not finite gives `UpdateResult(nan, 1e-5, {},
-    skipped=True, num_skipped_in_a_row=1)`.
+    Example: the first of three updates that were not finite gives `UpdateResult(nan, 1e-5, {}, 1)`.
     """
 
     grad_norm: float
@@ -102,10 +101,13 @@ class UpdateResult:
     """Rate of parts without one of their own."""
     part_learning_rates: dict[ModelPart, float]
     """Rates of the trained parts that have one of their own."""
-    skipped: bool = False
-    """The gradient was not finite: nothing has changed but the step's number."""
     num_skipped_in_a_row: int = 0
     """Up to and including this update."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite: nothing has changed but the step's number."""
+        return self.num_skipped_in_a_row > 0
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
@@ -234,8 +236,7 @@ class Optimizer:
             grad_norm,
             learning_rate_at(step, config, config.learning_rate),
             {part: part_rates[part] for part in ModelPart if part in part_rates},
-            skipped=not finite,
-            num_skipped_in_a_row=self.num_skipped,
+            self.num_skipped,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

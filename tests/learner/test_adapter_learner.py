@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from config_support import configuration
-from learner_support import make_learner
+from learner_support import make_learner, weights_of
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -73,20 +73,15 @@ def differ(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
 
 
-def weights(learner):
-    named = learner.loaded.model.named_parameters()
-    return {name: parameter.detach().clone() for name, parameter in named}
-
-
 def test_over_weights_in_4_bits_the_adapter_alone_learns_and_the_checkpoint_thinks_what_it_does(
     learner, tmp_path
 ):
     adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "quantize": "nf4"}
     one = learner(mode="full", model__adapter=adapter)
-    before = weights(one)
+    before = weights_of(one)
     (report,) = steps(one, 1)
     assert report.step_metrics["optim/grad_norm"] > 0
-    after = weights(one)
+    after = weights_of(one)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(".lora_" in name for name in changed)
     assert one.publisher.offer().transport == TransportKind.GLOO
@@ -110,11 +105,11 @@ def test_an_adapter_in_the_vision_tower_learns_at_its_part_s_rate(learner):
         training__parts=rates,
         model__gradient_checkpointing=True,
     )
-    before = weights(one)
+    before = weights_of(one)
     (report,) = steps(one, 1)
     assert report.step_metrics["optim/learning_rate.vision_tower"] == 1e-3
     assert report.step_metrics["optim/learning_rate"] == 1e-2
-    after = weights(one)
+    after = weights_of(one)
     # The first step of AdamW moves by the rate, where the gradient is well above epsilon.
     moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
     for name in (name for name, distance in moved.items() if distance):

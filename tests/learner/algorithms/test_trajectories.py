@@ -13,16 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from config_support import GROUP, trajectory_config
-from trajectory_support import (
-    EXAMPLES,
-    SCRIPTED,
-    begin,
-    finish_step,
-    logprobs_of,
-    make_learner,
-    rollouts_for,
-    weights_of,
-)
+from learner_support import finish_step, gradients_of_update, same, timeless, weights_of
+from trajectory_support import EXAMPLES, SCRIPTED, begin, logprobs_of, make_learner, rollouts_for
 from transformers import AutoModelForCausalLM
 
 from launch.run_folder.steps import progress_line
@@ -65,24 +57,16 @@ class Learned:
         if config.rollout_matching.max_staleness:
             self.learner.publisher.done()
         self.answers = answers if groups is None else groups(answers)
-        self.gradients = {}
-        self.learner.optimizer.optimizer.register_step_pre_hook(self._note)
+        self.gradients = gradients_of_update(self.learner)
         for round_ in rounds or [range(len(self.answers))]:
             self.learner.accumulate([self.answers[place] for place in round_])
         self.report = finish_step(self.learner)
         self.metrics = self.report.metrics
         self.weights = weights_of(self.learner)
 
-    def _note(self, *_):
-        self.gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in self.learner.loaded.model.named_parameters()
-            if parameter.grad is not None
-        }
-
     @property
     def timeless(self):
-        return {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
+        return timeless(self.metrics)
 
 
 def of_rollouts(change):
@@ -106,10 +90,6 @@ def of_examples(position, change):
             else rollout
         )
     )
-
-
-def assert_same_weights(weights, others):
-    assert all(torch.equal(weights[name], other) for name, other in others.items())
 
 
 def assert_same_update(one, other, atol=1e-6):
@@ -202,7 +182,7 @@ def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
     for rounds in ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]]):
         cut = Learned(config(), rounds=rounds)
         assert cut.timeless == whole.timeless
-        assert_same_weights(cut.weights, whole.weights)
+        assert same(cut.weights, whole.weights)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +374,7 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
         step = Learned(settings, groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
     else:
         step = Learned(config(environment__drop_equal_groups=True), reward=lambda _: 0.5)
-    assert_same_weights(step.weights, weights_of(make_learner(config())))
+    assert same(step.weights, weights_of(make_learner(config())))
     assert (step.learner.num_updates, step.metrics["optim/grad_norm"]) == (1, 0.0)
     for name in ("loss/total", "packing/num_rows", "packing/num_segments"):
         assert step.metrics[name] == 0
@@ -416,7 +396,7 @@ def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error
         learner.finish_step()
     assert (caught.value.actor, caught.value.phase) == (SCRIPTED, "environment")
     assert learner.num_updates == 0
-    assert_same_weights(weights_of(learner), before)
+    assert same(weights_of(learner), before)
 
 
 # What contradicts the learner

@@ -15,8 +15,9 @@ import torch
 import trajectory_jobs
 from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
+from learner_support import finish_step, gradients_of_update
 from tiny_qwen import TOWERS, make_stock_model
-from trajectory_support import ALONE, begin, finish_step, make_learner, picture
+from trajectory_support import ALONE, begin, make_learner, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.segments import decode_image
@@ -167,17 +168,9 @@ class Learned:
 
     def __init__(self, config, whole, examples_of=None):
         learner, self.answers = begun(config, whole, examples_of)
-        learner.optimizer.optimizer.register_step_pre_hook(self._note)
-        self._model, self.gradients = learner.loaded.model, {}
+        self.gradients = gradients_of_update(learner)
         learner.accumulate(self.answers)
         self.metrics = finish_step(learner).metrics
-
-    def _note(self, *_):
-        self.gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in self._model.named_parameters()
-            if parameter.grad is not None
-        }
 
 
 def assert_same_gradients(found, expected):

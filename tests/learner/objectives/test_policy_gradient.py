@@ -29,38 +29,32 @@ from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.step import LogitsPass
 from learner.targets import TextWeights
-from shared.config.pipeline import Channel, PipelineSection, PolicyGradientConfig
+from shared.config.pipeline import (
+    EXAMPLE_POLICY_GRADIENT,
+    Channel,
+    PipelineSection,
+    PolicyGradientConfig,
+)
 from shared.trajectory import TrainingExample
 
 VOCABULARY, LONGEST, MAX_NEW_TOKENS = 11, 16, 20
 NO_COORDS = torch.empty(0, dtype=torch.int64)
 """A language model has no coord tokens."""
 TEMPERATURE, BANNED = 0.7, (2, 5)
-CONFIG = {
-    "clip_low": 0.2,
-    "clip_high": 0.3,
-    "ratio_cap": 2.0,
-    "normalize": "step",
-    "advantage_std": False,
-}
+CONFIG = EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
 def objectives(weight=1.0, *, enabled=True, **changes):
-    entry = {
-        "name": "policy_gradient",
-        "enabled": enabled,
-        "weight": weight,
-        "channels": ["B"],
-        "config": CONFIG | changes,
-    }
+    own = {"enabled": enabled, "weight": weight, "config": CONFIG | changes}
+    entry = EXAMPLE_POLICY_GRADIENT | own
     pipeline = PipelineSection(objective=[entry], diagnostics=[])
     return build_objectives(pipeline, Channel.B, NO_COORDS)
 
 
 def rule(**changes):
     config = PolicyGradientConfig(**CONFIG | changes)
-    return AdvantageEstimator.from_config(config, max_new_tokens=MAX_NEW_TOKENS)
+    return AdvantageEstimator(config, MAX_NEW_TOKENS)
 
 
 def learned_at(example):
@@ -197,22 +191,7 @@ def slow_teaching(at, tables, all_examples, **changes):
 
 LOW, HIGH, CAP = 0.8, 1.3, 2.0
 DISTANCES = [
-    0.0,
-    0.1,
-    -0.1,
-    0.25,
-    -0.2,
-    0.4,
-    -0.4,
-    0.65,
-    -0.6,
-    0.9,
-    -0.9,
-    3.0,
-    -3.0,
-    0.02,
-    -0.05,
-    0.0,
+    *(0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, -3.0, 0.02, -0.05, 0.0)
 ]
 """Of log-probabilities: within the clip, beyond it, and beyond the cap, on either side."""
 

@@ -22,24 +22,14 @@ from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.step import train_row
 from learner.targets import AdvantageTarget, TextWeights
-from shared.config.pipeline import Channel, PipelineSection
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, Channel, PipelineSection
 
 VOCABULARY = 13
 TEMPERATURE, BANNED = 0.7, (2, 5)
 NO_COORDS = torch.empty(0, dtype=torch.int64)
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
-POLICY = {
-    "name": "policy_gradient",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "ratio_cap": 2.0,
-        "normalize": "step",
-        "advantage_std": False,
-    },
+POLICY = EXAMPLE_POLICY_GRADIENT | {
+    "config": EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
 }
 BETA = 0.3
 

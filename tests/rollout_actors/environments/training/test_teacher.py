@@ -118,7 +118,7 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
     with taught(FakeTeacher(TOKENIZER), weight=weight, reward_weight=reward_weight) as (_, section):
         rollouts = played(section, group_requests(4, 1))
     config = PolicyGradientConfig(**OBJECTIVE, advantage_std=advantage_std)
-    rule = AdvantageEstimator.from_config(config, max_new_tokens=16, teacher=section)
+    rule = AdvantageEstimator(config, 16, section)
     assert len(rollouts) == 4
     for group in (rollouts[:2], rollouts[2:]):
         rewards = [rollout.reward for rollout in group]
