@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 import rank_jobs
 import torch
+from rank_support import assert_same_updates, merged
 from safetensors.torch import load_file, save_file
 
 from learner.model.ranks import RankTopology, ReceiverGroup
@@ -21,7 +22,6 @@ from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
-from shared.metrics import merge_reports
 
 pytestmark = pytest.mark.processes
 
@@ -29,32 +29,6 @@ ALONE = RankTopology("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4
 FSDP = {"learner__world_size": 2, "learner__parallel": "fsdp"}
 DDP = {"learner__world_size": 2}
-
-
-def merged(ranks):
-    return [
-        merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)
-    ]
-
-
-def assert_same_updates(alone, ranks):
-    for one, several in zip(merged([alone]), merged(ranks), strict=True):
-        assert (several.step, several.channel) == (one.step, one.channel)
-        assert several.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], abs=1e-5)
-        assert several.metrics["optim/grad_norm"] == pytest.approx(
-            one.metrics["optim/grad_norm"], rel=1e-5
-        )
-        counted = [
-            name
-            for name in one.metrics
-            if name.startswith("rollout/num") or name == "packing/num_segments"
-        ]
-        assert {name: several.metrics[name] for name in counted} == {
-            name: one.metrics[name] for name in counted
-        }
-    assert ranks[0].weights.keys() == alone.weights.keys()
-    for name, weight in alone.weights.items():
-        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 
 
 def timeless(reports):
