@@ -193,11 +193,9 @@ class Learner:
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Learn what is left and take the optimizer update, or `training.updates_per_batch`.
-
-        Behind the first update the step is not left any more for `stop`: its weights would be
-        between two steps, which no checkpoint can be of.
-        """
+        """Learn what is left and take the optimizer update, or `training.updates_per_batch`."""
+        # After the first update `stop` no longer leaves the step: its weights would be between two
+        # steps, of which there can be no checkpoint.
         with self._ranks.of_phase("finish_step"):
             step = self._current
             started_s = time.time()
@@ -323,9 +321,9 @@ class Learner:
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return what has to be the same on resume and no key tells, by the nearest key: digests of
-        the data and of the weights that are not trained, and the threads that share a sum.
-        """
+        """Return what must be the same on resume although no key says so, by the nearest key."""
+        # Digests of the data and of the weights that are not trained, and the number of threads,
+        # by which a sum is split.
         if not self._fingerprints_of_start:
             parameters = [*self.loaded.model.parameters()]
             if self.reference is not None and self.reference.copy is not None:
@@ -380,10 +378,8 @@ class Learner:
             raise self._left("finish_step")
 
     def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
-        """Train on the rows, in step with the other ranks; False where a rank left after a row.
-
-        `again`: behind an update. They were counted, and compared with the engine, before it.
-        """
+        """Train on the rows, in step with the other ranks; False if a rank left after a row."""
+        # `again`, after an update: the rows were counted and compared with the engine before it.
         keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
         metrics = self._current.metrics

@@ -128,10 +128,8 @@ class RolloutMatching:
         return RolloutMatchingStep(self, plan, share, [shown[draw] for draw in draws], metrics)
 
     def _draws(self, plan: StepPlan, stream: MixedStream) -> tuple[range, list[Draw]]:
-        """Take a step's draws from the stream; return this rank's positions, and the draws there.
-
-        Rollouts of one sample have the same.
-        """
+        """Take a step's draws; return this rank's positions, and the draws of these."""
+        # Rollouts of one sample have the same draw.
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         size = 1
         if plan.channel is Channel.B:
@@ -332,9 +330,8 @@ class RolloutMatchingStep:
         return target, f1(found, len(objects), len(sample.objects))
 
     def _compared(self) -> Iterator[Segment]:
-        """Yield what was sampled by each rollout of a sample, with its advantage, once all have
-        come. A group of equal rewards has nothing to learn, and would cost its forwards.
-        """
+        """Yield what each rollout of a sample sampled, with its advantage, once all have come."""
+        # A group of equal rewards has nothing to learn, and would cost its forwards.
         algorithm = self._algorithm
         assert algorithm.estimator is not None
         if len(self._group) < algorithm.config.stage2_ab.channel_b.rollouts_per_sample:

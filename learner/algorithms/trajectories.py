@@ -25,7 +25,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -72,25 +71,14 @@ _FIXED_SIDE = 64
 """Pixels of the fixed image's width and height."""
 
 
-class TrajectoryTarget(NamedTuple):
-    """A training example, split where learning begins.
-
-    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
-    the tokens (7, 8).
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    """All before the first token that is learned."""
-    target: AdvantageTarget
-    """From there to the last token that is learned. Between the turns of a merged example it holds
-    tokens that are only read.
-    """
-
-
 def trajectory_target(
     example: TrainingExample, estimator: AdvantageEstimator, *, num_of_rollout: int
-) -> TrajectoryTarget | None:
-    """Make the prompt and target of an example; None where no token of it is learned.
+) -> tuple[tuple[int, ...], AdvantageTarget] | None:
+    """Split an example where learning begins; None where no token of it is learned.
+
+    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
+    the tokens (7, 8). Between the turns of a merged example a target holds tokens that are only
+    read.
 
     Args:
         num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
@@ -116,7 +104,7 @@ def trajectory_target(
         credit,
         compared_logprobs=credit.engine_logprobs,
     )
-    return TrajectoryTarget(tuple(example.token_ids[:start]), target)
+    return tuple(example.token_ids[:start]), target
 
 
 class Trajectories:
@@ -415,11 +403,14 @@ class TrajectoryBatch:
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
-                prompt, modality = self._encode_images(rollout, example, learned)
+                prompt_ids, target = learned
+                prompt, modality = self._encode_images(
+                    rollout, example, prompt_ids, target.token_ids
+                )
                 yield Segment(
                     rollout.position,
                     prompt,
-                    learned.target,
+                    target,
                     self.plan.step,
                     example.engine or rollout.actor,
                     example.weight_version,
@@ -427,14 +418,13 @@ class TrajectoryBatch:
                 )
 
     def _encode_images(
-        self, rollout: EnvironmentRollout, example: TrainingExample, learned: TrajectoryTarget
+        self,
+        rollout: EnvironmentRollout,
+        example: TrainingExample,
+        prompt_ids: tuple[int, ...],
+        target_ids: tuple[int, ...],
     ) -> tuple[EncodedPrompt, torch.Tensor | None]:
-        """Return the prompt, and the target's modality where the example has images.
-
-        The prompt holds the pixels of all images up to the last token that is learned.
-        """
-        prompt_ids = learned.prompt_token_ids
-        target_ids = learned.target.token_ids
+        """Return the prompt, and the target's modality where the example has images."""
         images = self._algorithm.images
         if images is None:
             assert not example.images, "environments refuse more than max_images_per_prompt"
@@ -456,6 +446,7 @@ class TrajectoryBatch:
             message = f"example {rollout.example}: {error}"
             actor = example.engine or rollout.actor
             raise RolloutError(message, actor=actor, phase="check") from error
+        # The prompt holds the pixels of all images up to the last token that is learned.
         pixels, grid = encoded.first(images.num_images((*prompt_ids, *target_ids)))
         # Nobody is asked it again: both forms of the prompt are the engine's.
         prompt = EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), pixels, grid)

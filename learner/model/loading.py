@@ -202,11 +202,9 @@ def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
-    """Raise ConfigError where `tokenizer_config.json` gives a token another id.
-
-    transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves them
-    all, and a model that reads such ids has learned others.
-    """
+    """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
+    # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
+    # them all, and the model has learned other ids.
     config = path / "tokenizer_config.json"
     written = json.loads(config.read_text()) if config.is_file() else {}
     for token_id, token in written.get("added_tokens_decoder", {}).items():

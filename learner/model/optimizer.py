@@ -258,20 +258,22 @@ class Optimizer:
 
         Raises ConfigError where these are of other parameters.
         """
-        saved: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._names}
+        saved: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             name, _, kind = key.rpartition("/")
             saved.setdefault(name, {})[kind] = value
-        for name, master in zip(self._names, self.masters, strict=True):
-            values = saved.pop(name)
-            part = _local(master)
-            if "master" not in values or values["master"].shape != part.shape:
-                shape = list(values["master"].shape) if values else "none"
-                raise ConfigError(
-                    f"resume.run: {name} has the shape {list(part.shape)} on this rank, and"
-                    f" {shape} in the checkpoint; resume with the same model, trained parts and"
-                    " learner ranks"
-                )
+        parts = {n: _local(master) for n, master in zip(self._names, self.masters, strict=True)}
+        here = {name: list(part.shape) for name, part in parts.items()}
+        there = {name: list(values["master"].shape) for name, values in saved.items()}
+        if differing := [name for name in here | there if here.get(name) != there.get(name)]:
+            name = differing[0]
+            raise ConfigError(
+                f"resume.run: {name} has the shape {here.get(name, 'none')} on this rank, and"
+                f" {there.get(name, 'none')} in the checkpoint; resume with the same model, trained"
+                " parts and learner ranks"
+            )
+        for (name, part), master in zip(parts.items(), self.masters, strict=True):
+            values = saved[name]
             part.copy_(values.pop("master"))
             if not values:
                 continue
@@ -293,11 +295,6 @@ class Optimizer:
                     else:
                         state[kind] = torch.zeros_like(master)
                         _local(state[kind]).copy_(moment)
-        if saved:
-            raise ConfigError(
-                f"resume.run: the checkpoint has trained {next(iter(saved))}, which this run does"
-                " not train; resume with the same model and training.parts"
-            )
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:

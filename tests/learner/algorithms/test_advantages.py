@@ -55,7 +55,7 @@ def test_a_target_goes_from_the_first_sampled_token_to_the_last_and_learns_and_c
     assert target.credit.positions == target.compared_positions == (0, 1, 4)
     assert target.credit.engine_logprobs == target.compared_logprobs == (-0.25, -0.5, -0.75)
     assert target.credit.advantages == (0.5, 0.5, 0.5)
-    one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])).target
+    one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0]))[1]
     assert (one_turn.compared_logprobs, one_turn.compared_positions) == ((-0.25, -0.5), (0, 1))
     of_older_weights = replace(target, compared_logprobs=())
     assert of_older_weights.compared_positions == (), "nothing is compared"
@@ -74,7 +74,7 @@ def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_r
     normalize, weights
 ):
     """The rollout has two sampled tokens more in another example."""
-    credit = of(TWO_TURNS, rule_of(normalize=normalize)).target.credit
+    credit = of(TWO_TURNS, rule_of(normalize=normalize))[1].credit
     assert (credit.weights, credit.calls) == (weights, (0, 0, 1))
 
 
@@ -86,7 +86,7 @@ def test_with_advantage_std_advantages_are_divided_by_the_groups_standard_deviat
         ({"advantage_std": True, "advantage_epsilon": 0.5}, math.sqrt(0.5) + 0.5),
         ({"advantage_epsilon": 0.5}, 1.0),
     ):
-        credit = of(TWO_TURNS, rule_of(**changes)).target.credit
+        credit = of(TWO_TURNS, rule_of(**changes))[1].credit
         assert credit.advantages == pytest.approx((0.5 / divisor,) * 3)
 
 
@@ -98,11 +98,11 @@ def test_leave_one_out_compares_a_reward_with_the_mean_of_the_groups_others(rewa
         others = [*rewards[:index], *rewards[index + 1 :]]
         expected = reward - sum(others) / len(others) if others else 0.0
         example = replace(TWO_TURNS, reward=reward, group_rewards=rewards)
-        assert of(example, rule).target.credit.advantages == pytest.approx((expected,) * 3)
+        assert of(example, rule)[1].credit.advantages == pytest.approx((expected,) * 3)
     own = replace(
         TWO_TURNS, advantage=7.0, token_is_relative=[0] * 8, reward=2.0, group_rewards=rewards
     )
-    assert of(own, rule).target.credit.advantages == (7.0,) * 3
+    assert of(own, rule)[1].credit.advantages == (7.0,) * 3
 
 
 def test_an_example_without_a_learned_token_has_no_target():
