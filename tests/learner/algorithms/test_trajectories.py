@@ -426,30 +426,6 @@ def test_an_example_that_nothing_can_be_learned_from_ends_the_run(config, change
     assert caught.value.actor == SCRIPTED
 
 
-@pytest.mark.parametrize(
-    ("difference", "message"),
-    [
-        (-0.01, r"response token (\d+) \(id \d+\) has log-probability .* in the engine and .* in"),
-        (math.nan, r"token \d+ has the log-probability nan; the endpoint must return finite ones"),
-    ],
-)
-@pytest.mark.parametrize("turn", [0, -1])
-def test_log_probabilities_of_any_turn_that_are_not_the_learners_end_the_run(
-    config, turn, difference, message
-):
-    def damaged(example):
-        logprobs = list(example.logprobs)
-        learned = [at for at, is_learned in enumerate(example.mask) if is_learned]
-        logprobs[learned[turn]] += difference
-        return replace(example, logprobs=logprobs)
-
-    with pytest.raises(RolloutError, match=message) as caught:
-        learned_of(config(), of_examples(1, damaged))
-    assert caught.value.actor == SCRIPTED
-    if difference < 0:
-        assert ("response token 0 " in str(caught.value)) is (turn == 0)
-
-
 def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(config):
     """An engine at temperature 0.7 gives `log_softmax(z / 0.7)`."""
     settings = config(rollout_matching__decoding={"temperature": 0.7})
@@ -466,13 +442,11 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
         learned_of(settings, lambda groups: groups)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("advantage_std", [False, True])
-def test_a_reward_that_is_no_number_ends_the_run(config, reward, advantage_std):
-    settings = config(objective={"advantage_std": advantage_std})
+@pytest.mark.parametrize("reward", [math.nan, -math.inf])
+def test_a_reward_that_is_no_number_ends_the_run(config, reward):
     message = rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric"
     with pytest.raises(RolloutError, match=message):
-        learned_of(settings, lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
+        learned_of(config(), lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
 
 
 def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
@@ -541,7 +515,7 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
             assert decode.return_logprobs
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 7, 9])
+@pytest.mark.parametrize("number", [1, 4, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
     requests = learner.held_out_requests(2)

@@ -111,18 +111,6 @@ def test_the_held_out_examples_are_each_asked_for_once_over_all_ranks(ddp):
     ] == list(range(7))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_sharded_ranks_take_the_update_that_one_takes_however_many_rows_each_has(
-    two_ranks, config, packing
-):
-    alone = trajectory_jobs.learn(ALONE, None, config(training__packing=packing), 1, 3)
-    ranks = two_ranks.run(trajectory_jobs.learn, config(training__packing=packing, **FSDP), 1, 1)
-    assert ranks[0].num_rows == ranks[1].num_rows, (
-        "the second computes the fixed sequence beside rows of the first"
-    )
-    assert_same_updates(alone, ranks, rel=1e-4)
-
-
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_rank_all_of_whose_rollouts_have_failed_goes_on_with_the_others(
     two_ranks, config, parallel
