@@ -47,7 +47,6 @@ from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
-from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
@@ -125,17 +124,17 @@ class Learner:
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
         """The result of `_fingerprints`, once it was needed."""
-        self._answers_ahead: tuple[Any, ...] = ()
-        """Answers of a resumed run's first positions, until they are asked for."""
+        self.answers_ahead: tuple[Any, ...] = ()
+        """Answers of a resumed run's first positions, in order, until the others are asked for."""
         self._saving = Saving(self.name, self.publisher, self.optimizer)
-        self._state: RankState
+        self.state: RankState
         """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
             if config.resume.checkpoint is not None:
                 self._restore(config.resume.checkpoint)
             else:
-                self._state = self._state_now(None)
+                self.state = self._state_now(None)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
         """Draw the step's samples and return this rank's requests: none on channel A."""
@@ -158,8 +157,8 @@ class Learner:
         if len(self.steps) == 1:
             step.become_current()
         # Those that the run had answers of before it was resumed are not asked again.
-        requests = step.requests()[len(self._answers_ahead) :]
-        self._answers_ahead = ()
+        requests = step.requests()[len(self.answers_ahead) :]
+        self.answers_ahead = ()
         metrics.mark("draw samples", started_s)
         return requests
 
@@ -237,23 +236,11 @@ class Learner:
                 num_carried=self._packing.num_carried,
                 weights=weights,
             )
-            self._state = self._state_now(report)
+            self.state = self._state_now(report)
             # Last: where its log cannot be written, what is saved then is all of one update.
             if self.steps:
                 self._current.become_current()
             return report
-
-    def held_out_requests(self, step: int) -> list[Any]:
-        """Return this rank's share of the held-out requests, in order."""
-        return self.algorithm.held_out_requests(step)
-
-    def score(self, answers: Sequence[Any]) -> list[Outcome]:
-        """Score this rank's answers to the held-out requests, in order."""
-        return self.algorithm.score(answers)
-
-    def answers_ahead(self) -> list[Any]:
-        """Return the answers of the first positions that a resumed run came with, in order."""
-        return list(self._answers_ahead)
 
     def save(
         self,
@@ -282,7 +269,7 @@ class Learner:
         state: RankState | None = None
         if self._config.checkpoint.full:
             state = replace(
-                self._state,
+                self.state,
                 answers_ahead=tuple(answers_ahead),
                 offers_adapter=self.publisher.offers_adapter,
                 fingerprints=self._fingerprints(),
@@ -292,10 +279,6 @@ class Learner:
     def finish_save(self, *, wait: bool) -> list[Span] | None:
         """Finish the save in the background, as `Saving.finish_save` does. A collective."""
         return self._saving.finish_save(wait=wait)
-
-    def last_report(self) -> RankReport | None:
-        """Return the report of the step behind the present weights; None before the first."""
-        return self._state.report
 
     def _state_now(self, report: RankReport | None) -> RankState:
         return RankState(
@@ -316,8 +299,8 @@ class Learner:
         # The first sync makes it the version that the step begins with.
         self.publisher.version = schedule.version_before(state.step) - 1
         self.publisher.offers_adapter = self.publisher.offers_adapter and state.offers_adapter
-        self._answers_ahead = state.answers_ahead
-        self._state = state
+        self.answers_ahead = state.answers_ahead
+        self.state = state
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:

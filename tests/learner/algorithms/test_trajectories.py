@@ -452,7 +452,7 @@ def test_a_reward_that_is_no_number_ends_the_run(config, reward):
 def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
     learner, groups = begun(config())
     with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
-        learner.score(only(6, reward=math.nan)(groups))
+        learner.algorithm.score(only(6, reward=math.nan)(groups))
 
 
 # Staleness (decision 13)
@@ -518,7 +518,7 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
 @pytest.mark.parametrize("number", [1, 4, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
-    requests = learner.held_out_requests(2)
+    requests = learner.algorithm.held_out_requests(2)
     groups = [group for request in requests for group in request.groups]
     assert [group.example for group in groups] == list(range(number))
     assert [list(group.positions) for group in groups] == [[index] for index in range(number)]

@@ -122,7 +122,7 @@ def test_requests_of_training_and_reports_end_at_every_end_token_of_the_checkpoi
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [pad, end]}))
     learner = make_learner(config(model__path=str(folder)))
     plans = list(RunSchedule(config(stage2_ab__schedule__warmup_steps=0)).plans())
-    asked = [*learner.next_requests(plans[0]), *learner.held_out_requests(0)]
+    asked = [*learner.next_requests(plans[0]), *learner.algorithm.held_out_requests(0)]
     # The first is the one that is taught, and that the repeat guard forces.
     assert {request.decode.stop_token_ids for request in asked} == {(end, pad)}
 
