@@ -465,10 +465,10 @@ def make_backend(
             repeat_guard=section.repeat_terminate.settings(),
         )
     else:
-        from rollout_actors.backends.colocate import ColocatedSpec
+        from rollout_actors.backends.colocate import ColocatedBackend
 
         of_engine = settings_of_run(config, placement, images)
-        make_engine = ColocatedSpec(of_engine, sleep=section.vllm.sleep)
+        make_engine = partial(ColocatedBackend, settings=of_engine, sleep=section.vllm.sleep)
     if config.environment is None:
         return make_engine
     assert examples is not None, "they are counted before the start"

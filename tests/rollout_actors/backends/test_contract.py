@@ -37,7 +37,7 @@ from benchmarks.scripted_backend import ScriptedBackend
 from launch.processes.fleet import Fleet
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.backends.stock_server import StockClient
@@ -91,7 +91,7 @@ def hf(learner, checkpoint):
 def colocate(learner, checkpoint):
     send_in_process(learner)
     settings = colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
-    backend = ColocatedSpec(settings)(ModelHost(learner))
+    backend = ColocatedBackend(ModelHost(learner), settings)
     backend.collective_rpc("count_rows")
     yield UnderTest(
         backend,
@@ -290,6 +290,24 @@ def test_a_seed_says_what_is_sampled(under):
     assert all(one != other for one, other in pairs)
 
 
+def test_what_cannot_be_read_is_refused_by_its_sample_and_the_next_request_is_answered(under):
+    if not under.is_model:
+        pytest.skip("a script reads nothing")
+    (request,) = requests_of(under, [0])
+    (image,) = request.images
+    cut_off = replace(image, data=image.data[: len(image.data) // 2])
+    refused = [(replace(request, images=(cut_off,)), "image 0 of sample sample-0")]
+    if under.is_engine:
+        too_long = replace(request, prompt_token_ids=request.prompt_token_ids * 60)
+        refused.append((too_long, r"sample sample-0 was refused|refused .*HTTP 400"))
+    for broken, why in refused:
+        with pytest.raises(RolloutError, match=why) as caught:
+            under.backend.generate([broken])
+        # An UnreachableError would send the request to the next engine.
+        assert type(caught.value) is RolloutError
+        assert len(under.backend.generate([request])) == 1
+
+
 def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(
     under,
 ):
@@ -395,7 +413,7 @@ def test_a_rollout_says_which_weights_it_is_of(under):
 
 
 @pytest.mark.slow
-def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
+def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours_continue(under):
     if under.guard is None:
         pytest.skip("it has none")
     under.forget()
@@ -417,6 +435,9 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
         )
         assert (rollout.stop_token_id, rollout.stop_token_logprob) == (under.learner.stop, None)
     assert 0 < num_ended < len(requests), "otherwise nothing was tested"
+    # Without a stop token there is nothing to end a response with.
+    endless = [with_decode(request, stop_token_ids=()) for request in requests]
+    assert set(map(len, tokens_of(under.backend.generate(endless)))) == {16}
 
 
 def test_close_leaves_no_process_and_nothing_that_answers(under):

@@ -25,7 +25,7 @@ from backend_support import (
 from engine_support import TEST_MODULES
 
 from rollout_actors.backends.calls import EngineCalls
-from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
+from rollout_actors.backends.colocate import ColocatedBackend, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.warm import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -75,7 +75,7 @@ def host(learner):
 def backend(learner, host, demo_checkpoint):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
-    backend = ColocatedSpec(colocated_settings(demo_checkpoint))(host)
+    backend = ColocatedBackend(host, colocated_settings(demo_checkpoint))
     yield backend
     backend.close()
     torch.set_num_threads(threads)
@@ -275,7 +275,7 @@ import torch.distributed as dist
 from pathlib import Path
 from backend_support import ModelHost, colocated_settings, send_in_process, what_was_said
 from engine_support import SmallLearner
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 
 checkpoint, store, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -291,7 +291,7 @@ send_in_process(learner)
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point
-backend = ColocatedSpec(colocated_settings(checkpoint))(ModelHost(learner, f"beside-{rank}"))
+backend = ColocatedBackend(ModelHost(learner, f"beside-{rank}"), colocated_settings(checkpoint))
 if rank == 0:
     dist.new_group([0, 1])
 summed()
