@@ -92,31 +92,6 @@ def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(
         engine_pool.generate([learner.request(0)], "actor-0")
 
 
-@pytest.mark.parametrize("tensor", [LANGUAGE_TENSOR, VISION_TENSOR])
-def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(
-    engine_pool: EnginePool, learner: SmallLearner, tensor: str
-) -> None:
-    learner.learn(31)
-    served = engine_pool.pool.version
-    engine_pool.arm("actor-1", "spoil", tensor)
-    with pytest.raises(WeightSyncError, match="canary on actor-1") as caught:
-        sync_weights(learner, engine_pool.pool)
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == (
-        "actor-1",
-        "canary",
-        "canary log-probability",
-    )
-    assert caught.value.size is not None
-    assert caught.value.size > 1e-4
-    assert engine_pool.pool.version == served
-    with pytest.raises(RolloutError, match=r"actor-1.*serves no rollouts"):
-        engine_pool.generate([learner.request(0)], "actor-1")
-    sync_weights(learner, engine_pool.pool)
-    assert (
-        engine_pool.generate([learner.request(0)], "actor-1")[0].weight_version == learner.version
-    )
-
-
 def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:

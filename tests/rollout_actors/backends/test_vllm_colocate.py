@@ -213,49 +213,6 @@ def test_a_beam_obeys_the_requests_bans_and_stop_tokens(synced, learner):
 
 
 @pytest.mark.engine
-def test_each_response_has_the_time_of_its_own_end(synced, learner):
-    lengths = (40, 2, 20)
-    requests = [
-        with_decode(learner.request(position, max_new_tokens=length), stop_token_ids=())
-        for position, length in enumerate(lengths)
-    ]
-    long, short, middle = synced.generate(requests)
-    assert [len(rollout.response_token_ids) for rollout in (long, short, middle)] == list(lengths)
-    assert 0 < short.generate_s < middle.generate_s < long.generate_s
-    assert long.started_s == short.started_s
-
-
-@pytest.mark.engine
-def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced, learner):
-    version = synced.version
-    synced.collective_rpc("arm", "spoil", "model.language_model.layers.1.mlp.gate_proj.weight")
-    with pytest.raises(WeightSyncError, match="canary on colocated"):
-        synced.receive_weights(learner.offer_weights())
-    assert synced.version == version
-    with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
-        synced.generate([learner.request(0)])
-    synced.receive_weights(learner.offer_weights())
-    request = learner.request(0)
-    assert synced.generate([request])[0].response_token_ids == learner.greedy(request)[0]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("num_beams", [1, 2])
-def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
-    synced, learner, host, num_beams
-):
-    asked = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    if num_beams > 1:
-        asked = [beams(request, num_beams) for request in asked]
-    answers = what_was_said(synced.generate(asked))
-    host.num_asked, host.stops_at = 0, 3
-    with pytest.raises(RolloutError, match="told to stop"):
-        synced.generate(asked)
-    assert host.num_asked == 3 and not host.is_offloaded
-    assert what_was_said(synced.generate(asked)) == answers, "nothing of that round is still queued"
-
-
-@pytest.mark.engine
 def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced, learner):
     """The last one of this engine. What it was decoding is still queued inside it."""
     synced.collective_rpc("fail_next_step")
