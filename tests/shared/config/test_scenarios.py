@@ -32,7 +32,7 @@ from config_changes import (
 from launch.checks.data import check_data
 from launch.runtime.batch_algebra import batch_algebra
 from learner.targets import target_settings
-from shared.config.derive import remarks, resolved_sync_mode
+from shared.config.derive import remarks
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
@@ -307,7 +307,7 @@ def test_rollout_decode_batch_size_2_with_learner_microbatch_1():
 )
 def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(changes, resolved):
     run = load(changes)
-    assert resolved_sync_mode(run) == resolved
+    assert run.sync_mode == resolved
     assert run.rollout_matching.vllm.sync.fallback_to_full is True
 
 
@@ -330,7 +330,7 @@ def test_non_full_sync_mode_fails_fast_under_multi_process_learner(mode):
 )
 def test_several_learner_ranks_send_what_one_does(mode, resolved, parallel):
     ranks = {"learner.world_size": 2, "learner.parallel": parallel}
-    assert resolved_sync_mode(load({**SERVED_LORA, **ranks, SYNC: mode})) == resolved
+    assert load({**SERVED_LORA, **ranks, SYNC: mode}).sync_mode == resolved
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_fresh_embeddings_beside_an_adapter_are_sent_in_full_weights_and_auto_sa
     fresh, tmp_path
 ):
     run = load({**fresh, **SERVED_LORA, SYNC: "auto"})
-    assert resolved_sync_mode(run) == "full"
+    assert run.sync_mode == "full"
     assert remarks(run) == (
         (
             f"{SYNC}: auto is full, because vLLM takes no adapter with the fresh embeddings of 1,000"
