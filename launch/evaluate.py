@@ -155,13 +155,13 @@ def run(
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from launch.checks.weights import weight_warnings
-    from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
     from launch.preflight import engine_family_problems, position_problems
+    from launch.processes.cluster import Cluster
+    from launch.processes.ray_connection import cluster_nodes
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
-    from launch.runtime.ray_connection import cluster_nodes
     from launch.sample_pages.html import printable
     from learner.held_out import HeldOut
     from learner.model.loading import load_tokens
@@ -327,8 +327,8 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
 def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
     """Write the two commands that evaluate a run of an environment. Raises ConfigError."""
     from launch.checks.data import ImageNeeds
-    from launch.runtime.engine_settings import settings_of_run
-    from launch.runtime.placement import Placement
+    from launch.processes.engine_settings import settings_of_run
+    from launch.processes.placement import Placement
 
     device = device_here()
     devices = config.rollout_matching.vllm.actors.tensor_parallel_size

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from launch.processes.replacements import Replacement
 from launch.processes.rounds import Round
-from launch.runtime.replacements import Replacement
 from shared.protocols import PerRank
 from shared.schedule import StepPlan
 from shared.weight_sync.phases import ReceivingEngines

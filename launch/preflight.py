@@ -47,13 +47,13 @@ from launch.cli import (
 )
 from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
+from launch.processes.batch_algebra import batch_algebra
+from launch.processes.engine_settings import settings_of_run
+from launch.processes.placement import Placement, Resources, plan_placement
+from launch.processes.ray_connection import cluster_nodes
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
-from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.engine_settings import settings_of_run
-from launch.runtime.placement import Placement, Resources, plan_placement
-from launch.runtime.ray_connection import cluster_nodes
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems

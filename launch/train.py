@@ -31,15 +31,15 @@ from launch.cli import (
     with_absolute_paths,
 )
 from launch.demo.once import make_missing_demo_files
+from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.console import StartUp, make_console
-from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.sweep import add_trial, is_sweep, run_trials
+from launch.sweep import add_trial, is_sweep, run_trials
 from shared.config import RunConfig
 from shared.config.derive import remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
 
 if TYPE_CHECKING:
-    from launch.runtime.replacements import RestartBudget
+    from launch.processes.replacements import RestartBudget
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -69,7 +69,7 @@ def run_job(config: RunConfig, console: Console) -> None:
         except (LostLearnerError, CollectiveError, LostStartError) as error:
             if not config.resume.automatic:
                 raise
-            from launch.runtime.replacements import RestartBudget
+            from launch.processes.replacements import RestartBudget
 
             budget = budget or RestartBudget(config.rollout_matching.vllm.actors)
             if not budget.take():
@@ -129,11 +129,11 @@ def run(config: RunConfig, console: Console) -> None:
     warnings = (line for line in findings.lines if line.startswith("warning"))
     _print(console, (line for line in warnings if line not in about_data))
 
-    from launch.cluster import Cluster
     from launch.driver import train
     from launch.ledger import require_same_step
-    from launch.local import LocalRun
     from launch.pipeline import one_ahead, one_at_a_time
+    from launch.processes.cluster import Cluster
+    from launch.processes.local import LocalRun
     from launch.run_folder.checkpoints import Checkpoints
     from shared.schedule import RunSchedule
 

@@ -18,7 +18,7 @@ from launch.checks.model_shape import (
     embeddings_with_rows,
     shapes_in_4_bits,
 )
-from launch.runtime.placement import Placement
+from launch.processes.placement import Placement
 from learner.host_memory import container_limits, in_gib
 from shared.config import RunConfig
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind

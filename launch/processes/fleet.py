@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from launch.runtime.replacements import (
+from launch.processes.replacements import (
     START_CHECK,
     Replacement,
     Replacements,

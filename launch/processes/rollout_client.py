@@ -10,8 +10,8 @@ import ray
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
 from launch.processes.learner_client import UNOBSERVED, LearnerClient, RunObserver
+from launch.processes.replacements import Replacement
 from launch.processes.rounds import Round, Rounds, RoundSize, SecondTry
-from launch.runtime.replacements import Replacement
 from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from shared.config.derive import rank_name
 from shared.errors import ConfigError, LostRoundError, WeightSyncError

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.runtime.batch_algebra import BatchAlgebra
-from launch.runtime.replacements import Replacement
+from launch.processes.batch_algebra import BatchAlgebra
+from launch.processes.replacements import Replacement
 from shared.chunking import round_parts
 from shared.config import RunConfig
 from shared.config.pipeline import Channel

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.ledger import Ledger, check_ledger
+from launch.loggers.ray_metrics import RayMetrics
 from launch.loggers.sink import Loggers
+from launch.processes.batch_algebra import BatchAlgebra
 from launch.run_folder.console import StepBar
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.held_out import (
@@ -35,8 +37,6 @@ from launch.run_folder.steps import (
     step_spans,
 )
 from launch.run_folder.timeline import TraceWriter
-from launch.runtime.batch_algebra import BatchAlgebra
-from launch.runtime.ray_metrics import RayMetrics
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.config import RunConfig
 from shared.errors import StorageError

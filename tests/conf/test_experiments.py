@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from launch.cli import as_schema_overrides
 from launch.demo.once import DEMO_FOLDERS
-from launch.runtime.batch_algebra import batch_algebra
+from launch.processes.batch_algebra import batch_algebra
 from shared.config import RunConfig, load_config
 from shared.config.algorithm import TrainerVariant
 from shared.config.derive import remarks

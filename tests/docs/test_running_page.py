@@ -16,7 +16,7 @@ from launch import add_coord_tokens
 from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
 from launch.coco import __main__ as coco
 from launch.preflight import preflight
-from launch.runtime.placement import Resources
+from launch.processes.placement import Resources
 from shared.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"

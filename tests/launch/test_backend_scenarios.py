@@ -15,8 +15,8 @@ from rich.console import Console
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm, vllm_problems
-from launch.runtime.engine_settings import settings_of_run
-from launch.runtime.placement import Resources, plan_placement
+from launch.processes.engine_settings import settings_of_run
+from launch.processes.placement import Resources, plan_placement
 from launch.train import run
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec

@@ -14,8 +14,8 @@ from local_learner import Job, run_job
 from openenv_server import openenv_server
 
 from launch.checks.data import check_environment
-from launch.cluster import runner_settings
 from launch.pipeline import one_ahead, one_at_a_time
+from launch.processes.cluster import runner_settings
 from launch.processes.fleet import Fleet
 from rollout_actors.environments.training.actor import EnvironmentActor
 from shared.trajectory import EnvironmentRollout

@@ -28,10 +28,10 @@ from launch.evaluate import (
     report_folder,
 )
 from launch.pipeline import one_ahead
+from launch.processes.engine_settings import settings_of_run
+from launch.processes.placement import Resources, plan_placement
 from launch.reports.detection import make_report
 from launch.reports.page import write_report
-from launch.runtime.engine_settings import settings_of_run
-from launch.runtime.placement import Resources, plan_placement
 from launch.serve import ServeOptions, settings_of
 from launch.vf_eval.arguments import read_options
 from learner.data.samples import load_samples

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from launch import ledger
 from launch.ledger import check_ledger, main
+from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.saved_checkpoints import RunState
 from launch.run_folder.telemetry import Telemetry
-from launch.runtime.batch_algebra import batch_algebra
 from shared.metrics import DIGESTS, StepReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule

@@ -32,7 +32,7 @@ from launch.checks.servers import (
 )
 from launch.loggers import sink
 from launch.preflight import preflight
-from launch.runtime.placement import Resources
+from launch.processes.placement import Resources
 from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
 from shared.weight_sync.transports import Device, TransportKind

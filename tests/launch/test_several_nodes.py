@@ -79,7 +79,7 @@ def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(
 def test_what_reaches_servers_stays_on_the_driver_s_node(nodes):
     """On another node 127.0.0.1 would be another server, or none."""
     code = """
-from launch.cluster import here
+from launch.processes.cluster import here
 where = ray.remote(num_cpus=0)(lambda: ray.get_runtime_context().get_node_id())
 places = ray.get([where.options(scheduling_strategy=here()).remote() for _ in range(6)])
 print(set(places) == {ray.get_runtime_context().get_node_id()})

@@ -26,9 +26,9 @@ from engine_support import (
 )
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.replacements import Replacements, RestartBudget
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from launch.runtime.replacements import Replacements, RestartBudget
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import RolloutError, WeightSyncError

@@ -24,8 +24,8 @@ from launch.checks.memory import (
     synced_bytes,
 )
 from launch.checks.model_shape import ModelShape, VisionShape, num_trainable
-from launch.runtime.engine_settings import settings_of_run
-from launch.runtime.placement import Resources, plan_placement
+from launch.processes.engine_settings import settings_of_run
+from launch.processes.placement import Resources, plan_placement
 from learner.host_memory import container_limits
 from learner.model.loading import load_model
 from learner.step import LOGIT_CHUNK

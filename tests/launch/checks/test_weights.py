@@ -17,7 +17,7 @@ from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.model_shape import ModelShape
 from launch.checks.weights import weight_warnings
 from launch.preflight import preflight
-from launch.runtime.placement import Resources
+from launch.processes.placement import Resources
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
 from learner.model.checkpoint_folder import BaseFiles
 from learner.model.loading import load_complete, load_model

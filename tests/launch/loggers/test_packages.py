@@ -22,10 +22,10 @@ from PIL import Image
 from rich.console import Console
 from scene_support import guess, png, scene, truth
 
+from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.saved_checkpoints import RunState
 from launch.run_folder.telemetry import Telemetry
-from launch.runtime.batch_algebra import batch_algebra
 from learner.rollout_logs.samples import RolloutRecord, read_step
 from shared.config import RunConfig
 from shared.grounding.evaluation import Evaluation

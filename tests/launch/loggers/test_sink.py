@@ -26,8 +26,8 @@ from rich.console import Console
 from launch.loggers import sink
 from launch.loggers.events import MetricsEvent, RunEvent
 from launch.loggers.sink import PACKAGES, missing_packages
+from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.telemetry import Telemetry
-from launch.runtime.batch_algebra import batch_algebra
 from shared.config import RunConfig
 from shared.metrics import StepReport
 from shared.run_files import Span

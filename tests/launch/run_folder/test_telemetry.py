@@ -16,10 +16,10 @@ from config_support import configuration, trajectory_config
 from rich.console import Console
 from scene_support import guess, png, scene, truth
 
+from launch.processes.batch_algebra import batch_algebra
+from launch.processes.replacements import Replacement
 from launch.run_folder.held_out import read_evaluations
 from launch.run_folder.telemetry import Telemetry
-from launch.runtime.batch_algebra import batch_algebra
-from launch.runtime.replacements import Replacement
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation

@@ -20,7 +20,7 @@ from config_changes import (
     load_trajectories,
 )
 
-from launch.runtime.batch_algebra import batch_algebra
+from launch.processes.batch_algebra import batch_algebra
 from shared.chunking import rank_share
 from shared.config.derive import remarks
 from shared.config.pipeline import Channel

@@ -30,7 +30,7 @@ from config_changes import (
 )
 
 from launch.checks.data import check_data
-from launch.runtime.batch_algebra import batch_algebra
+from launch.processes.batch_algebra import batch_algebra
 from learner.targets import target_settings
 from shared.config.derive import remarks
 from shared.config.pipeline import Channel
@@ -272,7 +272,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
     """Actors are known before the start; servers are asked for their devices first, and then the
-    same is found (tests/launch/runtime/test_rollout_client.py).
+    same is found (tests/launch/processes/test_rollout_client.py).
     """
     four_ranks = {DECODED: 1, "learner.world_size": 4}
     remedy = "raise decode_batch_size to at least 2, add rollout devices, or use fewer learner rank"

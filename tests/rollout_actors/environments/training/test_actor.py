@@ -22,9 +22,9 @@ from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.replacements import Replacements, RestartBudget
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from launch.runtime.replacements import Replacements, RestartBudget
 from rollout_actors.environments.training.actor import EnvironmentActor, RayEngines
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,

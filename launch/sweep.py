@@ -31,9 +31,9 @@ from rich.console import Console
 
 from launch.cli import as_mapping, quoted
 from launch.demo.once import make_missing_demo_files
+from launch.processes.placement import Resources, plan_placement
 from launch.reports.trials import settings_of, tables
 from launch.run_folder.console import make_console
-from launch.runtime.placement import Resources, plan_placement
 from shared.config import RunConfig, load_config
 from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError, RecordError

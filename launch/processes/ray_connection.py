@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
-from launch.runtime.placement import Resources
+from launch.processes.placement import Resources
 from shared.config import RunConfig
 from shared.errors import ConfigError
 

@@ -26,9 +26,9 @@ from fake_server import (
 from renewed_actor import RenewedActor
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.replacements import Replacements, RestartBudget
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from launch.runtime.replacements import Replacements, RestartBudget
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection

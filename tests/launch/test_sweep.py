@@ -14,10 +14,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from launch import sweep
 from launch.cli import CONF, as_mapping
-from launch.runtime import sweep
-from launch.runtime.placement import Resources
-from launch.runtime.sweep import MARGIN_S, TRIALS, Room, Trial, print_summary
+from launch.processes.placement import Resources
+from launch.sweep import MARGIN_S, TRIALS, Room, Trial, print_summary
 from rollout_actors.warm import warm_python
 from shared.config import load_config
 

@@ -9,7 +9,7 @@ from typing import Any
 from launch.checks.data import ImageNeeds
 from launch.checks.memory import batch_cache_bytes
 from launch.checks.model_shape import ModelShape
-from launch.runtime.placement import Placement
+from launch.processes.placement import Placement
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
 from rollout_actors.warm import warm_python
 from shared.config import RunConfig

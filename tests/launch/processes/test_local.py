@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launch.cli import as_schema_overrides
 from launch.diff_runs import diff_runs
-from launch.local import ThreadRank
+from launch.processes.local import ThreadRank
 from launch.train import run
 from shared.errors import ConfigError
 from shared.run_files import read_lines

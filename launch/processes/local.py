@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
-from launch.cluster import start_ranks
+from launch.processes.cluster import start_ranks
 from launch.processes.learner_client import UNOBSERVED, LearnerCall, LearnerClient, RunObserver
+from launch.processes.placement import plan_placement
+from launch.processes.ray_connection import cluster_nodes
 from launch.processes.rollout_client import RankRolloutClient
 from launch.run_folder.console import StartUp
-from launch.runtime.placement import plan_placement
-from launch.runtime.ray_connection import cluster_nodes
 from learner.actor import LearnerRank
 from shared.config import RunConfig
 from shared.sent_requests import PictureShelf

@@ -8,12 +8,12 @@ import pytest
 from config_support import configuration, trajectory_config
 
 from launch.checks.data import ImageNeeds
-from launch.cluster import runner_settings
+from launch.processes.cluster import runner_settings
+from launch.processes.engine_settings import neighbour_env, settings_of_run
 from launch.processes.fleet import RolloutTimeouts
+from launch.processes.placement import Resources, plan_placement
 from launch.processes.rollout_client import RankRolloutClient
 from launch.processes.rounds import RoundSize
-from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.placement import Resources, plan_placement
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.warm import warm_python
 from shared.config.algorithm import TeacherSection

@@ -21,9 +21,9 @@ import pytest
 from config_support import configuration
 from ray.exceptions import AuthenticationError
 
-from launch.runtime import ray_connection
-from launch.runtime.placement import Resources
-from launch.runtime.ray_connection import cluster_nodes, connect
+from launch.processes import ray_connection
+from launch.processes.placement import Resources
+from launch.processes.ray_connection import cluster_nodes, connect
 from shared.config import RunConfig
 from shared.errors import ConfigError
 
@@ -163,7 +163,7 @@ def test_what_ray_starts_does_not_hear_that_the_terminal_is_closed() -> None:
 
 IN_ANOTHER_GROUP = """\
 import json, os, signal, subprocess, sys
-from launch.runtime.ray_connection import starting_in_another_group
+from launch.processes.ray_connection import starting_in_another_group
 signals = []
 signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 before = os.getpgrp()

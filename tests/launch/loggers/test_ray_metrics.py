@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 import ray
 
-from launch.runtime.ray_metrics import RayMetrics
+from launch.loggers.ray_metrics import RayMetrics
 
 pytestmark = pytest.mark.ray
 

@@ -20,15 +20,15 @@ from ray.util.scheduling_strategies import (
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
+from launch.processes.engine_settings import neighbour_env, settings_of_run
 from launch.processes.fleet import Fleet, RolloutTimeouts
 from launch.processes.learner_client import UNOBSERVED, LearnerClient, RayRanks, RunObserver
+from launch.processes.placement import Placement, Resources, plan_placement
+from launch.processes.ray_connection import connect, connected_nodes
+from launch.processes.replacements import Replacements, RestartBudget
 from launch.processes.rollout_client import RankRolloutClient, RolloutClient
 from launch.processes.rounds import RoundSize
 from launch.run_folder.console import StartUp
-from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.placement import Placement, Resources, plan_placement
-from launch.runtime.ray_connection import connect, connected_nodes
-from launch.runtime.replacements import Replacements, RestartBudget
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.calls import ServingBackend

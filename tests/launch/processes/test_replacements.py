@@ -15,9 +15,9 @@ import ray
 from fake_actors import create_fake_actor
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
+from launch.processes.replacements import Replacements, RestartBudget, StallWatch
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
 from shared.errors import LostRoundError, LostStartError, RolloutError, Timeout, WeightSyncError
