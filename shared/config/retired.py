@@ -63,13 +63,20 @@ def take_retired(config: dict[str, Any]) -> list[Problem]:
     Example: of {"training": {"packing_length": 512}} the problem reads
     "training.packing_length: was removed; use global_max_length".
     """
-    problems = []
-    for path, remedy in _RETIRED.items():
-        *above, key = path.split(".")
-        section: Any = config
-        for name in above:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and key in section:
-            del section[key]
-            problems.append(Problem(path, "was removed", remedy))
-    return problems
+    return [
+        Problem(path, "was removed", remedy)
+        for path, remedy in _RETIRED.items()
+        if _remove(config, path)
+    ]
+
+
+def _remove(section: Any, path: str) -> bool:
+    """Remove a key, and the sections that are empty without it; return whether it was there."""
+    key, _, below = path.partition(".")
+    if not isinstance(section, dict) or key not in section:
+        return False
+    if below and not _remove(section[key], below):
+        return False
+    if not below or not section[key]:
+        del section[key]
+    return True
