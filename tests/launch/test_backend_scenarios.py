@@ -22,7 +22,6 @@ from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
-from shared.config.derive import EngineLocation, engines_in
 from shared.errors import ConfigError, RolloutError
 from shared.weight_sync.transports import Device, TransportKind
 
@@ -54,7 +53,7 @@ def test_default_behavior_preserved_colocate(config):
     unset = config(rollout_matching__vllm={})
     matching = unset.rollout_matching
     assert (matching.rollout_backend, matching.vllm.mode) == ("vllm", "colocate")
-    assert engines_in(unset) is EngineLocation.RANKS
+    assert unset.rollout_matching.in_learner
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
     settings = settings_of_run(unset, placement, ImageNeeds())
