@@ -45,7 +45,7 @@ from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, rank_name
+from shared.config.derive import rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.metrics import RankReport
 from shared.run_files import Span
@@ -85,7 +85,7 @@ class Learner:
             rendezvous,
             device,
             timeout_s=config.timeouts.learn_s,
-            sums_in_backward=is_sharded(config),
+            sums_in_backward=config.learner.is_sharded,
         )
         self.name = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):

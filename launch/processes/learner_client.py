@@ -233,7 +233,7 @@ class LearnerClient:
             Exception: what a rank finds wrong with them.
         """
         self._has_backends = make_backend is not None
-        self._closed_s = CLOSED_S if config.environment is None else 2 * CLOSED_S
+        self._closed_s = 2 * CLOSED_S if config.algorithm.uses_environment else CLOSED_S
         self._updates_per_batch = config.training.updates_per_batch
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
         limit = limit or self._limit("start_s")

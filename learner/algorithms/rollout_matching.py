@@ -43,7 +43,6 @@ from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget, Target, target_settings, text_weights
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import maskiou_gate
 from shared.config.model import DataSource
 from shared.config.pipeline import Channel
 from shared.dataset import Draw, MixedStream
@@ -232,7 +231,7 @@ class RolloutMatchingStep:
         self._algorithm = algorithm
         pipeline = algorithm.config.rollout_matching.pipeline
         self._text_weights = text_weights(pipeline, plan.channel)
-        gate = maskiou_gate(algorithm.config, plan.step)
+        gate = algorithm.config.maskiou_gate(plan.step)
         self._settings = algorithm.settings.with_gate(gate)
         self._num_targets = 0
         self._group: list[_Scored] = []

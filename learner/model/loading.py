@@ -33,7 +33,6 @@ from learner.model.checkpoint_folder import (
 )
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
-from shared.config.derive import adapted_parts, is_quantized, is_sharded, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -238,11 +237,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention = "sdpa" if config.model.attention == "auto" else config.model.attention
     # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
-    dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
+    dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
     model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
-    if is_quantized(config):
+    if config.model.is_quantized:
         # By way of host memory, which has the whole model in full.
-        quantize_layers(model, adapted_parts(config), device)
+        quantize_layers(model, config.adapted_parts, device)
     model = model.to(device)
     project_patches_as_matrix(model)
     if config.model.attention == "auto":
@@ -253,14 +252,14 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
         keep_segments_apart(model)
     if config.model.adapter is not None:
-        beside = tokens_beside_adapter(config)
+        beside = config.tokens_beside_adapter
         apply_adapter(
             model,
             config.model.adapter,
             base_path=str(path),
             seed=config.training.seed,
             token_ids=() if beside is None else beside.ids,
-            parts=adapted_parts(config),
+            parts=config.adapted_parts,
         )
     elif not config.training.parts.language_model.frozen:
         fresh = None

@@ -15,7 +15,6 @@ from torch import nn
 
 from learner.model.optimizer import Optimizer
 from shared.config import RunConfig
-from shared.config.derive import is_sharded
 from shared.errors import ConfigError, LearnerError
 
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
             f"{SECTION}.enabled: the learner runs on the CPU already; set it to false, or lower"
             " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
-    if is_sharded(config):
+    if config.learner.is_sharded:
         problems.append(
             f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be moved away; set it to"
             " false, set learner.parallel: ddp, or rollout_matching.vllm.mode: actors"

@@ -28,7 +28,6 @@ from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
 from learner.model.ranks import Ranks
 from shared.config import RunConfig
-from shared.config.derive import EngineLocation, engines_in, is_sharded
 from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.checksum import BucketChecksum
 
@@ -250,11 +249,11 @@ def load_parallel(
     weights: all of them are compared, this once.
     """
     # What is sharded goes by way of host memory: the whole may not fit the device.
-    loaded = load_model(config, torch.device("cpu") if is_sharded(config) else device)
+    loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
     if ranks.world_size > 1:
         _require_same(ranks, loaded.model, _whole_checksum)
     source = CheckpointWeights(loaded.model)
-    if not is_sharded(config):
+    if not config.learner.is_sharded:
         return loaded, Parallel(loaded.model, source, ranks)
     parallel = ShardedModel(
         loaded.model,
@@ -262,7 +261,7 @@ def load_parallel(
         ranks,
         device=device,
         dtype=DTYPES[config.model.dtype],
-        every_rank_sends=engines_in(config) is EngineLocation.RANKS,
+        every_rank_sends=config.rollout_matching.in_learner,
         mesh=mesh,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
