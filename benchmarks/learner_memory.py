@@ -39,7 +39,6 @@ from learner.model.sharding import load_parallel
 from learner.segments import Segment
 from learner.step import RowTrainer
 from shared.config import RunConfig, load_config
-from shared.config.derive import is_sharded
 from shared.config.pipeline import Channel
 from shared.weight_sync.transports import TransportKind
 
@@ -259,7 +258,7 @@ def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
 
 
 def measure_case(config: RunConfig, sizes: Sizes) -> int:
-    if not is_sharded(config):
+    if not config.learner.is_sharded:
         return measure(config, sizes, Ranks())
     # torch knows a group of ranks by its name, of which a process has one.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

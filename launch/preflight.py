@@ -21,7 +21,7 @@ import hydra
 from omegaconf import DictConfig
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
-from launch.checks.host import path_problems, starts_engines, version_problems, vllm_import
+from launch.checks.host import path_problems, version_problems, vllm_import
 from launch.checks.hub import with_fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -61,18 +61,7 @@ from learner.model.loading import load_tokens
 from learner.model.parts import model_part, target_problem
 from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
-from shared.config.derive import (
-    EngineLocation,
-    actor_name,
-    adapted_parts,
-    engine_devices,
-    engines_in,
-    environment_name,
-    num_b_steps,
-    rank_name,
-    remarks,
-    rollout_servers,
-)
+from shared.config.derive import actor_name, environment_name, rank_name, remarks
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
@@ -148,7 +137,7 @@ def preflight(
             waits for it.
     """
     report = PreflightReport()
-    if engine_devices(config) is not None:
+    if config.engine_devices is not None:
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
@@ -182,7 +171,7 @@ def preflight(
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
 
-    if rollout_servers(config) is not None:
+    if config.rollout_matching.servers is not None:
         answers = report.attempt(lambda: ask_servers(config, expected))
         if answers is not None:
             report.lines += answers.lines
@@ -204,13 +193,13 @@ def _shape(config: RunConfig, lines: list[str]) -> ModelShape:
     Raises ConfigError where they do not.
     """
     folder = Path(config.model.path)
-    warnings = weight_warnings(folder, for_engines=starts_engines(config))
+    warnings = weight_warnings(folder, for_engines=config.rollout_matching.starts_engines)
     lines += (f"warning   {warning}" for warning in warnings)
     return ModelShape.read(folder)
 
 
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
-    if config.environment is not None:
+    if config.algorithm.uses_environment:
         facts = report.attempt(lambda: check_data(config))
         report.lines += () if facts is None else facts.describe()
         report.attempt(lambda: load_tokens(config))
@@ -247,7 +236,7 @@ def _learnable(
         if fittings:
             small = describe_small_objects(key, fittings, encoder.picture_resize)
             lines.append(f"objects   {small}")
-    for one in [*(fitting if num_b_steps(config) else []), *held_out]:
+    for one in [*(fitting if config.num_b_steps else []), *held_out]:
         warning = describe_cut_answers(
             one,
             tokens.codec,
@@ -290,7 +279,7 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     if adapter is None:
         return
     smaller_sides: dict[str, int] = {}
-    layers: dict[ModelPart, set[str]] = {part: set() for part in adapted_parts(config)}
+    layers: dict[ModelPart, set[str]] = {part: set() for part in config.adapted_parts}
     for name, sizes in shape.parameters.items():
         layer = name.split(".")[-2]
         if len(sizes) != 2 or not is_linear(name):
@@ -317,7 +306,7 @@ def position_problems(config: RunConfig) -> Iterator[str]:
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_stretched = rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope")
-    if not starts_engines(config) or positions is None or is_stretched:
+    if not config.rollout_matching.starts_engines or positions is None or is_stretched:
         return
     longest = config.rollout_matching.vllm.max_model_len
     key = "rollout_matching.vllm.max_model_len"
@@ -333,7 +322,7 @@ def position_problems(config: RunConfig) -> Iterator[str]:
 
 def engine_family_problems(config: RunConfig, device: Device) -> Iterator[str]:
     """Name what the run's engines do not do with the checkpoint's family."""
-    if not starts_engines(config):
+    if not config.rollout_matching.starts_engines:
         return
     enable_lora = config.rollout_matching.vllm.enable_lora
     dtype = config.model.dtype
@@ -356,8 +345,8 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     for index, engine in enumerate(placement.engines):
         resources = f"{engine.gpus:g} GPU, {engine.cpus:g} CPU"
         lines.append(f"place     {actor_name(index)}: {resources}, {engine_of}")
-    in_learner = engines_in(config) is EngineLocation.RANKS
-    in_ranks = starts_engines(config) and in_learner
+    in_learner = config.rollout_matching.in_learner
+    in_ranks = config.rollout_matching.starts_engines and in_learner
     for rank, share in enumerate(placement.ranks):
         name = rank_name(rank, len(placement.ranks))
         beside = f", with {engine_of} beside it" if in_ranks else ""
@@ -370,7 +359,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
             reserved = f"{environment.cpus_per_actor:g} CPU"
         for index in range(environment.num_actors):
             lines.append(f"place     {environment_name(index)}: {reserved}, runs {environment.id}")
-    if (section := rollout_servers(config)) is not None:
+    if (section := config.rollout_matching.servers) is not None:
         for server in section.servers:
             lines.append(f"server    {server.base_url}, group port {server.group_port or 'any'}")
     if config.rollout_matching.rollout_backend == "hf":
@@ -387,7 +376,7 @@ def _needs(
     engine = None
     shared = None
     num_engine_devices = 0
-    if starts_engines(config):
+    if config.rollout_matching.starts_engines:
         devices = placement.devices_per_engine
         num_engine_devices = devices * len(placement.engines or placement.ranks)
         engine = engine_estimate(config, shape, devices, memory.device, memory.total, transport)

@@ -33,7 +33,6 @@ from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
-from shared.config.derive import maskiou_gate
 from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
 from shared.prompts import detection_messages
@@ -65,7 +64,7 @@ def show_sample(options: ShowOptions) -> Path:
         RecordError: a line of the log is damaged or of another version, or data or images are.
     """
     config = load_run(options.run)
-    if config.environment is None:
+    if not config.algorithm.uses_environment:
         html = _sample_page(options, config).html()
     else:
         html = _rollout_page(options, config).html()
@@ -262,7 +261,7 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
             " run's, the images are today's."
         )
     if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
-        gate = maskiou_gate(config, line["step"] - 1)
+        gate = config.maskiou_gate(line["step"] - 1)
         notes.append(f"Pairs under mask IoU {gate:.4g} could not match (maskiou_gate_schedule).")
     active = config.rollout_matching.pipeline.active(Channel(line["channel"]))
     if not any(entry.name == "token_ce" for entry in active):

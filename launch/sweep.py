@@ -35,7 +35,6 @@ from launch.processes.placement import Resources, plan_placement
 from launch.reports.trials import settings_of, tables
 from launch.run_folder.console import make_console
 from shared.config import RunConfig, load_config
-from shared.config.derive import rollout_servers
 from shared.config.secrets import hide, redacted
 from shared.errors import ConfigError, RecordError
 from shared.protocols import PR_SET_PDEATHSIG
@@ -298,7 +297,7 @@ class Room:
     def _needs(self, trial: Trial) -> Resources | None:
         """Return what the trial needs of this machine; None: it runs without others."""
         config = trial.config
-        if config is None or rollout_servers(config) is not None:
+        if config is None or config.rollout_matching.servers is not None:
             return None
         if config.cluster.kind == "ray" and config.cluster.address != "local":
             return None if self._limit is None else Resources(0.0, 0.0)

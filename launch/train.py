@@ -35,7 +35,7 @@ from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.console import StartUp, make_console
 from launch.sweep import add_trial, is_sweep, run_trials
 from shared.config import RunConfig
-from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
+from shared.config.derive import remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     started_s = time.monotonic()
     require_vllm(config)
-    if engine_devices(config) is not None:  # else it is printed when servers or cluster have told
+    if config.engine_devices is not None:  # else it is printed when servers or cluster have told
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
@@ -149,7 +149,7 @@ def run(config: RunConfig, console: Console) -> None:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)
-        if engine_devices(config) is None:
+        if config.engine_devices is None:
             _print(console, algebra.describe())
         telemetry.placed(
             algebra,
@@ -159,7 +159,7 @@ def run(config: RunConfig, console: Console) -> None:
         )
         names = ", ".join(rollouts.names)
         who = f"{names} and the learner"
-        if engines_in(config) is EngineLocation.RANKS:
+        if config.rollout_matching.in_learner:
             verb = "generates" if len(rollouts.names) == 1 else "generate"
             who = f"{names}, which {verb} too,"
         wall_s = time.monotonic() - started_s

@@ -11,7 +11,6 @@ import numpy as np
 import ray
 
 from shared.config import RunConfig
-from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
 from shared.protocols import MakeBackend, RankBackend, end_with_parent
 from shared.rollouts import SyncReport, WeightOffer
@@ -183,7 +182,7 @@ class LearnerActor:
 
 def _node_address(config: RunConfig) -> str:
     """Return an address of this node that engines and other ranks reach."""
-    section = rollout_servers(config)
+    section = config.rollout_matching.servers
     has_local_servers = section is None or all(server.is_loopback for server in section.servers)
     if config.cluster.address == "local" and has_local_servers:
         return "127.0.0.1"  # nothing then leaves the machine

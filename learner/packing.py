@@ -12,7 +12,7 @@ import numpy as np
 
 from learner.segments import Segment
 from shared.config import RunConfig
-from shared.config.derive import RowRule, row_rule
+from shared.config.run import RowRule
 from shared.errors import ConfigError
 
 # Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates
@@ -273,7 +273,7 @@ class CarryOver(PackingPolicy):
 def packing_policy(config: RunConfig) -> PackingPolicy:
     """Return the policy of a run. ConfigError where `binpacking` is needed and not installed."""
     training = config.training
-    rule = row_rule(config)
+    rule = config.row_rule
     if rule is RowRule.SEGMENT:
         return PackingPolicy()
     buffer = CarryBuffer(config.global_max_length, training.packing_buffer)

@@ -218,7 +218,8 @@ class CollectiveError(LearnerError):
 class StorageError(PortableError, RuntimeError):
     """A file could not be written or deleted, mostly for want of space or of permission."""
 
-    REMEDY = "free space or permit writing there, or choose another folder with telemetry.run_dir"
+    ANOTHER_FOLDER = "free space or permit writing there, or choose another folder"
+    REMEDY = f"{ANOTHER_FOLDER} with telemetry.run_dir"
 
     def __init__(
         self,

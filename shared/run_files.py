@@ -47,13 +47,15 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
 
 
-def cannot_write(path: Path, error: Exception) -> StorageError:
-    """Make the error about a file of a run's folder."""
+def cannot_write(
+    path: Path, error: Exception, *, remedy: str = StorageError.REMEDY
+) -> StorageError:
+    """Make the error about a file or folder that the system refused to write."""
     number = error.errno if isinstance(error, OSError) else None
     # safetensors writes in Rust, and has the number only in its text.
     if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
         number = int(named[1])
-    return StorageError(str(path), str(error), can_pass=number in _PASSING)
+    return StorageError(str(path), str(error), remedy=remedy, can_pass=number in _PASSING)
 
 
 class Patience:
@@ -118,20 +120,20 @@ class RunFile:
         path: Path,
         *,
         mode: str = "wb",
-        error_of: Callable[[Path, OSError], StorageError] = cannot_write,
+        remedy: str = StorageError.REMEDY,
         patience: Patience | None = None,
     ) -> None:
-        """Open the file; `mode` is "wb", or "ab" to append. Raises what `error_of` makes.
+        """Open the file; `mode` is "wb", or "ab" to append. Raises StorageError with `remedy`.
 
         `patience` is for later writes; None: what is refused is not tried again.
         """
         self.path = path
-        self._error_of = error_of
+        self._remedy = remedy
         self._patience = patience or Patience()
         try:
             self.file: IO[bytes] = path.open(mode, buffering=0)
         except OSError as error:
-            raise error_of(path, error) from error
+            raise cannot_write(path, error, remedy=remedy) from error
 
     def write(self, text: str) -> None:
         """Write all of the text. Raises StorageError."""
@@ -151,7 +153,7 @@ class RunFile:
                     left = left[self.file.write(left) :]
             except OSError as error:
                 was_refused = True
-                raise self._error_of(self.path, error) from error
+                raise cannot_write(self.path, error, remedy=self._remedy) from error
 
         self._patience(write_rest)
 

@@ -7,13 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.config import RunConfig
-from shared.config.derive import (
-    effective_batch_size,
-    has_held_out,
-    num_b_steps,
-    raw_rollouts_per_step,
-    warmup_steps,
-)
 from shared.config.pipeline import Channel
 from shared.seeds import request_seed
 
@@ -55,11 +48,11 @@ class RunSchedule:
         """Most rounds of a step in which groups without signal are drawn again."""
         if config.environment is not None:
             self.refill_rounds = config.environment.refill_rounds
-        self.num_b_steps = num_b_steps(config)
-        self._warmup_steps = warmup_steps(config)
+        self.num_b_steps = config.num_b_steps
+        self._warmup_steps = config.warmup_steps
         self._num_samples = {
-            Channel.A: effective_batch_size(config),
-            Channel.B: raw_rollouts_per_step(config),
+            Channel.A: config.effective_batch_size,
+            Channel.B: config.raw_rollouts_per_step,
         }
         per_sample = config.stage2_ab.channel_b.rollouts_per_sample
         self.num_drawn = self._num_samples | {Channel.B: self._num_samples[Channel.B] // per_sample}
@@ -115,4 +108,4 @@ class RunSchedule:
         due = step in (self._warmup_steps, self.max_steps) or (
             every is not None and step > 0 and step % every == 0
         )
-        return has_held_out(self._config) and due
+        return self._config.has_held_out and due

@@ -29,7 +29,6 @@ from rollout_actors.environments.training.runner import (
 )
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.derive import EngineLocation, engines_in, has_held_out
 from shared.config.model import DataSource
 from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
@@ -192,13 +191,13 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             warning = _check_template(environment, checkpoint)
         finally:
             asyncio.run(environment.aclose())  # its resources are for the actors to hold
-    if has_held_out(config) and not examples.held_out:
+    if config.has_held_out and not examples.held_out:
         raise ConfigError(
             f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
             " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
         )
     num_ranks = config.learner.world_size
-    if examples.scores_at_once and num_ranks > 1 and engines_in(config) is EngineLocation.RANKS:
+    if examples.scores_at_once and num_ranks > 1 and config.rollout_matching.in_learner:
         raise ConfigError(
             f"learner.world_size: is {num_ranks}, each rank has an environment of its own, and"
             f" {section.id} scores a step's rollouts at once (score_rollouts); set it to 1, or have"

@@ -18,7 +18,6 @@ from launch.checks.model_shape import BYTES, ModelShape
 from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
-from shared.config.derive import rollout_servers
 from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
@@ -188,14 +187,9 @@ def version_problems(config: RunConfig) -> Iterator[str]:
     for requirement in pinned:
         if requirement.marker is None and (problem := _version_problem(requirement)):
             yield problem
-    if starts_engines(config):
+    if config.rollout_matching.starts_engines:
         builds = [requirement for requirement in pinned if requirement.name.startswith("vllm")]
         yield from vllm_problems(builds)
-
-
-def starts_engines(config: RunConfig) -> bool:
-    """Tell whether the run has vLLM engines of its own, beside the learner or in actors."""
-    return config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None
 
 
 @contextmanager
@@ -205,7 +199,7 @@ def vllm_import(config: RunConfig) -> Iterator[Callable[[], Iterator[str]]]:
     What the body is given waits for the end of the import, and yields its problem if it failed.
     Only this node's installation is tried.
     """
-    if not starts_engines(config) or find_spec("vllm") is None:
+    if not config.rollout_matching.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())
         return
     module = "rollout_actors.engine.vllm_engine"
@@ -247,7 +241,7 @@ def require_vllm(config: RunConfig, transport: TransportKind | None = None) -> N
         transport: of the weights, once the run is placed. Over NCCL a learner sends with vLLM's
             code, to servers too.
     """
-    if starts_engines(config):
+    if config.rollout_matching.starts_engines:
         require_installed(f"rollout_matching.vllm.mode: {config.rollout_matching.vllm.mode}")
     elif transport is TransportKind.NCCL:
         require_installed("a learner that sends weights over NCCL")

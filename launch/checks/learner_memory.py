@@ -21,7 +21,6 @@ from launch.checks.model_shape import (
 from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
-from shared.config.derive import is_sharded
 from shared.config.pipeline import Channel, CoordRegEntry
 from shared.model_families import ModelPart
 from shared.tokens.vocabulary import NUM_BINS
@@ -49,14 +48,14 @@ def learner_estimate(
     """
     trainable = num_trainable(config, shape)
     size = BYTES[config.model.dtype]
-    ranks = config.learner.world_size if is_sharded(config) else 1
+    ranks = config.learner.world_size if config.learner.is_sharded else 1
     with_rows = max(map(math.prod, embeddings_with_rows(config, shape)), default=0)
     of_a_row = _row_parts(config, shape, device, image_tokens)
     # While weights are sent, no row is computed.
     buckets = max(0, bucket_bytes(config, shape, transport) - sum(of_a_row.values()))
     of_update = {
         # Shards are float32, whatever a forward computes in: they are the masters.
-        "master weights": trainable * 4 if size == 2 and not is_sharded(config) else 0,
+        "master weights": trainable * 4 if size == 2 and not config.learner.is_sharded else 0,
         "gradients": trainable * 4 // ranks,
         "optimizer": _moment_bytes(config, shape) // ranks,
     }
@@ -100,7 +99,7 @@ def host_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
 
 def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Count the weights of all ranks, of which some may be in 4 bits."""
-    size = BYTES["float32" if is_sharded(config) else config.model.dtype]
+    size = BYTES["float32" if config.learner.is_sharded else config.model.dtype]
     packed = [math.prod(sizes) for sizes in shapes_in_4_bits(config, shape)]
     whole = shape.num_parameters - sum(packed)
     # With a float32 scale for every 64 of them.
@@ -109,7 +108,7 @@ def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def _gathered_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Count what fsdp has whole in a backward, in the dtype of the forward."""
-    if not is_sharded(config):
+    if not config.learner.is_sharded:
         return 0
 
     layers = shape.names_by_layer()
@@ -157,7 +156,7 @@ def _reference_bytes(config: RunConfig, shape: ModelShape) -> int:
     if not config.rollout_matching.pipeline.needs_reference or config.model.adapter is not None:
         return 0
     # Shards are float32, whatever the forward computes in.
-    size = BYTES["float32" if is_sharded(config) else config.model.dtype]
+    size = BYTES["float32" if config.learner.is_sharded else config.model.dtype]
     return shape.num_parameters * size
 
 
@@ -294,7 +293,7 @@ def _logit_bytes(config: RunConfig, shape: ModelShape) -> int:
     head = shape.vocabulary * shape.hidden * size
     is_trained = config.model.adapter is None and not config.training.parts.language_model.frozen
     # Of shards it is among what is gathered: it stays to the end of the backward.
-    return logits + head * (is_trained and not is_sharded(config))
+    return logits + head * (is_trained and not config.learner.is_sharded)
 
 
 def _mask_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int, int]:

@@ -21,7 +21,6 @@ from launch.checks.model_shape import (
 from launch.processes.placement import Placement
 from learner.host_memory import container_limits, in_gib
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, may_send_full, rollout_servers
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
@@ -95,7 +94,7 @@ class Estimate:
 
 
 def bucket_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
-    if not may_send_full(config):
+    if not config.may_send_full:
         return 0
     size = BYTES[config.model.dtype]
     # The tensor that takes a bucket past its size closes it.
@@ -176,7 +175,7 @@ def shared_device_estimate(
     away, save that full weights are read where they lie, or were merged or gathered.
     """
     matching = config.rollout_matching
-    sends_full = may_send_full(config)
+    sends_full = config.may_send_full
     moves_model = matching.offload.moves_model
     moves_optimizer = matching.offload.moves_optimizer
     # Where there are masters, the gradients are theirs.
@@ -210,7 +209,7 @@ def shared_device_estimate(
 def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Count the weights that are on a device for a sync alone: merged, or back from the host."""
     size = BYTES[config.model.dtype]
-    if is_sharded(config):
+    if config.learner.is_sharded:
         # Gathered into host memory, they return one by one.
         return size * max(map(math.prod, shape.parameters.values()))
     if config.model.adapter is None:
@@ -222,12 +221,12 @@ def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:
     """Count the weights that the learner keeps in memory which engines of its machine read."""
-    section = rollout_servers(config)
+    section = config.rollout_matching.servers
     if section is None:
         reads_here = bool(placement.engines)
     else:
         reads_here = any(server.is_loopback for server in section.servers)
-    if reads_here and placement.transport is TransportKind.GLOO and may_send_full(config):
+    if reads_here and placement.transport is TransportKind.GLOO and config.may_send_full:
         return shape.num_parameters * BYTES[config.model.dtype]
     return 0
 
@@ -321,4 +320,4 @@ def device_memory(device: Device) -> DeviceMemory | None:
         sizes = [gpu.total_memory for gpu in gpus]
         return DeviceMemory(device, min(sizes)) if sizes else None
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceMemory(device, min([machine, *container_limits()]))
+    return DeviceMemory(device, min([machine, *(limit for _, limit in container_limits())]))

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from learner.model.parts import model_part, part_settings
 from shared.config import RunConfig
-from shared.config.derive import adapted_parts, is_quantized, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
     TILED_MODEL_TYPES,
@@ -230,7 +229,7 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
         adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
         for sizes in adapted_shapes(config, shape)
     )
-    tokens = tokens_beside_adapter(config)
+    tokens = config.tokens_beside_adapter
     if tokens is None:
         return values
     return values + tokens.count * sum(sizes[1] for sizes in embeddings_with_rows(config, shape))
@@ -239,7 +238,7 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
 def has_gradients(config: RunConfig, part: ModelPart) -> bool:
     """Tell whether the part, or an adapter in it, is trained."""
     if config.model.adapter is not None:
-        return part in adapted_parts(config)
+        return part in config.adapted_parts
     return not part_settings(part, config.training.parts).frozen
 
 
@@ -252,18 +251,18 @@ def adapted_shapes(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]
         # Another part has modules of the same names, which are not adapted.
         if len(sizes) == 2
         and name.split(".")[-2] in adapter.target_modules
-        and model_part(name) in adapted_parts(config)
+        and model_part(name) in config.adapted_parts
     ]
 
 
 def shapes_in_4_bits(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of what `model.adapter.quantize` packs."""
-    if not is_quantized(config):
+    if not config.model.is_quantized:
         return []
     return [
         sizes
         for name, sizes in shape.parameters.items()
-        if len(sizes) == 2 and is_linear(name) and model_part(name) in adapted_parts(config)
+        if len(sizes) == 2 and is_linear(name) and model_part(name) in config.adapted_parts
     ]
 
 
@@ -274,7 +273,7 @@ def is_linear(name: str) -> bool:
 
 def embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of the embedding and the head of which rows are trained with an adapter."""
-    if tokens_beside_adapter(config) is None:
+    if config.tokens_beside_adapter is None:
         return []
     return [
         sizes

@@ -23,7 +23,6 @@ from rollout_actors.environments.training.runner import load_tokenizer
 from rollout_actors.environments.training.teacher import MODELS, Teacher, TeacherSettings
 from rollout_actors.server.lease import run_name
 from shared.config import RunConfig
-from shared.config.derive import rollout_servers
 from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
@@ -35,7 +34,7 @@ _SERVERS = "rollout_matching.vllm.server.servers"
 
 def port_problems(config: RunConfig) -> Iterator[str]:
     """Check the ports at which the first learner rank, taken to be here, waits for engines."""
-    section = rollout_servers(config)
+    section = config.rollout_matching.servers
     for index, server in enumerate(section.servers if section is not None else ()):
         if not server.group_port:
             continue
@@ -72,7 +71,7 @@ def ask_servers(
     Raises:
         ConfigError: the token is not set.
     """
-    section = rollout_servers(config)
+    section = config.rollout_matching.servers
     assert section is not None
     run = run_name(config.telemetry.run_dir)
     addresses = [replace(one, timeout_s=ANSWER_S) for one in server_addresses(section, run)]

@@ -126,7 +126,7 @@ class Loggers:
         self._rollouts: Path | None = None
         if section.rollouts:
             self._rollouts = section.run_dir / "rollouts"
-        self._is_of_environment = config.environment is not None
+        self._is_of_environment = config.algorithm.uses_environment
         self._loggers = []
         for logger in _names(config):
             run = RunEvent(

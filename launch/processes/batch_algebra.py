@@ -6,20 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.chunking import rank_rounds, rank_share, round_chunk, split_over
-from shared.config.derive import (
-    EngineLocation,
-    RowRule,
-    accumulation_steps,
-    effective_batch_size,
-    engine_devices,
-    engines_in,
-    group_size,
-    num_b_steps,
-    raw_rollouts_per_step,
-    row_rule,
-    warmup_steps,
-)
-from shared.config.run import RunConfig
+from shared.config.run import RowRule, RunConfig
 from shared.schedule import RunSchedule
 
 
@@ -154,10 +141,10 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     """
     world_size = run.learner.world_size
     decode_batch_size = run.rollout_matching.decode_batch_size
-    devices = engine_devices(run) if devices is None else devices
+    devices = run.engine_devices if devices is None else devices
     assert devices is not None, "they are known when the engines are placed"
-    rollouts = raw_rollouts_per_step(run)
-    together = group_size(run)
+    rollouts = run.raw_rollouts_per_step
+    together = run.group_size
     shares = [
         rank_share(rollouts, world_size, rank, together=together) for rank in range(world_size)
     ]
@@ -167,17 +154,17 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         tuple(share[part.start : part.stop] for share, part in zip(shares, parts, strict=True))
         for parts in rank_rounds(share_per_rank, chunk, together=together)
     ]
-    rows = row_rule(run)
-    b_steps = num_b_steps(run)
+    rows = run.row_rule
+    b_steps = run.num_b_steps
     return BatchAlgebra(
         is_rollout_aligned=run.algorithm.carries_segments,
         learner_world_size=world_size,
         per_device_train_batch_size=run.training.per_device_train_batch_size,
-        gradient_accumulation_steps=accumulation_steps(run),
-        effective_batch_size=effective_batch_size(run),
+        gradient_accumulation_steps=run.accumulation_steps,
+        effective_batch_size=run.effective_batch_size,
         raw_rollouts_per_step=rollouts,
         share_per_rank=share_per_rank,
-        engine_noun=engines_in(run).engine_noun,
+        engine_noun=run.rollout_matching.backend.location.engine_noun,
         engine_devices=tuple(devices),
         decode_batch_size=decode_batch_size,
         chunk=chunk,
@@ -190,7 +177,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
         updates=run.training.max_steps * run.training.updates_per_batch,
         updates_per_step=run.training.updates_per_batch,
-        warmup_steps=warmup_steps(run),
+        warmup_steps=run.warmup_steps,
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,
     )
@@ -199,9 +186,9 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
 def _engine_shares(
     run: RunConfig, round_: Sequence[range], devices: Sequence[int]
 ) -> tuple[int, ...]:
-    if engines_in(run) is EngineLocation.RANKS:  # each rank's generates what that rank learns
+    if run.rollout_matching.in_learner:  # each rank's generates what that rank learns
         return tuple(map(len, round_))
-    if group_size(run) > 1:
+    if run.group_size > 1:
         # Environments ask call by call, the engines in turn.
         positions = [position for part in round_ for position in part]
         return tuple(

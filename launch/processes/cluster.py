@@ -44,18 +44,8 @@ from rollout_actors.server.lease import run_name
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.derive import (
-    EngineLocation,
-    actor_name,
-    engines_in,
-    environment_name,
-    group_size,
-    rank_name,
-    raw_rollouts_per_step,
-    rollout_servers,
-    server_name,
-)
-from shared.config.rollout import ServerSection
+from shared.config.derive import actor_name, environment_name, rank_name, server_name
+from shared.config.rollout import EngineLocation, ServerSection
 from shared.errors import ConfigError
 from shared.protocols import BackendHost, MakeBackend
 from shared.trajectory import ExampleCounts
@@ -123,7 +113,7 @@ class Cluster:
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
         names = ", ".join(_rank_names(placement))
-        match engines_in(config):
+        match config.rollout_matching.backend.location:
             case EngineLocation.RANKS:
                 with self._start_up.stage(f"{names} with an engine"):
                     return learner, start_ranks(
@@ -140,7 +130,7 @@ class Cluster:
                 self._start(engines)
             case EngineLocation.SERVERS:
                 # The servers are waited for first: only they know how many devices receive.
-                section = rollout_servers(config)
+                section = config.rollout_matching.servers
                 assert section is not None
                 engines = self._reach_servers(placement, section, learner)
                 self._start(engines)
@@ -441,7 +431,7 @@ def start_ranks(
     size = RoundSize(
         config.rollout_matching.decode_batch_size,
         learner_ranks=config.learner.world_size,
-        group_size=group_size(config),
+        group_size=config.group_size,
         in_one_round=examples is not None and examples.scores_at_once,
     )
     devices = placement.devices_per_engine
@@ -465,10 +455,10 @@ def make_backend(
             repeat_guard=section.repeat_terminate.settings(),
         )
     else:
-        from rollout_actors.backends.colocate import ColocatedSpec
+        from rollout_actors.backends.colocate import ColocatedBackend
 
         of_engine = settings_of_run(config, placement, images)
-        make_engine = ColocatedSpec(of_engine, sleep=section.vllm.sleep)
+        make_engine = partial(ColocatedBackend, settings=of_engine, sleep=section.vllm.sleep)
     if config.environment is None:
         return make_engine
     assert examples is not None, "they are counted before the start"
@@ -476,6 +466,6 @@ def make_backend(
     settings = runner_settings(config, config.environment, devices, examples, 0)
     if examples.scores_at_once:
         # The engine beside it waits for all calls of the round, and cuts them into batches itself.
-        num_rollouts = max(raw_rollouts_per_step(config), examples.held_out)
+        num_rollouts = max(config.raw_rollouts_per_step, examples.held_out)
         settings = replace(settings, max_under_way=max(settings.max_under_way, num_rollouts))
     return EnvironmentSpec(make_engine, settings)

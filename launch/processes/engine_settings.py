@@ -13,7 +13,7 @@ from launch.processes.placement import Placement
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
 from rollout_actors.warm import warm_python
 from shared.config import RunConfig
-from shared.config.derive import EngineLocation, engines_in
+from shared.config.rollout import EngineLocation
 from shared.weight_sync.transports import Device
 
 
@@ -53,7 +53,10 @@ def neighbour_env(
     """Return the Ray `runtime_env` of a learner rank or an environment actor, with variables."""
     variables |= {"HF_HUB_OFFLINE": "1"}
     # Forked on CPU like the engines; a warm server for it alone would cost more than it saves.
-    has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ
+    has_server = (
+        config.rollout_matching.backend.location is EngineLocation.ACTORS
+        or warm_python.FOLDER in os.environ
+    )
     if placement.device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
     return {"env_vars": variables}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from shared.config import RunConfig
-from shared.config.derive import EngineLocation, engines_in
+from shared.config.rollout import EngineLocation
 from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
 
@@ -88,7 +88,7 @@ def plan_placement(
     location = EngineLocation.ACTORS
     ranks: tuple[Resources, ...] = ()
     if learns:
-        location = engines_in(config)
+        location = config.rollout_matching.backend.location
         section = config.learner
         rank = Resources(
             cpus=1.0 if section.cpus is None else section.cpus,

@@ -85,7 +85,7 @@ def _recording(
         for number in numbers
     ]
     examples = None
-    if config.environment is not None:
+    if config.algorithm.uses_environment:
         counts = _placement(run).get("examples")
         if counts is None:
             raise ConfigError(

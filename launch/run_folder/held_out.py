@@ -81,7 +81,7 @@ def write_held_out(
     evaluation: Evaluation[Any], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
     """Write the report's folder; return the report and the pictures in it. Raises StorageError."""
-    if config.environment is not None:
+    if config.algorithm.uses_environment:
         rewards = RewardReport(evaluation)
         patience(lambda: write_reward_report(folder, rewards))
         return rewards, []

@@ -10,7 +10,6 @@ from launch.processes.batch_algebra import BatchAlgebra
 from launch.processes.replacements import Replacement
 from shared.chunking import round_parts
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.config.pipeline import Channel
 from shared.metrics import StepReport, metric_of
 from shared.rollouts import SyncReport
@@ -39,14 +38,14 @@ class StepPlans:
 
     def __init__(self, config: RunConfig, sync_fallback: str | None) -> None:
         """`sync_fallback`: why a run that is resumed no longer sends an adapter."""
-        section = rollout_servers(config)
+        section = config.rollout_matching.servers
         self._seed = config.training.seed
         # Environments ask call by call, so their calls are not known before.
-        self._plans_calls = section is not None and config.environment is None
+        self._plans_calls = section is not None and not config.algorithm.uses_environment
         self.servers = [] if section is None else [one.model_dump() for one in section.servers]
         self.sync_fallback = sync_fallback
         """Why full weights are sent instead of an adapter."""
-        self._sync_mode = "full" if sync_fallback else resolved_sync_mode(config)
+        self._sync_mode = "full" if sync_fallback else config.sync_mode
         self._algebra: BatchAlgebra | None = None
         self._engines: tuple[str, ...] = ()
 

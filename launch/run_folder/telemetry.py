@@ -39,7 +39,6 @@ from launch.run_folder.steps import (
 from launch.run_folder.timeline import TraceWriter
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.config import RunConfig
-from shared.config.derive import warmup_steps
 from shared.errors import StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
@@ -290,7 +289,7 @@ class Telemetry:
 
     def improvement(self) -> str | None:
         """Compare the last of several held-out reports with an earlier one."""
-        return improvement(self._evaluations, warmup_steps(self._config))
+        return improvement(self._evaluations, self._config.warmup_steps)
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:
         report = record.report

@@ -14,12 +14,12 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from launch.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
-from launch.vf_eval.results_file import FinishedRollout, cannot_write
+from launch.vf_eval.results_file import FinishedRollout
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients.openai import merged
 from shared.config.secrets import masked, masked_keys
-from shared.errors import ConfigError, RecordError
-from shared.run_files import replace_file
+from shared.errors import ConfigError, RecordError, StorageError
+from shared.run_files import cannot_write, replace_file
 
 NAME = "evaluation.json"
 
@@ -123,7 +123,7 @@ class EvaluationSettings:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, text)
         except OSError as error:
-            raise cannot_write(path, error) from error
+            raise cannot_write(path, error, remedy=StorageError.ANOTHER_FOLDER) from error
 
 
 def read_evaluation(folder: Path) -> EvaluationSettings:
@@ -171,7 +171,7 @@ def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
             number += 1
             folder = base.with_name(f"{base.name}-{number}")
         except OSError as error:
-            raise cannot_write(folder, error) from error
+            raise cannot_write(folder, error, remedy=StorageError.ANOTHER_FOLDER) from error
 
 
 def missing_rollouts(

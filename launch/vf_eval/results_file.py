@@ -19,7 +19,7 @@ from rollout_actors.environments.datasets import field_of, plain
 from rollout_actors.environments.types import State
 from shared.data.limits import MAX_EXAMPLE_BYTES, file_lines
 from shared.errors import RecordError, StorageError
-from shared.run_files import RunFile
+from shared.run_files import RunFile, cannot_write
 
 NAME = "rollouts.jsonl"
 _INPUT_FIELDS = ("prompt", "example_id", "answer", "info")
@@ -154,7 +154,7 @@ class ResultsFile:
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lines = RunFile(self.path, mode="ab", error_of=cannot_write)
+                lines = RunFile(self.path, mode="ab", remedy=StorageError.ANOTHER_FOLDER)
                 stack.enter_context(closing(lines))
                 # Held until the file is closed, or the process ends.
                 fcntl.flock(lines.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +168,7 @@ class ResultsFile:
                     remedy="wait for its end, or start an evaluation of its own",
                 ) from None
             except OSError as error:
-                raise cannot_write(self.path, error) from error
+                raise cannot_write(self.path, error, remedy=StorageError.ANOTHER_FOLDER) from error
             stack.pop_all()  # it stays open
         self._lines = lines
 
@@ -213,9 +213,3 @@ def _cut_half_line(path: Path) -> bool:
     num_whole = data.rfind(b"\n") + 1
     os.truncate(path, num_whole)
     return num_whole < len(data)
-
-
-def cannot_write(path: Path, error: OSError) -> StorageError:
-    """Make the error about a file or folder of an evaluation."""
-    remedy = "free space or permit writing there, or choose another folder"
-    return StorageError(str(path), error.strerror or str(error), remedy=remedy)

@@ -23,7 +23,6 @@ import numpy as np
 from learner.data import kept
 from learner.segments import PromptEncoder
 from shared.config import RunConfig
-from shared.config.derive import num_b_steps
 from shared.dataset import Dataset, Joined, note_skipped
 from shared.errors import BadRows, ConfigError, RecordError
 from shared.grounding.formats import COORD_TOKENS_FORMAT
@@ -95,7 +94,7 @@ def require_train_lengths(
         dataset,
         encoder,
         codec,
-        max_new_tokens=config.rollout_matching.max_new_tokens if num_b_steps(config) else 0,
+        max_new_tokens=config.rollout_matching.max_new_tokens if config.num_b_steps else 0,
         global_max_length=config.global_max_length,
         on_bad_row=config.data.on_bad_row,
         answer_format=config.answer_format.for_pictures(encoder.picture_resize),
@@ -194,7 +193,7 @@ def fits_a_row(
 ) -> bool:
     """Tell whether a training sample fits `global_max_length`, whatever the model answers."""
     answer_format = config.answer_format.for_pictures(encoder.picture_resize).of(sample)
-    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
+    longest = config.rollout_matching.max_new_tokens if config.num_b_steps else 0
     try:
         longest += encoder.num_tokens(sample) + _append_length(sample, codec, answer_format)
     except RecordError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from learner.model.checkpoint_folder import (
 )
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
-from shared.config.derive import adapted_parts, is_quantized, is_sharded, tokens_beside_adapter
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -202,11 +201,9 @@ def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
-    """Raise ConfigError where `tokenizer_config.json` gives a token another id.
-
-    transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves them
-    all, and a model that reads such ids has learned others.
-    """
+    """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
+    # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
+    # them all, and the model has learned other ids.
     config = path / "tokenizer_config.json"
     written = json.loads(config.read_text()) if config.is_file() else {}
     for token_id, token in written.get("added_tokens_decoder", {}).items():
@@ -240,11 +237,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention = "sdpa" if config.model.attention == "auto" else config.model.attention
     # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
-    dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
+    dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
     model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
-    if is_quantized(config):
+    if config.model.is_quantized:
         # By way of host memory, which has the whole model in full.
-        quantize_layers(model, adapted_parts(config), device)
+        quantize_layers(model, config.adapted_parts, device)
     model = model.to(device)
     project_patches_as_matrix(model)
     if config.model.attention == "auto":
@@ -255,14 +252,14 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
         keep_segments_apart(model)
     if config.model.adapter is not None:
-        beside = tokens_beside_adapter(config)
+        beside = config.tokens_beside_adapter
         apply_adapter(
             model,
             config.model.adapter,
             base_path=str(path),
             seed=config.training.seed,
             token_ids=() if beside is None else beside.ids,
-            parts=adapted_parts(config),
+            parts=config.adapted_parts,
         )
     elif not config.training.parts.language_model.frozen:
         fresh = None
@@ -282,15 +279,10 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             f"model.path: {path} has dropout, which engines do not have; set it to 0 in config.json"
         )
     return LoadedModel(
+        **{one.name: getattr(tokens, one.name) for one in fields(tokens)},
         model=model,
-        processor=tokens.processor,
-        tokenizer=tokens.tokenizer,
-        codec=tokens.codec,
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
-        banned_token_ids=tokens.banned_token_ids,
-        stop_token_ids=tokens.stop_token_ids,
-        base=tokens.base,
         fresh_tokens=fresh,
     )
 

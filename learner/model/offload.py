@@ -15,7 +15,6 @@ from torch import nn
 
 from learner.model.optimizer import Optimizer
 from shared.config import RunConfig
-from shared.config.derive import is_sharded
 from shared.errors import ConfigError, LearnerError
 
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
             f"{SECTION}.enabled: the learner runs on the CPU already; set it to false, or lower"
             " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
-    if is_sharded(config):
+    if config.learner.is_sharded:
         problems.append(
             f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be moved away; set it to"
             " false, set learner.parallel: ddp, or rollout_matching.vllm.mode: actors"
@@ -52,12 +51,10 @@ def offloads(config: RunConfig) -> bool:
 
 
 @contextmanager
-def offloaded_optimizer(
-    optimizer: Optimizer, device: torch.device, *, host: torch.device = CPU
-) -> Iterator[None]:
+def offloaded_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     """Keep the optimizer's state in host memory, and put it back on `device` afterwards."""
     try:
-        optimizer.move_to(host)
+        optimizer.move_to(CPU)
         yield
     finally:
         with _room_on(device):
@@ -65,7 +62,7 @@ def offloaded_optimizer(
 
 
 @contextmanager
-def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
+def offloaded_model(model: nn.Module) -> Iterator[None]:
     """Keep parameters, their gradients so far, and buffers in host memory; then put each back.
 
     The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds
@@ -82,7 +79,7 @@ def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[N
     try:
         for tensor in tensors:
             device = tensor.device
-            tensor.data = tensor.data.to(host, copy=True)
+            tensor.data = tensor.data.to(CPU, copy=True)
             moved.append((tensor, device))
         yield
     finally:

@@ -28,7 +28,6 @@ from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
 from learner.model.ranks import Ranks
 from shared.config import RunConfig
-from shared.config.derive import EngineLocation, engines_in, is_sharded
 from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.checksum import BucketChecksum
 
@@ -214,11 +213,10 @@ class ShardedModel(Parallel):
 
 
 class _Root(nn.Module):
-    """The module around the model whose forward is any function that reads it.
+    """The module around the model whose forward is any function that reads it."""
 
-    Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
-    mergers, the head) is gathered with it, once in a forward and once in its backward.
-    """
+    # Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
+    # mergers, the head) is gathered with it, once in a forward and once in its backward.
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -229,10 +227,8 @@ class _Root(nn.Module):
 
 
 def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Do what `DeviceMesh.from_group` does, without torch's default group.
-
-    That one may be missing, or another's.
-    """
+    """Do what `DeviceMesh.from_group` does, without torch's default group."""
+    # The default group may be missing, or be an engine's.
     assert ranks.group is not None, "a model is sharded over several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)
@@ -253,11 +249,11 @@ def load_parallel(
     weights: all of them are compared, this once.
     """
     # What is sharded goes by way of host memory: the whole may not fit the device.
-    loaded = load_model(config, torch.device("cpu") if is_sharded(config) else device)
+    loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
     if ranks.world_size > 1:
         _require_same(ranks, loaded.model, _whole_checksum)
     source = CheckpointWeights(loaded.model)
-    if not is_sharded(config):
+    if not config.learner.is_sharded:
         return loaded, Parallel(loaded.model, source, ranks)
     parallel = ShardedModel(
         loaded.model,
@@ -265,7 +261,7 @@ def load_parallel(
         ranks,
         device=device,
         dtype=DTYPES[config.model.dtype],
-        every_rank_sends=engines_in(config) is EngineLocation.RANKS,
+        every_rank_sends=config.rollout_matching.in_learner,
         mesh=mesh,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel

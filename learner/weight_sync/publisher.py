@@ -25,7 +25,6 @@ from learner.segments import Segment
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.sender import WeightSender
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.errors import LEARNER, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
@@ -71,7 +70,7 @@ class WeightPublisher:
         images: tuple[ImageRef, ...],
     ) -> WeightPublisher:
         """Make the publisher whose canary is the segment `fixed` with its `images`."""
-        offers_adapter = resolved_sync_mode(config) == "adapter"
+        offers_adapter = config.sync_mode == "adapter"
         canary = Canary(
             loaded,
             fixed.prompt,
@@ -229,7 +228,7 @@ def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> W
     """Return the sender of full weights on rank 0; None on the other ranks."""
     if place.rank != 0:
         return None
-    servers = rollout_servers(config)
+    servers = config.rollout_matching.servers
     bucket_bytes = config.rollout_matching.vllm.sync.bucket_bytes
     return WeightSender(
         parallel.weights,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_actors.backends.calls import EngineCalls
@@ -38,20 +37,6 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     return given
 
 
-@dataclass(frozen=True, slots=True)
-class ColocatedSpec:
-    """Makes a `ColocatedBackend` in the learner's process, and starts its engine."""
-
-    settings: EngineSettings
-    """Its transport is `inproc` on CPU, `ipc` on a GPU."""
-    sleep: bool = True
-
-    def __call__(self, host: BackendHost) -> ColocatedBackend:
-        backend = ColocatedBackend(host, host.name, self.settings, sleep=self.sleep)
-        backend.start()
-        return backend
-
-
 class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
@@ -60,16 +45,16 @@ class ColocatedBackend:
     The engine sleeps after each sync, `generate` and `serve`: the host may learn after each.
     """
 
-    def __init__(
-        self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool
-    ) -> None:
+    def __init__(self, host: BackendHost, settings: EngineSettings, *, sleep: bool = True) -> None:
+        """Load the engine. Raises RolloutError.
+
+        `settings.transport` is `inproc` on CPU and `ipc` on a GPU.
+        """
         # The driver imports this module too, and need not pay for torch.
         from rollout_actors.backends.process_isolation import EngineContext
 
         self._host = host
-        self._name = name
-        self._settings = settings
-        self._sleep = sleep
+        self._name = host.name
         self._failures = EngineFailures()
         environment = engine_environment(settings) | self._failures.environment
         if settings.transport == TransportKind.IPC:
@@ -79,18 +64,11 @@ class ColocatedBackend:
         self._llm: ColocatedLLM | None = None
         self._ended = ""
         """Reason why the engine will do nothing any more."""
-
-    def start(self) -> None:
-        """Load the engine. Raises RolloutError; then this backend is of no use."""
-        assert self._llm is None, "it starts once"
-        with self._host.offloaded(), self._context.entered(), self._failing("start"):
+        with host.offloaded(), self._context.entered(), self._failing("start"):
             with explained_import(self._name):
                 from rollout_actors.backends.colocated_llm import ColocatedLLM
             self._llm = ColocatedLLM(
-                self._name,
-                self._settings,
-                sleep=self._sleep,
-                raise_if_stopping=self._host.raise_if_stopping,
+                self._name, settings, sleep=sleep, raise_if_stopping=host.raise_if_stopping
             )
             self._llm.fall_asleep()
 
@@ -146,7 +124,7 @@ class ColocatedBackend:
 
     @property
     def _engine(self) -> ColocatedLLM:
-        assert self._llm is not None, "start comes first"
+        assert self._llm is not None, "it was closed"
         return self._llm
 
     @contextmanager

@@ -49,7 +49,7 @@ def infer_calls(
     parts: list[list[RolloutRequest]] = [[]]
     room = limits.max_request_bytes
     for request in requests:
-        size = _body_bytes(InferCall.of([request], run=run, version=version, guard=guard))
+        size = len(InferCall.of([request], run=run, version=version, guard=guard).body())
         if size > limits.max_request_bytes:
             raise ValueError(
                 f"takes calls of max_request_bytes = {limits.max_request_bytes}, and sample"
@@ -63,17 +63,6 @@ def infer_calls(
         parts[-1].append(request)
         room -= size
     return [InferCall.of(part, run=run, version=version, guard=guard) for part in parts]
-
-
-def _body_bytes(call: InferCall) -> int:
-    (request,) = call.requests
-    # Without encoding its images, which are most of it.
-    images = tuple(replace(image, data=image.data and b"") for image in request.images)
-    without_data = call.model_copy(update={"requests": (replace(request, images=images),)})
-    size = len(without_data.body())
-    for image in request.images:
-        size += 4 * -(-len(image.data or b"") // 3)  # base64: 4 characters for 3 bytes
-    return size
 
 
 def serve_command(
@@ -134,12 +123,15 @@ class ServerClient(HttpEngine):
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def inspect(self) -> ServerFacts:
-        info = await self._ask(messages.ServerInfo, "/info/")
-        world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
+        try:
+            info = self._read(messages.ServerInfo, await self._http.get("/info/"), "start")
+        except (UnansweredError, HttpStatusError) as error:
+            why = f"does not answer /info/: {error}; check that it is `{self._command}`"
+            raise self._http.error(why, "start") from error
         self.version = info.version
         self._limits = info.limits
         problems = tuple(disagreements(info, self._expected))
-        return ServerFacts(world_size, info.version, info.process, problems)
+        return ServerFacts(info.world_size, info.version, info.process, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Ask in one `/infer/`, or in as many at a time as the server's limits need."""
@@ -216,14 +208,6 @@ class ServerClient(HttpEngine):
     async def _was_started_again(self) -> bool:
         info = await self._http.get("/info/")
         return self._read(messages.ServerInfo, info, "generate").process != self.process
-
-    async def _ask(self, form: type[messages.M], route: str) -> messages.M:
-        try:
-            return self._read(form, await self._http.get(route), "start")
-        except (UnansweredError, HttpStatusError) as error:
-            raise self._http.error(
-                f"does not answer {route}: {error}; check that it is `{self._command}`", "start"
-            ) from error
 
     def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
         return self._parse(partial(messages.read, form), body, phase)

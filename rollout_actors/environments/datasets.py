@@ -29,6 +29,7 @@ from rollout_actors.environments.chat.messages import (
 from rollout_actors.environments.types import Messages, RolloutInput, State
 from shared.config.secrets import masked
 from shared.errors import StorageError
+from shared.run_files import cannot_write
 
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
@@ -549,7 +550,7 @@ class GenerateOutputs(dict[str, Any]):
             text = json.dumps(metadata, indent=1, ensure_ascii=False)
             (folder / METADATA).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
-            raise _not_writable(folder, error) from error
+            raise cannot_write(folder, error, remedy=StorageError.ANOTHER_FOLDER) from error
 
 
 def make_folder(folder: Path | str) -> Path:
@@ -560,15 +561,7 @@ def make_folder(folder: Path | str) -> Path:
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise _not_writable(folder, error) from error
-
-
-def _not_writable(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        str(folder),
-        error.strerror or str(error),
-        remedy="free space or permit writing there, or choose another folder",
-    )
+        raise cannot_write(folder, error, remedy=StorageError.ANOTHER_FOLDER) from error
 
 
 def mean(values: Sequence[float]) -> float:

@@ -68,6 +68,14 @@ class ModelSection(Section):
     adapter: AdapterSection | None = None
     """Train low-rank adapters in place of the weights; null: the weights."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Tell whether the adapter is trained on weights in 4 bits.
+
+        Engines hold other weights, those of the checkpoint, until they are sent full ones.
+        """
+        return self.adapter is not None and self.adapter.quantize is not None
+
 
 class SourceSection(Section):
     """One of several files of samples."""

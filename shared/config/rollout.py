@@ -438,6 +438,21 @@ class RolloutMatchingSection(Section):
         return BACKENDS[self.backend_name]
 
     @property
+    def in_learner(self) -> bool:
+        """Tell whether each learner rank generates its rollouts in its own process."""
+        return self.backend.location is EngineLocation.RANKS
+
+    @property
+    def servers(self) -> ServerSection | None:
+        """The servers that generate; None where the run's own processes do."""
+        return self.vllm.server if self.backend.location is EngineLocation.SERVERS else None
+
+    @property
+    def starts_engines(self) -> bool:
+        """Tell whether the run has vLLM engines of its own, next to the learner or in actors."""
+        return self.rollout_backend == "vllm" and self.servers is None
+
+    @property
     def resolved_decode_mode(self) -> DecodeMode:
         """The mode as written or, where it is not, by the temperature (decision 27)."""
         if self.decode_mode is not None:

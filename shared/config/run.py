@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
@@ -28,8 +30,10 @@ from shared.config.secrets import masked
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.grounding.formats import answer_format
 from shared.grounding.serialize import AnswerFormat
+from shared.model_families import ModelPart
 from shared.prompts import DEFAULT_USER_PROMPT, Prompts
 from shared.records import DEFAULT_GEOMETRY, GeometryKind
+from shared.tokens.fresh import FILE, FreshTokens
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
 """In nats. bfloat16 rounds logits between 16 and 32, where those of trained models lie, to an
@@ -37,6 +41,17 @@ eighth: no largest difference is bounded there (`shared.weight_sync.canary`)."""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
 """In nats. The demo's trained model in bfloat16 on CPU differs by 0.11 at most over 2,000 sampled
 tokens (1e-5 in float32); a run compares millions, of deeper models."""
+
+
+class RowRule(StrEnum):
+    """The way in which the segments of a step come to rows (decision 7)."""
+
+    SEGMENT = "segment"
+    """No packing: each segment is a row."""
+    STEP = "step"
+    """Packed, and every segment of a step is learned in it."""
+    CARRY = "carry"
+    """One row per micro-step; the segments left wait for a later one, in this step or the next."""
 
 
 class RunConfig(Section):
@@ -132,3 +147,168 @@ class RunConfig(Section):
         if self.algorithm.is_scheduled:
             return self.stage2_ab.schedule.channel(step)
         return self.algorithm.channels[0]
+
+    @property
+    def num_b_steps(self) -> int:
+        """The number of channel-B steps."""
+        if self.algorithm.is_scheduled:
+            return self.stage2_ab.schedule.num_b_steps(self.training.max_steps)
+        return self.training.max_steps if self.algorithm.uses_rollouts else 0
+
+    @property
+    def warmup_steps(self) -> int:
+        """The number of channel-A steps before the schedule's ratio applies."""
+        if not self.algorithm.is_scheduled:
+            return 0
+        return min(self.stage2_ab.schedule.warmup_steps, self.training.max_steps)
+
+    def maskiou_gate(self, step: int) -> float:
+        """Return the mask IoU under which pairs cannot match in a step (from 0).
+
+        Example: with `maskiou_gate: 0.3` and the schedule `{start: 0.1, steps: 100}`, after 20
+        steps of warm-up, it is 0.1 up to step 20, 0.2 at step 70, and 0.3 from step 120 on.
+        """
+        gate = self.rollout_matching.maskiou_gate
+        schedule = self.rollout_matching.maskiou_gate_schedule
+        since_warmup = max(0, step - self.warmup_steps)
+        if schedule is None or since_warmup >= schedule.steps:
+            return gate
+        return schedule.start + (gate - schedule.start) * since_warmup / schedule.steps
+
+    @property
+    def row_rule(self) -> RowRule:
+        """How the segments of the run's steps come to rows."""
+        if not self.training.packing:
+            return RowRule.SEGMENT
+        return RowRule.CARRY if self.algorithm.carries_segments else RowRule.STEP
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-steps per update: as written, as `effective_batch_size` needs, or 1."""
+        training = self.training
+        if training.gradient_accumulation_steps is not None:
+            return training.gradient_accumulation_steps
+        if training.effective_batch_size is None:
+            return 1
+        return self.needed_accumulation_steps(training.effective_batch_size)
+
+    def needed_accumulation_steps(self, num_samples: int) -> int:
+        """Return the fewest micro-steps that give at least `num_samples` samples over all ranks.
+
+        Example: 33 samples by 2 ranks that take 4 each are 5 micro-steps, of 40 samples.
+        """
+        return -(-num_samples // self._samples_per_micro_step)
+
+    @property
+    def _samples_per_micro_step(self) -> int:
+        return self.training.per_device_train_batch_size * self.learner.world_size
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per update over all ranks, where micro-steps count them."""
+        return self._samples_per_micro_step * self.accumulation_steps
+
+    @property
+    def raw_rollouts_per_step(self) -> int:
+        """Rollouts per channel-B update over all ranks; 0 where the variant has none."""
+        if not self.algorithm.uses_rollouts:
+            return 0
+        return self.stage2_ab.channel_b.rollouts_per_step or self.effective_batch_size
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts that stay together in rounds and shares.
+
+        The rollouts of one example of an environment are compared with each other.
+        """
+        return 1 if self.environment is None else self.environment.rollouts_per_example
+
+    @property
+    def has_held_out(self) -> bool:
+        """Tell whether there is anything to make held-out reports on."""
+        if self.environment is None:
+            return self.data.val is not None
+        return self.environment.num_eval_examples != 0
+
+    @property
+    def engine_devices(self) -> tuple[int, ...] | None:
+        """The devices of each engine, in the order in which rounds are split.
+
+        None where servers have to be asked, or the cluster for its GPUs.
+
+        Example: three actors with `tensor_parallel_size: 2` are `(2, 2, 2)`.
+        """
+        vllm = self.rollout_matching.vllm
+        match self.rollout_matching.backend_name:
+            case "hf":
+                return (1,) * self.learner.world_size
+            case "colocate":
+                size = vllm.tensor_parallel_size
+                return None if size is None else (size,) * self.learner.world_size
+            case "actors":
+                return (vllm.actors.tensor_parallel_size,) * vllm.actors.num_actors
+            case _:
+                return None
+
+    @property
+    def adapted_parts(self) -> tuple[ModelPart, ...]:
+        """The parts that the run's adapter is in; none without one."""
+        return () if self.model.adapter is None else self.training.parts.adapted
+
+    @property
+    def adapts_vision(self) -> bool:
+        """Tell whether the run's adapter is in the vision tower or the aligner.
+
+        Engines are sent such an adapter in full weights: vLLM calls its own way of serving it
+        experimental, and nobody has compared that with the learner here.
+        """
+        return any(part is not ModelPart.LANGUAGE_MODEL for part in self.adapted_parts)
+
+    @property
+    def tokens_beside_adapter(self) -> FreshTokens | None:
+        """The checkpoint's fresh tokens where they are trained with the run's adapter.
+
+        vLLM takes no adapter that has rows of embeddings, so they are sent in full weights.
+        """
+        if ModelPart.LANGUAGE_MODEL not in self.adapted_parts:
+            return None
+        return FreshTokens.of(Path(self.model.path))
+
+    @property
+    def sync_mode(self) -> Literal["full", "adapter"]:
+        """`sync.mode`, of which `auto` is `adapter` where the engines can take one (LoRA)."""
+        mode = self.rollout_matching.vllm.sync.mode
+        if mode != "auto":
+            return mode
+        return "adapter" if self.why_full_sync is None else "full"
+
+    @property
+    def why_full_sync(self) -> str | None:
+        """The reason for which an adapter cannot travel without its base; None: it can."""
+        adapter = self.model.adapter
+        if adapter is None:
+            return "the learner trains no adapter (model.adapter)"
+        if adapter.kind == "dora":
+            return "vLLM serves DoRA only merged (model.adapter.kind)"
+        if not self.rollout_matching.vllm.enable_lora:
+            return "engines serve no adapter (rollout_matching.vllm.enable_lora: false)"
+        merged = (
+            "which engines serve merged alone; set rollout_matching.vllm.enable_lora: false, which"
+            " they do without"
+        )
+        if self.adapts_vision:
+            where = "the vision tower or the aligner too (training.parts)"
+            return f"the adapter is in {where}, {merged}"
+        if self.model.is_quantized:
+            return f"the adapter is of weights in 4 bits (model.adapter.quantize), {merged}"
+        if (tokens := self.tokens_beside_adapter) is not None:
+            return (
+                f"vLLM takes no adapter with the fresh embeddings of {tokens.count:,} tokens in"
+                f" {self.model.path} ({FILE})"
+            )
+        return None
+
+    @property
+    def may_send_full(self) -> bool:
+        """Tell whether a sync may be of full weights: always, or after an adapter sync failed."""
+        return self.sync_mode == "full" or self.rollout_matching.vllm.sync.fallback_to_full

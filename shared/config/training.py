@@ -25,6 +25,11 @@ class LearnerSection(Section):
     """Threads of torch in each rank; null: as many as the process may use cores. The number decides
     the order of float sums, and is recorded in the run's folder."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether every rank holds only a part of the model's parameters."""
+        return self.world_size > 1 and self.parallel == "fsdp"
+
 
 class CheckpointSection(Section):
     """The checkpoints that are saved and kept."""

@@ -20,7 +20,7 @@ from launch.demo.once import DEMO_FOLDERS
 from launch.processes.batch_algebra import batch_algebra
 from shared.config import RunConfig, load_config
 from shared.config.algorithm import TrainerVariant
-from shared.config.derive import engine_devices, remarks
+from shared.config.derive import remarks
 from shared.config.explain import sections_in
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
@@ -74,7 +74,7 @@ def test_every_shipped_experiment_loads_and_repeats_no_default_of_the_schema(exp
     run = load_config(written)
     # What servers, or a cluster without GPUs, answer when they are asked for their devices.
     asked = (1, 1, 1)
-    assert batch_algebra(run, engine_devices(run) or asked).describe()
+    assert batch_algebra(run, run.engine_devices or asked).describe()
     assert set(repeated(RunConfig.model_fields, written)) <= CHOICES
 
 

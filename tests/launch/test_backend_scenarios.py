@@ -18,11 +18,10 @@ from launch.checks.host import require_vllm, vllm_problems
 from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Resources, plan_placement
 from launch.train import run
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
-from shared.config.derive import EngineLocation, engines_in
 from shared.errors import ConfigError, RolloutError
 from shared.weight_sync.transports import Device, TransportKind
 
@@ -54,7 +53,7 @@ def test_default_behavior_preserved_colocate(config):
     unset = config(rollout_matching__vllm={})
     matching = unset.rollout_matching
     assert (matching.rollout_backend, matching.vllm.mode) == ("vllm", "colocate")
-    assert engines_in(unset) is EngineLocation.RANKS
+    assert unset.rollout_matching.in_learner
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
     settings = settings_of_run(unset, placement, ImageNeeds())
@@ -108,7 +107,7 @@ def test_an_actor_whose_vllm_cannot_be_imported_says_so_at_its_start_and_names_b
 def test_an_engine_beside_the_learner_says_the_same(no_vllm):
     host: Any = SimpleNamespace(name="learner", offloaded=nullcontext)
     with pytest.raises(RolloutError, match=f"start on learner: {CANNOT_IMPORT}"):
-        ColocatedSpec(SETTINGS)(host)
+        ColocatedBackend(host, SETTINGS)
 
 
 def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(

@@ -20,7 +20,6 @@ from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
 from launch.processes.rounds import Round, RoundSize, SecondTry
 from shared.chunking import split_contiguous
-from shared.config.derive import engine_devices
 from shared.errors import LostRoundError
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
@@ -367,7 +366,7 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
         config = configuration(tmp_path, tmp_path, tmp_path / "run", **changes)
-        devices = engine_devices(config)
+        devices = config.engine_devices
         world = World()
         rollouts = Rollouts(world, round_size=0)
         rollouts.split = partial(RoundSize(2).split, devices=devices)

@@ -22,7 +22,7 @@ from serve_process import OneServer, ServeProcess, serve_process
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.server import messages
 from rollout_actors.server.token_file import find_token
-from shared.errors import RolloutError, UnreachableError, WeightSyncError
+from shared.errors import RolloutError, WeightSyncError
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import sync_weights
 
@@ -93,33 +93,6 @@ def test_health_counts_tokens_while_they_are_sampled(
     assert len(seen - {0, num_tokens}) > 1
 
 
-def test_a_server_refuses_what_its_engine_would(pool: OneServer, learner: SmallLearner) -> None:
-    request = learner.request(0)
-    with pytest.raises(
-        RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"
-    ):
-        pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 64)])
-    assert len(pool.generate([request])) == 1
-
-
-def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(
-    pool: OneServer, learner: SmallLearner
-) -> None:
-    sound = learner.request(0)
-    (image,) = sound.images
-    assert image.data is not None
-    cut_off = replace(sound, images=(replace(image, data=image.data[: len(image.data) // 2]),))
-    with pytest.raises(
-        RolloutError,
-        match=(
-            rf"refused the call: HTTP 422: image 0 of sample {sound.sample_id} .*cannot be decoded"
-        ),
-    ) as caught:
-        pool.generate([cut_off])
-    assert not isinstance(caught.value, UnreachableError)
-    assert len(pool.generate([sound])) == 1
-
-
 @pytest.mark.parametrize("phase", ["rendezvous", "wire"])
 def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     pool: OneServer, learner: SmallLearner, phase: str
@@ -162,7 +135,7 @@ def test_a_stuck_engine_ends_its_server_with_a_message(
     demo_checkpoint: Path, tmp_path: Path
 ) -> None:
     settings = small_settings(demo_checkpoint)
-    with serve_process([*serve_arguments(settings, port=0), "stall_s=15"], tmp_path) as one:
+    with serve_process([*serve_arguments(settings, port=0), "stall_s=10"], tmp_path) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=settings))
         assert pool.start() == 1
         pool.close()
@@ -188,13 +161,12 @@ def test_a_killed_server_takes_its_engine_with_it(demo_checkpoint: Path, tmp_pat
         assert eventually(lambda: not any(map(is_alive, children)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(
-    demo_checkpoint: Path, tmp_path: Path, number: signal.Signals
+    demo_checkpoint: Path, tmp_path: Path
 ) -> None:
     with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path) as one:
         assert eventually(lambda: has_engine(one.family()), within_s=60)
-        ends_on_a_signal(one, number)
+        ends_on_a_signal(one, signal.SIGINT)
 
 
 def test_a_signal_ends_a_server_and_all_its_processes(

@@ -28,7 +28,7 @@ def test_a_full_disk_is_told_once_with_the_path_and_the_kind_of_files_remedy_and
     file.close()
     of_a_kind = RunFile(
         Path("/dev/full"),
-        error_of=lambda path, error: StorageError(str(path), str(error), remedy="buy a disk"),
+        remedy="buy a disk",
     )
     with pytest.raises(StorageError, match="buy a disk"):
         of_a_kind.write("x")

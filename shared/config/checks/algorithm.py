@@ -11,17 +11,6 @@ from math import lcm
 from shared.chunking import rank_share
 from shared.config.algorithm import TrainerVariant
 from shared.config.base import Problem
-from shared.config.derive import (
-    EngineLocation,
-    RowRule,
-    accumulation_steps,
-    effective_batch_size,
-    engines_in,
-    group_size,
-    needed_accumulation_steps,
-    raw_rollouts_per_step,
-    row_rule,
-)
 from shared.config.explain import MISSING, as_yaml
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
@@ -33,7 +22,7 @@ from shared.config.pipeline import (
     ReferenceKLEntry,
     TokenCEEntry,
 )
-from shared.config.run import RunConfig
+from shared.config.run import RowRule, RunConfig
 from shared.records import POINT_TOLERANCE, GeometryKind
 from shared.rollouts import DecodeMode
 
@@ -175,7 +164,7 @@ def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
     if run.rollout_matching.pipeline.policy_gradient is not None and size == 1:
         wrong = "1, and policy_gradient compares the rollouts of a sample with each other"
         yield Problem(key, wrong, "set 2 or more, or disable the policy_gradient entry")
-    rollouts = raw_rollouts_per_step(run)
+    rollouts = run.raw_rollouts_per_step
     ranks = run.learner.world_size
     if size > 1 and rollouts % (size * ranks):
         wrong = f"{size} x {ranks} learner ranks does not divide the {rollouts} rollouts of a step"
@@ -348,7 +337,7 @@ def _channels(run: RunConfig) -> tuple[Channel, ...]:
 def budget_has_effect(run: RunConfig) -> Iterator[Problem]:
     """A step that carries segments is its micro-steps, so its size is theirs."""
     budget = run.stage2_ab.channel_b.rollouts_per_step
-    effective = effective_batch_size(run)
+    effective = run.effective_batch_size
     if run.algorithm.carries_segments and budget not in (None, effective):
         yield Problem(
             "stage2_ab.channel_b.rollouts_per_step",
@@ -360,7 +349,7 @@ def budget_has_effect(run: RunConfig) -> Iterator[Problem]:
 
 def leftovers_are_dropped(run: RunConfig) -> Iterator[Problem]:
     """Segments carried to the end of a run can only be dropped (decision 7)."""
-    if row_rule(run) is RowRule.CARRY and not run.training.packing_drop_last:
+    if run.row_rule is RowRule.CARRY and not run.training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",
             f"false, and {run.custom.trainer_variant} has no step for the segments left at the end",
@@ -372,7 +361,7 @@ def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
     """A rank's buffer must hold what is inserted before a row is taken."""
     buffer = run.training.packing_buffer
     ranks = run.learner.world_size
-    rule = row_rule(run)
+    rule = run.row_rule
     # Nobody knows how many segments an environment's rollouts are: there a full buffer gives a row.
     if run.algorithm.uses_environment or rule is RowRule.SEGMENT:
         return
@@ -385,8 +374,8 @@ def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
     else:
         # A step begins with an empty buffer. How much of it waits for a row depends on lengths
         # that are not known yet: only room for all of it is safe.
-        samples = len(rank_share(effective_batch_size(run), ranks, 0))
-        rollouts = len(rank_share(raw_rollouts_per_step(run), ranks, 0))
+        samples = len(rank_share(run.effective_batch_size, ranks, 0))
+        rollouts = len(rank_share(run.raw_rollouts_per_step, ranks, 0))
         is_twice = run.rollout_matching.pipeline.policy_gradient is not None
         needed = max(samples, 2 * rollouts if is_twice else rollouts)
         unit = "step"
@@ -419,7 +408,7 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
 
 def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
     """Refuse actors of an environment whose engine is in the learner: it is in that process too."""
-    if run.environment is None or engines_in(run) is not EngineLocation.RANKS:
+    if run.environment is None or not run.rollout_matching.in_learner:
         return
     beside = f"is in the learner's process under '{run.rollout_matching.backend_name}'"
     actors = "choose engines of their own (`backend=actors`)"
@@ -435,7 +424,7 @@ def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
 def stop_texts_end_answers_of_environments(run: RunConfig) -> Iterator[Problem]:
     """A detection answer ends with its list, which the parser reads to the end."""
     stop = run.rollout_matching.decoding.stop
-    if stop and run.environment is None:
+    if stop and not run.algorithm.uses_environment:
         wrong = f"{list(stop)} ends answers of environments, and this run learns from samples"
         yield Problem("rollout_matching.decoding.stop", wrong, "remove the key")
 
@@ -490,8 +479,8 @@ def groups_are_whole(run: RunConfig) -> Iterator[Problem]:
     is_open = run.stage2_ab.channel_b.rollouts_per_step is None and any(batch_size_is_one(run))
     if not run.algorithm.uses_environment or is_open:
         return
-    size = group_size(run)
-    rollouts = raw_rollouts_per_step(run)
+    size = run.group_size
+    rollouts = run.raw_rollouts_per_step
     ranks = run.learner.world_size
     if rollouts % size == 0 and rollouts >= size * ranks:
         return
@@ -516,7 +505,7 @@ def _rollouts_of_a_step(run: RunConfig) -> tuple[str, str, int]:
     if budget is not None:
         return "stage2_ab.channel_b.rollouts_per_step", f"{budget} rollouts a step", 1
     ranks = run.learner.world_size
-    total = effective_batch_size(run)
+    total = run.effective_batch_size
     micro_step = training.per_device_train_batch_size * ranks
     key = "training.effective_batch_size"
     value = training.effective_batch_size
@@ -529,7 +518,7 @@ def _rollouts_of_a_step(run: RunConfig) -> tuple[str, str, int]:
     amount = (
         f"{as_yaml(value)} comes to {rollouts} a step (training.per_device_train_batch_size"
         f" {training.per_device_train_batch_size} x learner.world_size {ranks} x"
-        f" {accumulation_steps(run)} accumulation steps), which"
+        f" {run.accumulation_steps} accumulation steps), which"
     )
     return key, amount, micro_step
 
@@ -540,7 +529,7 @@ def batch_size_is_one(run: RunConfig) -> Iterator[Problem]:
     effective = run.training.effective_batch_size
     if steps is None or effective is None:
         return
-    needed = needed_accumulation_steps(run, effective)
+    needed = run.needed_accumulation_steps(effective)
     if steps != needed:
         yield Problem(
             "training.gradient_accumulation_steps",

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 
 from shared.chunking import chunk_size
 from shared.config.base import Problem
-from shared.config.derive import (
-    EngineLocation,
-    adapts_vision,
-    engine_devices,
-    engines_in,
-    is_quantized,
-    is_sharded,
-    resolved_sync_mode,
-    tokens_beside_adapter,
-)
+from shared.config.rollout import EngineLocation
 from shared.config.run import RunConfig
 from shared.rollouts import MAX_TEMPERATURE, DecodeMode
 from shared.weight_sync.offer import LORA_RANKS
@@ -37,7 +28,7 @@ def servers_are_listed_where_used(run: RunConfig) -> Iterator[Problem]:
 
     Messages about a failing server send the user there, and `derive.remarks` speaks of it.
     """
-    location = engines_in(run)
+    location = run.rollout_matching.backend.location
     servers = run.rollout_matching.vllm.server
     if location is EngineLocation.ACTORS and servers is not None:
         wrong = "has no effect: under vllm.mode actors nobody asks a server"
@@ -57,7 +48,7 @@ def one_process_has_everything(run: RunConfig) -> Iterator[Problem]:
         return
     wrong = "local has one process for everything, and "
     back = "or set cluster.kind: ray"
-    if engines_in(run) is not EngineLocation.RANKS:
+    if not run.rollout_matching.in_learner:
         wrong += f"the engines of {run.rollout_matching.backend.title} have processes of their own"
         remedy = f"{_SET_HF} or {_VLLM}.mode: colocate (+experiment=stage2_hf, stage2_colocate)"
         yield Problem("cluster.kind", wrong, f"{remedy}, {back}")
@@ -70,7 +61,7 @@ def one_process_has_everything(run: RunConfig) -> Iterator[Problem]:
 
 def queue_has_its_own_devices(run: RunConfig) -> Iterator[Problem]:
     """A learner rank that generates itself cannot learn at the same time."""
-    if run.stage2_ab.channel_b.enable_pipeline and engines_in(run) is EngineLocation.RANKS:
+    if run.stage2_ab.channel_b.enable_pipeline and run.rollout_matching.in_learner:
         yield Problem(
             "stage2_ab.channel_b.enable_pipeline",
             "the in-step queue needs rollouts on dedicated devices, which"
@@ -100,7 +91,7 @@ def staleness_has_a_queue(run: RunConfig) -> Iterator[Problem]:
 
 def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
     """transformers cannot generate on a part of the model."""
-    if run.rollout_matching.rollout_backend == "hf" and is_sharded(run):
+    if run.rollout_matching.rollout_backend == "hf" and run.learner.is_sharded:
         yield Problem(
             "rollout_matching.rollout_backend",
             "'hf' generates with the learner's own model, of which each of"
@@ -199,25 +190,25 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
         if adapter is not None and adapter.kind == "dora":
             wrong = "'adapter' cannot carry DoRA, which vLLM does not serve unmerged"
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-        if is_quantized(run):
+        if run.model.is_quantized:
             wrong = (
                 "'adapter' cannot carry the weights in 4 bits that the adapter is of"
                 " (model.adapter.quantize), and engines hold others"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-        if adapts_vision(run):
+        if run.adapts_vision:
             wrong = (
                 "'adapter' cannot carry what training.parts adapts of the vision tower or the"
                 " aligner, which engines serve merged alone"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-        if (tokens := tokens_beside_adapter(run)) is not None:
+        if (tokens := run.tokens_beside_adapter) is not None:
             wrong = (
                 f"'adapter' cannot carry the embeddings of model.path's {tokens.count:,} fresh"
                 " tokens, which are trained with it"
             )
             yield Problem(_SYNC, wrong, f"set {_SYNC}: full or auto")
-    if ranks > 1 and vllm.mode == "server" and resolved_sync_mode(run) == "adapter":
+    if ranks > 1 and vllm.mode == "server" and run.sync_mode == "adapter":
         wrong = f"'{vllm.sync.mode}' sends adapters alone, which servers take of one rank, not of"
         remedy = f"set {_SYNC}: full, or learner.world_size: 1"
         yield Problem(_SYNC, f"{wrong} {ranks}", remedy)
@@ -238,7 +229,7 @@ def devices_are_set_once(run: RunConfig) -> Iterator[Problem]:
         EngineLocation.SERVERS: "start the servers with tensor_parallel_size",
     }
     size = run.rollout_matching.vllm.tensor_parallel_size
-    location = engines_in(run)
+    location = run.rollout_matching.backend.location
     if size is not None and location in elsewhere:
         remedy = f"{elsewhere[location]}, and remove this key"
         yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", remedy)
@@ -273,7 +264,7 @@ def engines_take_every_prompt(run: RunConfig) -> Iterator[Problem]:
 
 def ranks_have_rollouts(run: RunConfig) -> Iterator[Problem]:
     """A round has at least one request for every learner rank."""
-    devices = engine_devices(run)
+    devices = run.engine_devices
     if devices is None:  # servers are asked at the start
         return
     try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from shared.config.base import Problem
 from shared.config.checks import algorithm, engines
-from shared.config.derive import has_held_out, is_sharded
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
@@ -63,7 +62,7 @@ def _weights_in_4_bits_stay_whole(run: RunConfig) -> Iterator[Problem]:
     if adapter.kind != "lora":
         wrong = f"'{adapter.quantize}' is of LoRA alone, and model.adapter.kind is {adapter.kind}"
         yield Problem(path, wrong, "set kind: lora, or remove the key")
-    if is_sharded(run):
+    if run.learner.is_sharded:
         wrong = (
             f"'{adapter.quantize}', and weights in 4 bits are not sharded (learner.parallel: fsdp)"
         )
@@ -81,7 +80,7 @@ def _memory_is_saved_where_it_can_be(run: RunConfig) -> Iterator[Problem]:
         remedy = "set model.gradient_checkpointing: true, or this to false"
         yield Problem("model.activation_offload", wrong, remedy)
     optimizer = run.training.optimizer
-    if optimizer != "adamw_torch" and is_sharded(run):
+    if optimizer != "adamw_torch" and run.learner.is_sharded:
         wrong = f"'{optimizer}' has no moments of shards (learner.parallel: fsdp)"
         remedy = "set it to adamw_torch, of which each rank has its part, or learner.parallel: ddp"
         yield Problem("training.optimizer", wrong, remedy)
@@ -148,7 +147,7 @@ def _reports_have_data(run: RunConfig) -> Iterator[Problem]:
         why = "environment.num_eval_examples is 0"
         remedy = "set environment.num_eval_examples above 0"
         # Without the section nobody can say whether there are any examples.
-        has_data = run.environment is None or has_held_out(run)
+        has_data = run.environment is None or run.has_held_out
     if has_data:
         return
     for key, value, none in (

@@ -205,13 +205,12 @@ def host(scene):
 
 
 def make_backend(host, *, sleep=True):
-    return ColocatedBackend(host, host.name, colocated_settings(Path("model")), sleep=sleep)
+    return ColocatedBackend(host, colocated_settings(Path("model")), sleep=sleep)
 
 
 @pytest.fixture
 def backend(host, scene):
     backend = make_backend(host)
-    backend.start()
     scene.take()
     yield backend
     backend.close()
@@ -249,7 +248,6 @@ def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_
     host, scene
 ):
     backend = make_backend(host)
-    backend.start()
     assert scene.take() == ["host away", "load", "sleep", "back"]
     for _ in range(2):
         rollouts = backend.generate(REQUESTS)
@@ -364,11 +362,9 @@ def test_an_engine_that_does_not_wake_step_or_fall_asleep_is_not_asked_again(
 
 def test_an_engine_that_does_not_fall_asleep_fails_its_start(host, scene):
     scene.fails = "sleep"
-    backend = make_backend(host)
     with pytest.raises(RolloutError, match="start on colocated: RuntimeError: could not sleep"):
-        backend.start()
-    backend.close()
-    assert scene.events[-1] == "shut down"
+        make_backend(host)
+    assert scene.events[-1] == "back"
 
 
 @pytest.mark.parametrize(("wanted", "available"), [(False, True), (True, False)])
@@ -377,7 +373,6 @@ def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
 ):
     set_sleep_mode(monkeypatch, available)
     backend = make_backend(host, sleep=wanted)
-    backend.start()
     backend.receive_weights(an_offer(host, probe=probe))
     backend.generate(REQUESTS)
     assert not {"sleep", "wake"} & set(scene.take())

@@ -20,6 +20,7 @@ from backend_support import (
     ModelHost,
     OfEngines,
     UnderTest,
+    beams,
     child_processes,
     colocated_settings,
     send_in_process,
@@ -37,15 +38,16 @@ from benchmarks.scripted_backend import ScriptedBackend
 from launch.processes.fleet import Fleet
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.backends.hf import HFBackend
+from rollout_actors.backends.http import HttpClient
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
-from rollout_actors.backends.stock_server import StockClient
+from rollout_actors.backends.stock_server import StockClient, StockRoutes
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.server.token_file import find_token
-from shared.errors import RolloutError
+from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
@@ -82,8 +84,9 @@ def hf(learner, checkpoint):
         values, rows[:] = list(rows), []
         return values
 
-    backend = HFBackend(ModelHost(learner, "hf"), decode_batch_size=BATCH, repeat_guard=GUARD)
-    yield UnderTest(backend, learner, is_engine=False, take_rows=take_rows, guard=GUARD)
+    host = ModelHost(learner, "hf")
+    backend = HFBackend(host, decode_batch_size=BATCH, repeat_guard=GUARD)
+    yield UnderTest(backend, learner, is_engine=False, take_rows=take_rows, guard=GUARD, host=host)
     hook.remove()
 
 
@@ -91,13 +94,16 @@ def hf(learner, checkpoint):
 def colocate(learner, checkpoint):
     send_in_process(learner)
     settings = colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
-    backend = ColocatedSpec(settings)(ModelHost(learner))
+    host = ModelHost(learner)
+    backend = ColocatedBackend(host, settings)
     backend.collective_rpc("count_rows")
     yield UnderTest(
         backend,
         learner,
         take_rows=lambda: backend.collective_rpc("take_rows")[0],
         guard=GUARD,
+        host=host,
+        arm=lambda *fault: backend.collective_rpc("arm", *fault),
     )
     backend.close()
 
@@ -119,6 +125,7 @@ def actors(learner, checkpoint):
         learner,
         take_rows=lambda: ray.get(actor.ask.remote("take_rows"))[0],
         guard=GUARD,
+        arm=lambda *fault: ray.get(actor.ask.remote("arm", *fault)),
         processes=[psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())],
     )
     backend.close()
@@ -146,10 +153,15 @@ def stock(learner, checkpoint):
         rows = RowsFile(Path(name) / "rows")
         with stock_process(settings, Path(name), variables=rows.variables) as process:
             client = StockClient("stock", process.address(), index=0, expected=settings)
-            yield from served(client, process, rows, learner, key=TOKEN)
+            routes = StockRoutes(HttpClient("stock", process.address()), run="none")
+
+            def arm(*fault):
+                asyncio.run(routes.collective_rpc("arm", args=fault))
+
+            yield from served(client, process, rows, learner, key=TOKEN, arm=arm)
 
 
-def served(client, process, rows, learner, *, key):
+def served(client, process, rows, learner, *, key, arm=None):
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
@@ -158,6 +170,7 @@ def served(client, process, rows, learner, *, key):
         learner,
         take_rows=rows.take,
         guard=GUARD,
+        arm=arm,
         servers=process.family(),
         openai=(process.url, key),
     )
@@ -290,6 +303,24 @@ def test_a_seed_says_what_is_sampled(under):
     assert all(one != other for one, other in pairs)
 
 
+def test_what_cannot_be_read_is_refused_by_its_sample_and_the_next_request_is_answered(under):
+    if not under.is_model:
+        pytest.skip("a script reads nothing")
+    (request,) = requests_of(under, [0])
+    (image,) = request.images
+    cut_off = replace(image, data=image.data[: len(image.data) // 2])
+    refused = [(replace(request, images=(cut_off,)), "image 0 of sample sample-0")]
+    if under.is_engine:
+        too_long = replace(request, prompt_token_ids=request.prompt_token_ids * 60)
+        refused.append((too_long, r"sample sample-0 was refused|refused .*HTTP 400"))
+    for broken, why in refused:
+        with pytest.raises(RolloutError, match=why) as caught:
+            under.backend.generate([broken])
+        # An UnreachableError would send the request to the next engine.
+        assert type(caught.value) is RolloutError
+        assert len(under.backend.generate([request])) == 1
+
+
 def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(
     under,
 ):
@@ -394,8 +425,63 @@ def test_a_rollout_says_which_weights_it_is_of(under):
             assert tokens_of(new) != tokens_of(old)
 
 
+def test_each_response_has_the_time_of_its_own_end(under):
+    if not under.is_model:
+        pytest.skip("a script takes no time")
+    requests = requests_of(under, range(2), temperature=1.0)
+    endless = [with_decode(request, stop_token_ids=()) for request in requests]
+    first, second = tokens_of(under.backend.generate(endless))
+    stop = next(token_id for token_id in first[:3] if token_id not in second)
+    stopped = [with_decode(request, stop_token_ids=(stop,)) for request in requests]
+    short, long = under.backend.generate(stopped)
+    assert (short.stop_token_id, len(long.response_token_ids)) == (stop, SHORT)
+    assert 0 < short.generate_s < long.generate_s
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(under, num_beams):
+    if under.host is None:
+        pytest.skip("it works in a process of its own")
+    asked = requests_of(under, range(2))
+    if num_beams > 1:
+        asked = [beams(request, num_beams) for request in asked]
+    answers = what_was_said(under.backend.generate(asked))
+    under.host.num_asked, under.host.stops_at = 0, 3
+    with pytest.raises(RolloutError, match="told to stop"):
+        under.backend.generate(asked)
+    assert under.host.num_asked == 3 and not under.host.is_offloaded
+    again = what_was_said(under.backend.generate(asked))
+    assert again == answers, "nothing of that round is still queued"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.language_model.layers.1.mlp.gate_proj.weight",
+        "model.visual.blocks.1.attn.proj.weight",
+    ],
+)
+def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(under, tensor):
+    if under.arm is None:
+        pytest.skip("nobody can be told to damage its weights")
+    under.learner.learn(31)
+    served = under.backend.version
+    under.arm("spoil", tensor)
+    with pytest.raises(WeightSyncError) as caught:
+        under.sync()
+    assert (caught.value.phase, caught.value.quantity) == ("canary", "canary log-probability")
+    assert caught.value.size > 1e-4
+    assert under.backend.version == served
+    (request,) = requests_of(under, [0])
+    with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
+        under.backend.generate([request])
+    assert under.sync().version == under.learner.version
+    (rollout,) = under.backend.generate([request])
+    assert rollout.response_token_ids == under.learner.greedy(request)[0]
+
+
 @pytest.mark.slow
-def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
+def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours_continue(under):
     if under.guard is None:
         pytest.skip("it has none")
     under.forget()
@@ -417,6 +503,9 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
         )
         assert (rollout.stop_token_id, rollout.stop_token_logprob) == (under.learner.stop, None)
     assert 0 < num_ended < len(requests), "otherwise nothing was tested"
+    # Without a stop token there is nothing to end a response with.
+    endless = [with_decode(request, stop_token_ids=()) for request in requests]
+    assert set(map(len, tokens_of(under.backend.generate(endless)))) == {16}
 
 
 def test_close_leaves_no_process_and_nothing_that_answers(under):

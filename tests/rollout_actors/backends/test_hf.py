@@ -195,19 +195,6 @@ def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner, ba
     assert what_was_said(backend.generate([request])) == what_was_said(expected)
 
 
-@pytest.mark.slow
-def test_a_response_that_stops_early_ended_before_its_neighbours(learner, backend):
-    requests = [
-        learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)
-    ]
-    first, second = (rollout.response_token_ids for rollout in backend.generate(requests))
-    stop = next(token_id for token_id in second[:4] if token_id not in first)
-    stopped = [with_decode(request, stop_token_ids=(stop,)) for request in requests]
-    long, short = backend.generate(stopped)
-    assert (len(long.response_token_ids), short.stop_token_id) == (40, stop)
-    assert 0 < short.generate_s < long.generate_s
-
-
 def test_an_image_without_a_placeholder_is_refused_by_sample(learner, backend):
     request = learner.request(0)
     refused = "generate on hf: sample sample-0 has 2 images and 1 placeholders"
@@ -234,23 +221,6 @@ def test_pictures_of_unlike_numbers_of_tiles_are_read_as_the_processor_writes_th
             tokens, logprobs = learner.greedy(request)
             assert rollout.response_token_ids == tokens
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_beams", [1, 2])
-def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner, num_beams):
-    host = ModelHost(learner)
-    backend = HFBackend(host, decode_batch_size=4)
-    request = learner.request(0, max_new_tokens=12)
-    if num_beams > 1:
-        request = beams(request, num_beams)
-    answers = what_was_said(backend.generate([request]))
-    host.stops_at = 3
-    host.num_asked = 0
-    with pytest.raises(RolloutError, match="told to stop"):
-        backend.generate([request])
-    assert host.num_asked == 3
-    assert what_was_said(backend.generate([request])) == answers
 
 
 @pytest.mark.slow

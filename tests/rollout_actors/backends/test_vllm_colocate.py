@@ -25,7 +25,7 @@ from backend_support import (
 from engine_support import TEST_MODULES
 
 from rollout_actors.backends.calls import EngineCalls
-from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
+from rollout_actors.backends.colocate import ColocatedBackend, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.warm import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -75,7 +75,7 @@ def host(learner):
 def backend(learner, host, demo_checkpoint):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
-    backend = ColocatedSpec(colocated_settings(demo_checkpoint))(host)
+    backend = ColocatedBackend(host, colocated_settings(demo_checkpoint))
     yield backend
     backend.close()
     torch.set_num_threads(threads)
@@ -213,49 +213,6 @@ def test_a_beam_obeys_the_requests_bans_and_stop_tokens(synced, learner):
 
 
 @pytest.mark.engine
-def test_each_response_has_the_time_of_its_own_end(synced, learner):
-    lengths = (40, 2, 20)
-    requests = [
-        with_decode(learner.request(position, max_new_tokens=length), stop_token_ids=())
-        for position, length in enumerate(lengths)
-    ]
-    long, short, middle = synced.generate(requests)
-    assert [len(rollout.response_token_ids) for rollout in (long, short, middle)] == list(lengths)
-    assert 0 < short.generate_s < middle.generate_s < long.generate_s
-    assert long.started_s == short.started_s
-
-
-@pytest.mark.engine
-def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced, learner):
-    version = synced.version
-    synced.collective_rpc("arm", "spoil", "model.language_model.layers.1.mlp.gate_proj.weight")
-    with pytest.raises(WeightSyncError, match="canary on colocated"):
-        synced.receive_weights(learner.offer_weights())
-    assert synced.version == version
-    with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
-        synced.generate([learner.request(0)])
-    synced.receive_weights(learner.offer_weights())
-    request = learner.request(0)
-    assert synced.generate([request])[0].response_token_ids == learner.greedy(request)[0]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("num_beams", [1, 2])
-def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
-    synced, learner, host, num_beams
-):
-    asked = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    if num_beams > 1:
-        asked = [beams(request, num_beams) for request in asked]
-    answers = what_was_said(synced.generate(asked))
-    host.num_asked, host.stops_at = 0, 3
-    with pytest.raises(RolloutError, match="told to stop"):
-        synced.generate(asked)
-    assert host.num_asked == 3 and not host.is_offloaded
-    assert what_was_said(synced.generate(asked)) == answers, "nothing of that round is still queued"
-
-
-@pytest.mark.engine
 def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced, learner):
     """The last one of this engine. What it was decoding is still queued inside it."""
     synced.collective_rpc("fail_next_step")
@@ -275,7 +232,7 @@ import torch.distributed as dist
 from pathlib import Path
 from backend_support import ModelHost, colocated_settings, send_in_process, what_was_said
 from engine_support import SmallLearner
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 
 checkpoint, store, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -291,7 +248,7 @@ send_in_process(learner)
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point
-backend = ColocatedSpec(colocated_settings(checkpoint))(ModelHost(learner, f"beside-{rank}"))
+backend = ColocatedBackend(ModelHost(learner, f"beside-{rank}"), colocated_settings(checkpoint))
 if rank == 0:
     dist.new_group([0, 1])
 summed()

@@ -10,7 +10,7 @@ from backend_support import ModelHost, colocated_settings, send_in_process
 
 from learner.model.adapters import apply_adapter
 from learner.model.checkpoint import CheckpointWeights
-from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedBackend
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
 
@@ -38,7 +38,7 @@ def host(learner):
 @pytest.fixture(scope="module")
 def backend(host, demo_checkpoint):
     settings = colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4)
-    backend = ColocatedSpec(settings)(host)
+    backend = ColocatedBackend(host, settings)
     yield backend
     backend.close()
 

@@ -388,12 +388,6 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in message) == (version == V2)
 
 
-def test_an_engine_without_a_guard_is_asked_for_none():
-    assert guard_call(None) == ("guard_by", None)
-    assert repeat_rule(None, lambda: None) is None
-    require_guard([{"runner": V1, "is_loaded": True, "settings": None}], None, "actor-0")
-
-
 # The engine that asks its workers
 
 
@@ -477,13 +471,10 @@ def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module,
 # The rule
 
 
-def test_the_tokenizer_is_read_only_where_keys_are_counted():
-    rule = repeat_rule(SETTINGS, lambda: pytest.fail("it takes seconds"))
-    assert rule is not None
-    assert rule.settings == SETTINGS
-
-
-def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint):
+def test_the_rule_reads_keys_in_the_checkpoints_own_tokens_and_else_no_tokenizer(demo_checkpoint):
+    assert repeat_rule(None, lambda: None) is None
+    without_keys = repeat_rule(SETTINGS, lambda: pytest.fail("it takes seconds"))
+    assert without_keys is not None and without_keys.settings == SETTINGS
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
     text = '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}'
     ids = tokenizer(text, add_special_tokens=False).input_ids

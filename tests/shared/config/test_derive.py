@@ -22,16 +22,10 @@ from config_changes import (
 
 from launch.processes.batch_algebra import batch_algebra
 from shared.chunking import rank_share
-from shared.config.derive import (
-    EngineLocation,
-    RowRule,
-    engines_in,
-    is_sharded,
-    maskiou_gate,
-    remarks,
-    rollout_servers,
-)
+from shared.config.derive import remarks
 from shared.config.pipeline import Channel
+from shared.config.rollout import EngineLocation
+from shared.config.run import RowRule
 from shared.rollouts import DecodeMode
 
 ACTORS = f"{VLLM}.actors"
@@ -233,15 +227,18 @@ def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_th
     changes, location, has_servers
 ):
     run = load(changes)
-    assert engines_in(run) is location
-    assert (rollout_servers(run) is not None) == has_servers
+    assert run.rollout_matching.backend.location is location
+    assert (run.rollout_matching.servers is not None) == has_servers
 
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "sharded"), [(1, "fsdp", False), (2, "ddp", False), (2, "fsdp", True)]
 )
 def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(ranks, parallel, sharded):
-    assert is_sharded(load({"learner.world_size": ranks, "learner.parallel": parallel})) == sharded
+    assert (
+        load({"learner.world_size": ranks, "learner.parallel": parallel}).learner.is_sharded
+        == sharded
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,6 +272,6 @@ def test_the_gate_moves_linearly_behind_the_warm_up_by_the_steps_number_alone():
     for variant, first in (({"stage2_ab.schedule.warmup_steps": 2}, 2), (ALIGNED, 0)):
         run = load({**variant, "training.max_steps": 20, **schedule})
         expected = [0.1] * first + [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5]
-        assert [maskiou_gate(run, step) for step in range(first + 7)] == pytest.approx(expected)
-        assert maskiou_gate(run, 19) == 0.5
-    assert maskiou_gate(load({gate: 0.25}), 0) == 0.25
+        assert [run.maskiou_gate(step) for step in range(first + 7)] == pytest.approx(expected)
+        assert run.maskiou_gate(19) == 0.5
+    assert load({gate: 0.25}).maskiou_gate(0) == 0.25

@@ -17,8 +17,6 @@ from config_changes import (
     trajectory_problems,
 )
 
-from shared.config.derive import group_size, has_held_out, raw_rollouts_per_step
-
 BATCH = "training.effective_batch_size"
 STEPS = "training.gradient_accumulation_steps"
 PER_DEVICE = "training.per_device_train_batch_size"
@@ -70,13 +68,13 @@ def test_the_batch_size_that_a_refusal_of_cut_groups_proposes_is_accepted():
 
 
 def test_the_group_of_an_example_and_the_batch_size_follow_from_the_sections():
-    assert (group_size(load({})), raw_rollouts_per_step(load({}))) == (1, 32)
+    assert (load({}).group_size, load({}).raw_rollouts_per_step) == (1, 32)
     run = load_trajectories({SIZE: 16, BUDGET: 48})
-    assert (group_size(run), raw_rollouts_per_step(run)) == (16, 48)
+    assert (run.group_size, run.raw_rollouts_per_step) == (16, 48)
 
 
 def test_there_are_held_out_examples_unless_none_is_asked_for():
-    assert has_held_out(load({}))
-    assert not has_held_out(load({"data.val": ...}))
+    assert load({}).has_held_out
+    assert not load({"data.val": ...}).has_held_out
     runs = [load_trajectories({HELD_OUT: number}) for number in (None, 1, 0)]
-    assert [has_held_out(run) for run in runs] == [True, True, False]
+    assert [run.has_held_out for run in runs] == [True, True, False]
