@@ -54,7 +54,7 @@ def available_memory() -> int:
     """Return the bytes that processes can still take: free ones, and those of cached files."""
     (kib,) = (int(line.split()[1]) for line in _lines(MEMINFO) if line.startswith("MemAvailable:"))
     left = [1024 * kib]
-    for file, limit in _limits():
+    for file, limit in container_limits():
         used, cached = {
             "memory.max": ("memory.current", ("inactive_file", "active_file")),
             "memory.limit_in_bytes": (
@@ -68,18 +68,12 @@ def available_memory() -> int:
     return min(left)
 
 
-def container_limits() -> Iterator[int]:
-    """Yield the bytes that each control group around this process (version 1 or 2) allows it."""
-    for _, limit in _limits():
-        yield limit
-
-
 def in_gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def _limits() -> Iterator[tuple[Path, int]]:
-    """Yield the file and the value of each limit on this process's memory."""
+def container_limits() -> Iterator[tuple[Path, int]]:
+    """Yield the file and the bytes of each limit of the control groups (version 1 or 2) here."""
     for line in _lines(OWN_CGROUPS):
         _, controllers, own_path = line.split(":", 2)
         if not controllers:

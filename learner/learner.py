@@ -47,7 +47,6 @@ from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.derive import rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
-from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
@@ -125,17 +124,17 @@ class Learner:
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
         """The result of `_fingerprints`, once it was needed."""
-        self._answers_ahead: tuple[Any, ...] = ()
-        """Answers of a resumed run's first positions, until they are asked for."""
+        self.answers_ahead: tuple[Any, ...] = ()
+        """Answers of a resumed run's first positions, in order, until the others are asked for."""
         self._saving = Saving(self.name, self.publisher, self.optimizer)
-        self._state: RankState
+        self.state: RankState
         """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
             if config.resume.checkpoint is not None:
                 self._restore(config.resume.checkpoint)
             else:
-                self._state = self._state_now(None)
+                self.state = self._state_now(None)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
         """Draw the step's samples and return this rank's requests: none on channel A."""
@@ -158,8 +157,8 @@ class Learner:
         if len(self.steps) == 1:
             step.become_current()
         # Those that the run had answers of before it was resumed are not asked again.
-        requests = step.requests()[len(self._answers_ahead) :]
-        self._answers_ahead = ()
+        requests = step.requests()[len(self.answers_ahead) :]
+        self.answers_ahead = ()
         metrics.mark("draw samples", started_s)
         return requests
 
@@ -193,11 +192,9 @@ class Learner:
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Learn what is left and take the optimizer update, or `training.updates_per_batch`.
-
-        Behind the first update the step is not left any more for `stop`: its weights would be
-        between two steps, which no checkpoint can be of.
-        """
+        """Learn what is left and take the optimizer update, or `training.updates_per_batch`."""
+        # After the first update `stop` no longer leaves the step: its weights would be between two
+        # steps, of which there can be no checkpoint.
         with self._ranks.of_phase("finish_step"):
             step = self._current
             started_s = time.time()
@@ -239,23 +236,11 @@ class Learner:
                 num_carried=self._packing.num_carried,
                 weights=weights,
             )
-            self._state = self._state_now(report)
+            self.state = self._state_now(report)
             # Last: where its log cannot be written, what is saved then is all of one update.
             if self.steps:
                 self._current.become_current()
             return report
-
-    def held_out_requests(self, step: int) -> list[Any]:
-        """Return this rank's share of the held-out requests, in order."""
-        return self.algorithm.held_out_requests(step)
-
-    def score(self, answers: Sequence[Any]) -> list[Outcome]:
-        """Score this rank's answers to the held-out requests, in order."""
-        return self.algorithm.score(answers)
-
-    def answers_ahead(self) -> list[Any]:
-        """Return the answers of the first positions that a resumed run came with, in order."""
-        return list(self._answers_ahead)
 
     def save(
         self,
@@ -284,7 +269,7 @@ class Learner:
         state: RankState | None = None
         if self._config.checkpoint.full:
             state = replace(
-                self._state,
+                self.state,
                 answers_ahead=tuple(answers_ahead),
                 offers_adapter=self.publisher.offers_adapter,
                 fingerprints=self._fingerprints(),
@@ -294,10 +279,6 @@ class Learner:
     def finish_save(self, *, wait: bool) -> list[Span] | None:
         """Finish the save in the background, as `Saving.finish_save` does. A collective."""
         return self._saving.finish_save(wait=wait)
-
-    def last_report(self) -> RankReport | None:
-        """Return the report of the step behind the present weights; None before the first."""
-        return self._state.report
 
     def _state_now(self, report: RankReport | None) -> RankState:
         return RankState(
@@ -318,14 +299,14 @@ class Learner:
         # The first sync makes it the version that the step begins with.
         self.publisher.version = schedule.version_before(state.step) - 1
         self.publisher.offers_adapter = self.publisher.offers_adapter and state.offers_adapter
-        self._answers_ahead = state.answers_ahead
-        self._state = state
+        self.answers_ahead = state.answers_ahead
+        self.state = state
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return what has to be the same on resume and no key tells, by the nearest key: digests of
-        the data and of the weights that are not trained, and the threads that share a sum.
-        """
+        """Return what must be the same on resume although no key says so, by the nearest key."""
+        # Digests of the data and of the weights that are not trained, and the number of threads,
+        # by which a sum is split.
         if not self._fingerprints_of_start:
             parameters = [*self.loaded.model.parameters()]
             if self.reference is not None and self.reference.copy is not None:
@@ -380,10 +361,8 @@ class Learner:
             raise self._left("finish_step")
 
     def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
-        """Train on the rows, in step with the other ranks; False where a rank left after a row.
-
-        `again`: behind an update. They were counted, and compared with the engine, before it.
-        """
+        """Train on the rows, in step with the other ranks; False if a rank left after a row."""
+        # `again`, after an update: the rows were counted and compared with the engine before it.
         keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
         metrics = self._current.metrics

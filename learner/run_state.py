@@ -142,19 +142,11 @@ def _path(folder: Path, rank: int, suffix: str) -> Path:
 KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(RankState, RandomState, Segment, EncodedPrompt, Target, LabelOverride),
-        *(
-            AdvantageTarget,
-            TokenAdvantages,
-            ParsedAndMatched,
-            ParsedRollout,
-            ParsedObject,
-            DroppedObject,
-            DropReason,
-            GeometryKind,
-        ),
-        *(MatchResult, MatchedPair, Rollout, FinishReason, EnvironmentRollout, TrainingExample),
-        *(ModelCall, ImageRef, RankReport, MetricAccumulator, Span, Channel),
+        *(RankState, RandomState, Segment, EncodedPrompt, Target, LabelOverride, AdvantageTarget),
+        *(TokenAdvantages, ParsedAndMatched, ParsedRollout, ParsedObject, DroppedObject),
+        *(DropReason, GeometryKind, MatchResult, MatchedPair, Rollout, FinishReason),
+        *(EnvironmentRollout, TrainingExample, ModelCall, ImageRef, RankReport),
+        *(MetricAccumulator, Span, Channel),
     )
 }
 """The types that a state is made of, by the names that they have in its file."""

@@ -414,8 +414,8 @@ class RowTrainer:
 
 
 def _comparable(segment: Segment, version: int) -> Segment:
-    """Drop log-probabilities of older weights, which cannot be compared: a segment carried over
-    from an earlier step, or a stale rollout."""
+    """Drop log-probabilities of older weights."""
+    # They cannot be compared: of a segment carried over from an earlier step, or a stale rollout.
     if segment.weight_version == version:
         return segment
     return replace(segment, target=replace(segment.target, compared_logprobs=()))

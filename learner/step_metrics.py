@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -94,17 +95,6 @@ class StepMetrics:
         self._learn_s += span.duration_s
         self._spans.append(span)
 
-    def add_sample(self, source: str | None) -> None:
-        """Count a sample by the name of its file, where there are several."""
-        if source is not None:
-            self.totals.add(f"source/num_samples/{source}", 1)
-
-    def add_augmented(self, *, is_changed: bool, num_dropped: int) -> None:
-        """Count a sample that was drawn, and its objects of which too little is left."""
-        self.totals.add("augment/num_samples", float(is_changed))
-        self.totals.add("augment/num_unchanged", float(not is_changed))
-        self.totals.add("augment/num_dropped_objects", num_dropped)
-
     def add_rollout(
         self,
         rollout: Rollout,
@@ -149,24 +139,17 @@ class StepMetrics:
         """Count what options beyond the specification have made of a rollout's target."""
         reading = target.reading
         assert reading is not None, "on channel A they change nothing"
-        separators = target.roles == TokenRole.SEPARATOR
+        of_role = Counter(target.roles.tolist())
         for name, number in (
             ("rollout/num_trimmed", reading.num_trimmed),
-            ("rollout/num_separators", int(separators.sum())),
-            (
-                "rollout/num_corrected_names",
-                int((target.roles == TokenRole.CORRECTED_DESC).sum()),
-            ),
+            ("rollout/num_separators", of_role[TokenRole.SEPARATOR]),
+            ("rollout/num_corrected_names", of_role[TokenRole.CORRECTED_DESC]),
             ("rollout/num_capped_epsilons", reading.num_capped),
             ("rollout/num_weighted_ends", weights.fp_end != 1 and bool(reading.false_positives)),
         ):
             # Without the option there is no such number.
             if number:
                 self.totals.add(name, float(number))
-
-    def add_gate(self, maskiou_gate: float) -> None:
-        """Note the gate of the step, where it has a schedule."""
-        self.totals.add_max("rollout/match_gate", maskiou_gate)
 
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
         """Count a rollout of an environment, also one that failed."""
@@ -198,18 +181,10 @@ class StepMetrics:
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
-    def add_refill(self, *, is_refill: bool) -> None:
-        """Count a group, where groups without signal are drawn again."""
-        self.totals.add("rollout/num_refilled", float(is_refill))
-
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
         """Count the tokens of a rollout that its advantage is for; none of one that is masked."""
         self.num_credited += num_tokens
         self.totals.add("rollout/num_masked", float(is_masked))
-
-    def add_teacher(self, log_ratios: Sequence[float], num_learned: int) -> None:
-        """Note how a teacher's log-probabilities differ from the engine's: [L], 0 elsewhere."""
-        self.totals.add_mean("policy/teacher_log_ratio", sum(log_ratios), num_learned)
 
     def add_staleness(self, staleness: int) -> None:
         """Count the updates since the weights that generated a rollout."""

@@ -320,4 +320,4 @@ def device_memory(device: Device) -> DeviceMemory | None:
         sizes = [gpu.total_memory for gpu in gpus]
         return DeviceMemory(device, min(sizes)) if sizes else None
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceMemory(device, min([machine, *container_limits()]))
+    return DeviceMemory(device, min([machine, *(limit for _, limit in container_limits())]))

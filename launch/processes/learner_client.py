@@ -275,10 +275,14 @@ class LearnerClient:
         return merge_reports(reports)
 
     def held_out_requests(self, step: int) -> PerRank:
-        return self._begin("held_out_requests", lambda learner: learner.held_out_requests(step))
+        return self._begin(
+            "held_out_requests", lambda learner: learner.algorithm.held_out_requests(step)
+        )
 
     def score(self, done: PerRank) -> list[Outcome]:
-        scored = self._on_rollouts("score", done, lambda rank, own: rank.learner.score(own))
+        scored = self._on_rollouts(
+            "score", done, lambda rank, own: rank.learner.algorithm.score(own)
+        )
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
@@ -340,14 +344,14 @@ class LearnerClient:
 
     def last_report(self) -> StepReport:
         """Return the report of the last step before a run was resumed."""
-        reports = self._all("last_report", lambda rank: rank.learner.last_report())
+        reports = self._all("last_report", lambda rank: rank.learner.state.report)
         known = [report for report in reports if report is not None]
         assert known, "the run was resumed after an update"
         return merge_reports(known)
 
     def answers_ahead(self) -> PerRank:
         """Return references to the answers that a resumed run has of its first step."""
-        asked = self._ask_all("answers_ahead", lambda rank: rank.learner.answers_ahead())
+        asked = self._ask_all("answers_ahead", lambda rank: list(rank.learner.answers_ahead))
         return [[answers] for answers in asked]
 
     def save(

@@ -64,7 +64,7 @@ def learn_again(recording: Recording) -> Generator[StepReport, None, None]:
             # What a sync would make of it: the version that the rollouts were sampled with.
             learner.publisher.version = step.weight_version
             # A checkpoint has those that the run had generated ahead.
-            answers = learner.answers_ahead()
+            answers = list(learner.answers_ahead)
             requests = learner.next_requests(step.plan)
             if requests:
                 answers += _recorded(learner, requests, recording.logs, step.plan)

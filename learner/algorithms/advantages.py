@@ -40,7 +40,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Literal, Self
 
 from shared.config.algorithm import TeacherSection
 from shared.config.pipeline import PolicyGradientConfig
@@ -103,27 +102,11 @@ class TokenAdvantages:
 class AdvantageEstimator:
     """Credits the tokens of an example, as `policy_gradient` is configured."""
 
-    normalize: Literal["step", "rollout", "constant", "batch"]
+    config: PolicyGradientConfig
     max_new_tokens: int
-    """The divisor of `constant`."""
-    std_epsilon: float | None
-    """Added to the standard deviation that advantages are divided by; None: no division."""
-    baseline: str = "mean"
-    """Key of `BASELINES`."""
+    """The divisor of `normalize: constant`."""
     teacher: TeacherSection | None = None
     """The weights of teacher and reward; None: no teacher."""
-
-    @classmethod
-    def from_config(
-        cls,
-        config: PolicyGradientConfig,
-        *,
-        max_new_tokens: int,
-        teacher: TeacherSection | None = None,
-    ) -> Self:
-        std_epsilon = config.advantage_epsilon if config.advantage_std else None
-        baseline = config.advantage_baseline
-        return cls(config.normalize, max_new_tokens, std_epsilon, baseline, teacher)
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
@@ -138,7 +121,11 @@ class AdvantageEstimator:
         """
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
-        advantages = token_advantages(example, std_epsilon=self.std_epsilon, baseline=self.baseline)
+        config = self.config
+        std_epsilon = config.advantage_epsilon if config.advantage_std else None
+        advantages = token_advantages(
+            example, std_epsilon=std_epsilon, baseline=config.advantage_baseline
+        )
         teacher_logprobs = None
         if self.teacher is not None:
             advantages = [self.teacher.reward_weight * advantage for advantage in advantages]
@@ -163,7 +150,7 @@ class AdvantageEstimator:
                     f" the {problem}"
                 )
         calls = [of_call for of_call in learned_by_call(example) if of_call]
-        match self.normalize:
+        match config.normalize:
             case "step":
                 weights = [1.0 / len(of_call) for of_call in calls for _ in of_call]
             case "rollout":
@@ -195,14 +182,12 @@ def token_advantages(
     Raises:
         ValueError: nothing was scored.
     """
-    length = len(example.token_ids)
-    is_relative = example.token_is_relative or [bool(example.group_rewards)] * length
+    own, is_relative = own_advantages(example)
     if example.advantage is None and not all(is_relative):
         raise ValueError(
             f"example {example.example_id!r}: has no advantage, because its rollouts were not"
             ' scored; generate with score_rollouts, or set state["advantage"]'
         )
-    own = example.token_advantages or [example.advantage or 0.0] * length
     of_group = group_advantage(
         example.reward, example.group_rewards, std_epsilon=std_epsilon, baseline=baseline
     )
@@ -211,6 +196,13 @@ def token_advantages(
         0.0 if not is_learned else of_group if of_the_group else one
         for one, of_the_group, is_learned in columns
     ]
+
+
+def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool | int]]:
+    """Return the advantages that came with the example, and which are the group's instead: [L]."""
+    length = len(example.token_ids)
+    own = example.token_advantages or [example.advantage or 0.0] * length
+    return own, example.token_is_relative or [bool(example.group_rewards)] * length
 
 
 def group_advantage(
@@ -254,10 +246,9 @@ def require_teacher(example: TrainingExample) -> list[float]:
 
 
 def _deviation(rewards: Sequence[float]) -> float:
-    """Return the standard deviation of a sample of at least two, as verl, TRL, OpenRLHF and SkyRL.
-
-    `statistics.stdev` computes in fractions and takes a hundred times as long.
-    """
+    """Return the standard deviation of a sample of at least two."""
+    # As verl, TRL, OpenRLHF and SkyRL. Not by `statistics.stdev`, which computes in fractions and
+    # takes a hundred times as long.
     mean = fmean(rewards)
     return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
 

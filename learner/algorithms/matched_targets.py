@@ -224,12 +224,10 @@ class _Draft:
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
 
     def add_separators(self, parsed: ParsedRollout, choices: Sequence[int]) -> None:
-        """Supervise the choice to go on to each of a prefix's matched objects.
-
-        `choices` are the bytes where the closing bracket could have been: the comma before an
-        entry, the first character of the first. With `},` in one token it is all of it, whatever
-        the object is that it closes.
-        """
+        """Supervise the choice to go on to each of a prefix's matched objects."""
+        # `choices` are the bytes where the closing bracket could have been: the comma before an
+        # entry, the first character of the first. With `},` in one token it is all of the token,
+        # whatever object that closes.
         for choice in choices:
             self._roles[self._overlapping((choice, choice + 1))] = TokenRole.SEPARATOR
         # A name that a token holds the end of would be taught with it.
@@ -239,12 +237,10 @@ class _Draft:
             self._roles[desc][is_separator] = TokenRole.NEUTRAL
 
     def correct_name(self, parsed: ParsedRollout, number: int, name: str, num_prefix: int) -> None:
-        """Teach `name` at the first token at which that of a prefix's object differs from it.
-
-        A token is taught behind the text that the model wrote before it, so no other one of the
-        right name can be. Where the model's tokens are not the tokenizer's, none is; nor in the
-        place of our own text, which begins at position `num_prefix`.
-        """
+        """Teach `name` at the first token at which that of a prefix's object differs from it."""
+        # A token is taught after the text that the model wrote before it, so no other token of the
+        # right name can be. If the model's tokens are not the tokenizer's, none is; nor in the
+        # place of our own text, which begins at position `num_prefix`.
         prediction = parsed.objects[number]
         if prediction.desc == name:
             return
@@ -283,16 +279,10 @@ class _Draft:
     def add_digits(
         self, parsed: ParsedRollout, number: int, right: Sequence[str], num_prefix: int
     ) -> None:
-        """Teach the coordinates of a prefix's matched object, written in digits.
-
-        As far as a coordinate is right it is taught as it stands. At the first token at which it
-        differs from `right`, that of the right number is taught; what the model wrote behind it is
-        no context for the rest.
-
-        Args:
-            right: the digits of each coordinate of the ground truth.
-            num_prefix: position of the first token of our own text.
-        """
+        """Teach the coordinates of a prefix's matched object; `right` has the true digits."""
+        # As far as a coordinate is right it is taught as it stands. At the first token at which it
+        # differs from `right`, that of the right number is taught; what the model wrote after it is
+        # no context for the rest.
         prediction = parsed.objects[number]
         for span in prediction.coord_spans:
             self._roles[self._overlapping(span)] = TokenRole.NEUTRAL

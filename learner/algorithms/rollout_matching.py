@@ -36,8 +36,8 @@ from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
-from learner.rollout_logs.samples import RolloutLog
-from learner.rollout_logs.writer import patience_of_learner
+from learner.rollout_logs.samples import sample_record
+from learner.rollout_logs.writer import StepLog, patience_of_learner
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget, Target, target_settings, text_weights
@@ -101,13 +101,12 @@ class RolloutMatching:
         self.estimator: AdvantageEstimator | None = None
         objective = config.rollout_matching.pipeline.policy_gradient
         if objective is not None:
-            longest = config.rollout_matching.max_new_tokens
-            self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)
-        self.log: RolloutLog | None = None
+            self.estimator = AdvantageEstimator(objective, config.rollout_matching.max_new_tokens)
+        self.log: StepLog | None = None
         if config.telemetry.rollouts:
             folder = config.telemetry.run_dir / "rollouts"
             patience = patience_of_learner(config.timeouts)
-            self.log = RolloutLog(folder, tokens.codec, rank=ranks.rank, patience=patience)
+            self.log = StepLog(folder, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share, draws = self._draws(plan, self._stream)
@@ -116,9 +115,9 @@ class RolloutMatching:
         else:
             shown = self._augmented.take(draws)
             for one in shown.values():
-                metrics.add_augmented(
-                    is_changed=one.augmentation is not None, num_dropped=one.num_dropped
-                )
+                metrics.totals.add("augment/num_samples", float(one.augmentation is not None))
+                metrics.totals.add("augment/num_unchanged", float(one.augmentation is None))
+                metrics.totals.add("augment/num_dropped_objects", one.num_dropped)
             if plan.step + 1 < self._schedule.max_steps:
                 # Made while engines and device are at work on this step.
                 _, coming = self._draws(
@@ -128,10 +127,8 @@ class RolloutMatching:
         return RolloutMatchingStep(self, plan, share, [shown[draw] for draw in draws], metrics)
 
     def _draws(self, plan: StepPlan, stream: MixedStream) -> tuple[range, list[Draw]]:
-        """Take a step's draws from the stream; return this rank's positions, and the draws there.
-
-        Rollouts of one sample have the same.
-        """
+        """Take a step's draws; return this rank's positions, and the draws of these."""
+        # Rollouts of one sample have the same draw.
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         size = 1
         if plan.channel is Channel.B:
@@ -262,7 +259,7 @@ class RolloutMatchingStep:
 
     def become_current(self) -> None:
         if self._algorithm.log is not None:
-            self._algorithm.log.begin(self.plan.number, self.plan.channel)
+            self._algorithm.log.begin(self.plan.number)
 
     def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
         """Return one span per engine's share of the round."""
@@ -280,7 +277,7 @@ class RolloutMatchingStep:
         section = algorithm.config.rollout_matching
         max_staleness = section.max_staleness
         if section.maskiou_gate_schedule is not None:
-            self.metrics.add_gate(self._settings.matching.maskiou_gate)
+            self.metrics.totals.add_max("rollout/match_gate", self._settings.matching.maskiou_gate)
         sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
@@ -332,9 +329,8 @@ class RolloutMatchingStep:
         return target, f1(found, len(objects), len(sample.objects))
 
     def _compared(self) -> Iterator[Segment]:
-        """Yield what was sampled by each rollout of a sample, with its advantage, once all have
-        come. A group of equal rewards has nothing to learn, and would cost its forwards.
-        """
+        """Yield what each rollout of a sample sampled, with its advantage, once all have come."""
+        # A group of equal rewards has nothing to learn, and would cost its forwards.
         algorithm = self._algorithm
         assert algorithm.estimator is not None
         if len(self._group) < algorithm.config.stage2_ab.channel_b.rollouts_per_sample:
@@ -403,14 +399,18 @@ class RolloutMatchingStep:
         """Count and write the next position's sample, and go on to the position after it."""
         index = self._num_targets
         self._num_targets += 1
-        self.metrics.add_sample(self.samples[index].source)
+        if (source := self.samples[index].source) is not None:
+            self.metrics.totals.add(f"source/num_samples/{source}", 1)
         if (log := self._algorithm.log) is not None:
-            weights_L = self._text_weights.of(target)
             log.write(
-                rollout,
-                self.samples[index],
-                target,
-                weights_L,
-                self.share[index],
-                augmentation=self.shown[index].augmentation,
+                sample_record(
+                    self.plan,
+                    self.share[index],
+                    self.samples[index],
+                    target,
+                    self._text_weights.of(target),
+                    self._algorithm.tokens.codec,
+                    rollout=rollout,
+                    augmentation=self.shown[index].augmentation,
+                )
             )

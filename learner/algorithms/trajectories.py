@@ -25,13 +25,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages, teacher_log_ratios
+from learner.algorithms.advantages import (
+    AdvantageEstimator,
+    TokenAdvantages,
+    own_advantages,
+    teacher_log_ratios,
+)
 from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
@@ -67,25 +71,14 @@ _FIXED_SIDE = 64
 """Pixels of the fixed image's width and height."""
 
 
-class TrajectoryTarget(NamedTuple):
-    """A training example, split where learning begins.
-
-    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
-    the tokens (7, 8).
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    """All before the first token that is learned."""
-    target: AdvantageTarget
-    """From there to the last token that is learned. Between the turns of a merged example it holds
-    tokens that are only read.
-    """
-
-
 def trajectory_target(
     example: TrainingExample, estimator: AdvantageEstimator, *, num_of_rollout: int
-) -> TrajectoryTarget | None:
-    """Make the prompt and target of an example; None where no token of it is learned.
+) -> tuple[tuple[int, ...], AdvantageTarget] | None:
+    """Split an example where learning begins; None where no token of it is learned.
+
+    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
+    the tokens (7, 8). Between the turns of a merged example a target holds tokens that are only
+    read.
 
     Args:
         num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
@@ -111,7 +104,7 @@ def trajectory_target(
         credit,
         compared_logprobs=credit.engine_logprobs,
     )
-    return TrajectoryTarget(tuple(example.token_ids[:start]), target)
+    return tuple(example.token_ids[:start]), target
 
 
 class Trajectories:
@@ -141,10 +134,8 @@ class Trajectories:
             self._digest += f" {[list(part) for part in examples.mixture]}"
         policy_gradient = config.rollout_matching.pipeline.policy_gradient
         assert policy_gradient is not None, "checked with the configuration"
-        self.estimator = AdvantageEstimator.from_config(
-            policy_gradient,
-            max_new_tokens=config.rollout_matching.max_new_tokens,
-            teacher=config.environment.teacher,
+        self.estimator = AdvantageEstimator(
+            policy_gradient, config.rollout_matching.max_new_tokens, config.environment.teacher
         )
         self.images: ImageEncoder | None = None
         self.fixed_images: tuple[ImageRef, ...] = ()
@@ -331,7 +322,7 @@ class TrajectoryBatch:
             num_left_out = 0 if learned else len(group)
             self.metrics.add_group(has_signal=has_differed, num_left_out=num_left_out)
             if refill_rounds:
-                self.metrics.add_refill(is_refill=self._refill_round > 0)
+                self.metrics.totals.add("rollout/num_refilled", float(self._refill_round > 0))
             for rollout in group:
                 self._take(rollout, version)
                 masked = drops_truncated and _is_cut(rollout)
@@ -379,7 +370,9 @@ class TrajectoryBatch:
         self.metrics.add_environment_rollout(rollout)
         for example in rollout.examples:
             if example.teacher_logprobs is not None:
-                self.metrics.add_teacher(teacher_log_ratios(example), example.num_learned)
+                log_ratio = sum(teacher_log_ratios(example))
+                name = "policy/teacher_log_ratio"
+                self.metrics.totals.add_mean(name, log_ratio, example.num_learned)
         # Not the error's own words, which may name a process or an address.
         self.metrics.record(
             "rollouts",
@@ -410,11 +403,14 @@ class TrajectoryBatch:
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
-                prompt, modality = self._encode_images(rollout, example, learned)
+                prompt_ids, target = learned
+                prompt, modality = self._encode_images(
+                    rollout, example, prompt_ids, target.token_ids
+                )
                 yield Segment(
                     rollout.position,
                     prompt,
-                    learned.target,
+                    target,
                     self.plan.step,
                     example.engine or rollout.actor,
                     example.weight_version,
@@ -422,14 +418,13 @@ class TrajectoryBatch:
                 )
 
     def _encode_images(
-        self, rollout: EnvironmentRollout, example: TrainingExample, learned: TrajectoryTarget
+        self,
+        rollout: EnvironmentRollout,
+        example: TrainingExample,
+        prompt_ids: tuple[int, ...],
+        target_ids: tuple[int, ...],
     ) -> tuple[EncodedPrompt, torch.Tensor | None]:
-        """Return the prompt, and the target's modality where the example has images.
-
-        The prompt holds the pixels of all images up to the last token that is learned.
-        """
-        prompt_ids = learned.prompt_token_ids
-        target_ids = learned.target.token_ids
+        """Return the prompt, and the target's modality where the example has images."""
         images = self._algorithm.images
         if images is None:
             assert not example.images, "environments refuse more than max_images_per_prompt"
@@ -451,6 +446,7 @@ class TrajectoryBatch:
             message = f"example {rollout.example}: {error}"
             actor = example.engine or rollout.actor
             raise RolloutError(message, actor=actor, phase="check") from error
+        # The prompt holds the pixels of all images up to the last token that is learned.
         pixels, grid = encoded.first(images.num_images((*prompt_ids, *target_ids)))
         # Nobody is asked it again: both forms of the prompt are the engine's.
         prompt = EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), pixels, grid)
@@ -478,9 +474,8 @@ def _is_cut(rollout: EnvironmentRollout) -> bool:
 def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Tell whether the environment gave advantages itself, other than 0."""
     for example in (one for rollout in group for one in rollout.examples):
-        own = example.token_advantages or [example.advantage or 0.0] * len(example.token_ids)
-        is_relative = example.token_is_relative or [bool(example.group_rewards)] * len(own)
-        if any(one for one, relative in zip(own, is_relative, strict=True) if not relative):
+        columns = zip(*own_advantages(example), strict=True)
+        if any(own for own, is_relative in columns if not is_relative):
             return True
     return False
 

@@ -221,10 +221,8 @@ def _with_values(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _older_rope(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys in which transformers 4 reads the parameters of the rotary embedding.
-
-    It does not know `rope_parameters`, and computes with a base of 10,000 without a word.
-    """
+    """Return the keys in which transformers 4 reads the parameters of the rotary embedding."""
+    # It does not know `rope_parameters`, and silently computes with a base of 10,000.
     rope = section.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,9 @@ def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
-    """Raise ConfigError where `tokenizer_config.json` gives a token another id.
-
-    transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves them
-    all, and a model that reads such ids has learned others.
-    """
+    """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
+    # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
+    # them all, and the model has learned other ids.
     config = path / "tokenizer_config.json"
     written = json.loads(config.read_text()) if config.is_file() else {}
     for token_id, token in written.get("added_tokens_decoder", {}).items():
@@ -281,15 +279,10 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             f"model.path: {path} has dropout, which engines do not have; set it to 0 in config.json"
         )
     return LoadedModel(
+        **{one.name: getattr(tokens, one.name) for one in fields(tokens)},
         model=model,
-        processor=tokens.processor,
-        tokenizer=tokens.tokenizer,
-        codec=tokens.codec,
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
-        banned_token_ids=tokens.banned_token_ids,
-        stop_token_ids=tokens.stop_token_ids,
-        base=tokens.base,
         fresh_tokens=fresh,
     )
 

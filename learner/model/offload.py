@@ -51,12 +51,10 @@ def offloads(config: RunConfig) -> bool:
 
 
 @contextmanager
-def offloaded_optimizer(
-    optimizer: Optimizer, device: torch.device, *, host: torch.device = CPU
-) -> Iterator[None]:
+def offloaded_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     """Keep the optimizer's state in host memory, and put it back on `device` afterwards."""
     try:
-        optimizer.move_to(host)
+        optimizer.move_to(CPU)
         yield
     finally:
         with _room_on(device):
@@ -64,7 +62,7 @@ def offloaded_optimizer(
 
 
 @contextmanager
-def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
+def offloaded_model(model: nn.Module) -> Iterator[None]:
     """Keep parameters, their gradients so far, and buffers in host memory; then put each back.
 
     The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds
@@ -81,7 +79,7 @@ def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[N
     try:
         for tensor in tensors:
             device = tensor.device
-            tensor.data = tensor.data.to(host, copy=True)
+            tensor.data = tensor.data.to(CPU, copy=True)
             moved.append((tensor, device))
         yield
     finally:

@@ -92,8 +92,7 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 class UpdateResult:
     """The numbers of one update.
 
-    Example: the first update of three that were not finite gives `UpdateResult(nan, 1e-5, {},
-    skipped=True, num_skipped_in_a_row=1)`.
+    Example: the first of three updates that were not finite gives `UpdateResult(nan, 1e-5, {}, 1)`.
     """
 
     grad_norm: float
@@ -102,10 +101,13 @@ class UpdateResult:
     """Rate of parts without one of their own."""
     part_learning_rates: dict[ModelPart, float]
     """Rates of the trained parts that have one of their own."""
-    skipped: bool = False
-    """The gradient was not finite: nothing has changed but the step's number."""
     num_skipped_in_a_row: int = 0
     """Up to and including this update."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite: nothing has changed but the step's number."""
+        return self.num_skipped_in_a_row > 0
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
@@ -234,8 +236,7 @@ class Optimizer:
             grad_norm,
             learning_rate_at(step, config, config.learning_rate),
             {part: part_rates[part] for part in ModelPart if part in part_rates},
-            skipped=not finite,
-            num_skipped_in_a_row=self.num_skipped,
+            self.num_skipped,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -257,20 +258,22 @@ class Optimizer:
 
         Raises ConfigError where these are of other parameters.
         """
-        saved: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._names}
+        saved: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             name, _, kind = key.rpartition("/")
             saved.setdefault(name, {})[kind] = value
-        for name, master in zip(self._names, self.masters, strict=True):
-            values = saved.pop(name)
-            part = _local(master)
-            if "master" not in values or values["master"].shape != part.shape:
-                shape = list(values["master"].shape) if values else "none"
-                raise ConfigError(
-                    f"resume.run: {name} has the shape {list(part.shape)} on this rank, and"
-                    f" {shape} in the checkpoint; resume with the same model, trained parts and"
-                    " learner ranks"
-                )
+        parts = {n: _local(master) for n, master in zip(self._names, self.masters, strict=True)}
+        here = {name: list(part.shape) for name, part in parts.items()}
+        there = {name: list(values["master"].shape) for name, values in saved.items()}
+        if differing := [name for name in here | there if here.get(name) != there.get(name)]:
+            name = differing[0]
+            raise ConfigError(
+                f"resume.run: {name} has the shape {here.get(name, 'none')} on this rank, and"
+                f" {there.get(name, 'none')} in the checkpoint; resume with the same model, trained"
+                " parts and learner ranks"
+            )
+        for (name, part), master in zip(parts.items(), self.masters, strict=True):
+            values = saved[name]
             part.copy_(values.pop("master"))
             if not values:
                 continue
@@ -292,11 +295,6 @@ class Optimizer:
                     else:
                         state[kind] = torch.zeros_like(master)
                         _local(state[kind]).copy_(moment)
-        if saved:
-            raise ConfigError(
-                f"resume.run: the checkpoint has trained {next(iter(saved))}, which this run does"
-                " not train; resume with the same model and training.parts"
-            )
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:

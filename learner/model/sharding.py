@@ -213,11 +213,10 @@ class ShardedModel(Parallel):
 
 
 class _Root(nn.Module):
-    """The module around the model whose forward is any function that reads it.
+    """The module around the model whose forward is any function that reads it."""
 
-    Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
-    mergers, the head) is gathered with it, once in a forward and once in its backward.
-    """
+    # Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
+    # mergers, the head) is gathered with it, once in a forward and once in its backward.
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -228,10 +227,8 @@ class _Root(nn.Module):
 
 
 def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Do what `DeviceMesh.from_group` does, without torch's default group.
-
-    That one may be missing, or another's.
-    """
+    """Do what `DeviceMesh.from_group` does, without torch's default group."""
+    # The default group may be missing, or be an engine's.
     assert ranks.group is not None, "a model is sharded over several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)

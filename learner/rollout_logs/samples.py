@@ -24,12 +24,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
 from learner.data.augment import Augmentation
-from learner.rollout_logs.writer import StepLog, Text, log_entry, read_lines
+from learner.rollout_logs.writer import Text, log_entry, read_lines
 from learner.targets import ParsedAndMatched, Target, TokenRole
-from shared.config.pipeline import Channel
 from shared.records import GeometryKind, Sample
 from shared.rollouts import Rollout
-from shared.run_files import Patience
+from shared.schedule import StepPlan
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
 _Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
@@ -197,57 +196,36 @@ class RolloutRecord(TypedDict):
     """Absent where the sample is as its file has it; `ground_truth` is behind it."""
 
 
-class RolloutLog:
-    """Writes the lines of one rank, step after step."""
+def sample_record(
+    plan: StepPlan,
+    position: int,
+    sample: Sample,
+    target: Target,
+    weights_L: np.ndarray,
+    codec: TokenCodec,
+    *,
+    rollout: Rollout | None,
+    augmentation: Augmentation | None = None,
+) -> RolloutRecord:
+    """Make the line of one sample; `rollout` is None exactly in channel A.
 
-    def __init__(
-        self, folder: Path, codec: TokenCodec, *, rank: int = 0, patience: Patience | None = None
-    ) -> None:
-        """Make `folder` where it is missing; `patience` as for `StepLog`. Raises StorageError."""
-        self._codec = codec
-        self._step = 0
-        self._channel = Channel.A
-        self._lines = StepLog(folder, rank=rank, patience=patience)
-
-    def begin(self, step: int, channel: Channel) -> None:
-        """Open the file of this step. Raises StorageError."""
-        self._step = step
-        self._channel = channel
-        self._lines.begin(step)
-
-    def write(
-        self,
-        rollout: Rollout | None,
-        sample: Sample,
-        target: Target,
-        weights_L: np.ndarray,
-        position: int,
-        *,
-        augmentation: Augmentation | None = None,
-    ) -> None:
-        """Write the line of one sample; `rollout` is None exactly in channel A.
-
-        `weights_L`: float32 [L], `TextWeights.of(target)`. Raises StorageError.
-        """
-        reading = target.reading
-        codec = self._codec
-        assert (rollout is None) == (reading is None), "a reading is of a rollout"
-        line = RolloutRecord(
-            step=self._step,
-            position=position,
-            channel=self._channel,
-            sample_id=sample.sample_id,
-            ground_truth=[log_entry(GroundTruthEntry, truth) for truth in sample.objects],
-            rollout=None if rollout is None else _rollout_entry(rollout, codec),
-            reading=None if reading is None else _reading_entry(reading, codec),
-            target=_target_entry(target, weights_L),
-        )
-        if augmentation is not None:
-            line["augmentation"] = log_entry(AugmentationEntry, augmentation)
-        self._lines.write(line)
-
-    def close(self) -> None:
-        self._lines.close()
+    `weights_L`: float32 [L], `TextWeights.of(target)`.
+    """
+    reading = target.reading
+    assert (rollout is None) == (reading is None), "a reading is of a rollout"
+    line = RolloutRecord(
+        step=plan.number,
+        position=position,
+        channel=plan.channel,
+        sample_id=sample.sample_id,
+        ground_truth=[log_entry(GroundTruthEntry, truth) for truth in sample.objects],
+        rollout=None if rollout is None else _rollout_entry(rollout, codec),
+        reading=None if reading is None else _reading_entry(reading, codec),
+        target=_target_entry(target, weights_L),
+    )
+    if augmentation is not None:
+        line["augmentation"] = log_entry(AugmentationEntry, augmentation)
+    return line
 
 
 _RECORD = TypeAdapter(RolloutRecord)

@@ -215,9 +215,9 @@ def _raise_canary_error(logprobs: Future[Logprobs]) -> None:
 
 
 def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
-    """Run the work in a daemon thread, since a collective that waits for a peer cannot be
-    interrupted. One that is late ends when `close` or the peer's end breaks the group.
-    """
+    """Run the work in a daemon thread."""
+    # A collective that waits for a peer cannot be interrupted. One that is late ends when `close`
+    # or the end of the peer breaks the group.
     result: Future[T] = Future()
     threading.Thread(target=_run, args=(work, result), name=f"weight-{phase}", daemon=True).start()
     return result

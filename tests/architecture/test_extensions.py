@@ -30,7 +30,14 @@ from learner.targets import target_settings
 from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
 from shared.config.checks.algorithm import objective_has_its_input
-from shared.config.pipeline import Channel, LearnsFrom, PipelineEntry, Reads
+from shared.config.pipeline import (
+    EXAMPLE_POLICY_GRADIENT,
+    Channel,
+    LearnsFrom,
+    PipelineEntry,
+    PolicyGradientConfig,
+    Reads,
+)
 from shared.model_families import TEXT_MODEL_TYPES
 from shared.schedule import StepPlan
 from shared.trajectory import TrainingExample
@@ -125,7 +132,9 @@ def test_a_baseline_of_advantages_is_a_function_and_its_line(monkeypatch):
         return reward - median(rewards)
 
     monkeypatch.setitem(BASELINES, "median", less_median)
-    estimator = AdvantageEstimator("step", 8, std_epsilon=None, baseline="median")
+    rule = EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
+    config = PolicyGradientConfig(**rule).model_copy(update={"advantage_baseline": "median"})
+    estimator = AdvantageEstimator(config, 8)
     group = (0.0, 0.25, 1.0)
     example = TrainingExample([5, 6], [0.0, -0.5], [0, 1], reward=1.0, group_rewards=group)
     assert estimator.estimate(example, start=1, num_of_rollout=1).advantages == (0.75,)

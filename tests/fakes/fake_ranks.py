@@ -29,7 +29,7 @@ class FakeLearner:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.learner = self.publisher = self
+        self.learner = self.algorithm = self.publisher = self
         self.told_to_stop = threading.Event()
         self.let_go = threading.Event()
         self.begun = threading.Event()

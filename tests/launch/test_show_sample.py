@@ -21,8 +21,8 @@ from launch.sample_pages.detection import Canvas, ShapeStyle
 from launch.show_sample import ShowOptions, main, show_sample
 from learner.algorithms.matched_targets import ground_truth_target, parsed_target
 from learner.data.samples import load_samples
-from learner.rollout_logs.samples import RolloutLog
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.samples import sample_record
+from learner.rollout_logs.writer import StepLog, step_path
 from learner.targets import target_settings, text_weights
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
@@ -30,6 +30,7 @@ from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
 from shared.records import GroundTruthObject
 from shared.rollouts import FinishReason, Rollout
+from shared.schedule import StepPlan
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import coord_token
 
@@ -62,8 +63,9 @@ class Run:
 
     def write(self, *texts, step=STEP, spoil=None):
         """Channel B; `spoil` may change what was parsed."""
-        log = RolloutLog(self.folder / "rollouts", self.codec)
-        log.begin(step, Channel.B)
+        log = StepLog(self.folder / "rollouts")
+        log.begin(step)
+        plan = StepPlan(step - 1, Channel.B, len(texts), 0, False, False)
         for position, text in enumerate(texts):
             ids = tuple(self.codec.encode(text))
             what = (step, position, self.scene.sample_id, (1, 2), ids, None, None, None)
@@ -72,19 +74,22 @@ class Run:
             if spoil is not None:
                 parsed = spoil(parsed)
             target = parsed_target(parsed, self.scene, self.codec, self.rules)
-            self._write(log, Rollout(*what, *how), target, Channel.B, position)
+            log.write(self._record(plan, Rollout(*what, *how), target, position))
         log.close()
 
     def write_channel_a(self, step=1):
-        log = RolloutLog(self.folder / "rollouts", self.codec)
-        log.begin(step, Channel.A)
+        log = StepLog(self.folder / "rollouts")
+        log.begin(step)
+        plan = StepPlan(step - 1, Channel.A, 1, 0, False, False)
         target = ground_truth_target(self.scene, self.codec, self.rules)
-        self._write(log, None, target, Channel.A, 0)
+        log.write(self._record(plan, None, target, 0))
         log.close()
 
-    def _write(self, log, rollout, target, channel, position):
-        weights = text_weights(self.config.rollout_matching.pipeline, channel).of(target)
-        log.write(rollout, self.scene, target, weights, position)
+    def _record(self, plan, rollout, target, position):
+        weights = text_weights(self.config.rollout_matching.pipeline, plan.channel).of(target)
+        return sample_record(
+            plan, position, self.scene, target, weights, self.codec, rollout=rollout
+        )
 
     def everything(self):
         """A match with another name, a match, a false positive with a hostile name, three dropped

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from config_support import configuration
-from learner_support import make_learner
+from learner_support import make_learner, weights_of
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -73,31 +73,15 @@ def differ(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
 
 
-def weights(learner):
-    named = learner.loaded.model.named_parameters()
-    return {name: parameter.detach().clone() for name, parameter in named}
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_checkpointing):
-    one = learner(kind, "full", model__gradient_checkpointing=gradient_checkpointing)
-    before = weights(one)
-    assert all(report.step_metrics["optim/grad_norm"] > 0 for report in steps(one, 2))
-    after = weights(one)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if ".lora_" in name}
-
-
 def test_over_weights_in_4_bits_the_adapter_alone_learns_and_the_checkpoint_thinks_what_it_does(
     learner, tmp_path
 ):
     adapter = {"kind": "lora", "rank": 4, "alpha": 8.0, "quantize": "nf4"}
     one = learner(mode="full", model__adapter=adapter)
-    before = weights(one)
+    before = weights_of(one)
     (report,) = steps(one, 1)
     assert report.step_metrics["optim/grad_norm"] > 0
-    after = weights(one)
+    after = weights_of(one)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(".lora_" in name for name in changed)
     assert one.publisher.offer().transport == TransportKind.GLOO
@@ -121,11 +105,11 @@ def test_an_adapter_in_the_vision_tower_learns_at_its_part_s_rate(learner):
         training__parts=rates,
         model__gradient_checkpointing=True,
     )
-    before = weights(one)
+    before = weights_of(one)
     (report,) = steps(one, 1)
     assert report.step_metrics["optim/learning_rate.vision_tower"] == 1e-3
     assert report.step_metrics["optim/learning_rate"] == 1e-2
-    after = weights(one)
+    after = weights_of(one)
     # The first step of AdamW moves by the rate, where the gradient is well above epsilon.
     moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
     for name in (name for name, distance in moved.items() if distance):
@@ -190,11 +174,6 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
         assert "base_layer" not in names
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("dora", "auto"), ("dora", "full"), ("lora", "full")])
-def test_a_learner_that_resolves_to_full_offers_merged_weights_from_the_start(learner, kind, mode):
-    assert learner(kind, mode).publisher.offer().transport == "rollmatch_gloo"
-
-
 def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(
     learner, demo_checkpoint, tmp_path
 ):
@@ -216,18 +195,6 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
         )
     for logits in others:
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-
-
-def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(
-    learner,
-):
-    one = learner()
-    untrained = offered(one).canary
-    assert untrained.base_logprobs == untrained.expected_logprobs, "a fresh adapter has no effect"
-    list(steps(one, 2))
-    trained = offered(one).canary
-    assert trained.base_logprobs == untrained.base_logprobs != trained.expected_logprobs
-    assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
 def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where_the_adapter_has_learned_before_it_was_first_asked(

@@ -9,14 +9,15 @@ import pytest
 import torch
 from config_support import configuration, mapping
 from learner_support import finish_step, half_right, make_learner
-from rollout_support import make_rollout
+from rollout_support import RULES as BASE
+from rollout_support import make_rollout, text_of
+from rollout_support import with_role as positions_of
 from small_tokenizers import FastTokenizer, byte_level_bpe, gpt2_words, no_words, qwen_words
 from tiny_qwen import make_stock_model
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
-from learner.ot_targets import OTSettings
-from learner.targets import MatchSettings, TargetSettings, TextWeights, TokenRole
+from learner.targets import TextWeights, TokenRole
 from shared.config import load_config
 from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.errors import ConfigError
@@ -28,13 +29,8 @@ from shared.schedule import RunSchedule
 from shared.tokens.hf_codec import HFTokenCodec
 
 LIST = FORMATS["qwen3_vl"]
-RULES = TargetSettings(
-    geometry=frozenset({GeometryKind.BBOX, GeometryKind.POINT}),
-    answer_format=LIST,
-    matching=MatchSettings(
-        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
-    ),
-    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
+RULES = replace(
+    BASE, geometry=frozenset({GeometryKind.BBOX, GeometryKind.POINT}), answer_format=LIST
 )
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
@@ -63,12 +59,8 @@ def target_of(text, codec, objects=(SEVEN, TWO), settings=RULES):
     return rollout_target(rollout, Sample("scene", (), 96, 96, objects), codec, settings)
 
 
-def text_of(codec, token_ids):
-    return b"".join(map(codec.piece_bytes, token_ids)).decode()
-
-
 def with_role(target, codec, role):
-    return [codec.piece_bytes(target.token_ids[i]) for i in np.flatnonzero(target.roles == role)]
+    return [codec.piece_bytes(target.token_ids[at]) for at in positions_of(target, role)]
 
 
 def digits_of(pieces):
@@ -77,7 +69,7 @@ def digits_of(pieces):
 
 def test_on_channel_a_digits_are_text_that_is_taught_and_there_are_no_slots(codec):
     target = ground_truth_target(Sample("scene", (), 96, 96, (SEVEN, TWO)), codec, RULES)
-    written = text_of(codec, target.token_ids[:-1])
+    written = text_of(target.token_ids[:-1], codec)
     assert written == f"[{entry('seven', *SEVEN.bins)}, {entry('two', *TWO.bins)}]"
     assert digits_of(with_role(target, codec, TokenRole.DIGITS)) == "100100300300500500800900"
     assert (target.coord_positions, target.box_slots, target.label_overrides) == ((), (), ())
@@ -104,7 +96,7 @@ def test_a_matched_coordinate_is_taught_up_to_its_first_wrong_digit(codec, write
     wrong = [i for i in range(4) if numbers[i] != SEVEN.bins[i]]
     assert len(target.label_overrides) == len(wrong)
     for i, override in zip(wrong, target.label_overrides, strict=True):
-        before = text_of(codec, target.token_ids[: override.position])
+        before = text_of(target.token_ids[: override.position], codec)
         taught = before + codec.piece_bytes(override.token_id).decode()
         corrected = [*numbers]
         corrected[i] = SEVEN.bins[i]
@@ -115,7 +107,7 @@ def test_a_matched_coordinate_is_taught_up_to_its_first_wrong_digit(codec, write
 def test_what_is_missing_is_appended_in_digits_behind_the_kept_answer(codec):
     kept = entry("six", 100, 100, 300, 300)
     target = target_of(f"[{kept}, {entry('x', 1, 2)}, {{", codec)
-    written = text_of(codec, target.token_ids[:-1])
+    written = text_of(target.token_ids[:-1], codec)
     assert written == f"[{kept}, {entry('x', 1, 2)}, {entry('two', *TWO.bins)}]"
     digits = digits_of(with_role(target, codec, TokenRole.DIGITS))
     assert digits == "100100300300500500800900"
@@ -134,9 +126,9 @@ def test_the_digits_of_a_point_are_taught_as_those_of_a_box(codec):
     assert digits == "1" + "200" + "500500800900"
     (override,) = target.label_overrides
     assert codec.piece_bytes(override.token_id).startswith(b"0")
-    assert text_of(codec, target.token_ids[:-1]).endswith(f", {entry('two', *TWO.bins)}]")
+    assert text_of(target.token_ids[:-1], codec).endswith(f", {entry('two', *TWO.bins)}]")
     whole = ground_truth_target(Sample("scene", (), 96, 96, (eye,)), codec, RULES)
-    assert text_of(codec, whole.token_ids[:-1]) == f"[{written % eye.bins}]"
+    assert text_of(whole.token_ids[:-1], codec) == f"[{written % eye.bins}]"
 
 
 def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instead():
@@ -172,7 +164,7 @@ def test_options_act_on_lists_too(codec):
     )
     target = target_of(f"{kept}, {entry('nine', 0, 0, 9, 9)}]", codec, settings=rules)
     assert target.reading.num_trimmed == 1
-    assert text_of(codec, target.token_ids[:-1]) == f"{kept}]"
+    assert text_of(target.token_ids[:-1], codec) == f"{kept}]"
     separators = with_role(target, codec, TokenRole.SEPARATOR)
     assert [piece.count(b",") for piece in separators] == [1, 1]
     assert (target.roles == TokenRole.CORRECTED_DESC).sum() == 1
@@ -218,10 +210,10 @@ def test_numbers_of_a_pixel_format_are_those_of_the_picture_as_it_is_shown(codec
     target = ground_truth_target(sample, codec, rules)
     seven = entry("seven", 64, 48, 193, 143)
     two = entry("two", 322, 238, 515, 428)
-    assert text_of(codec, target.token_ids[:-1]) == f"[{seven}, {two}]"
+    assert text_of(target.token_ids[:-1], codec) == f"[{seven}, {two}]"
     rollout = make_rollout(codec.encode(f"[{entry('seven', 64, 49, 193, 143)}]"))
     target = rollout_target(rollout, sample, codec, rules)
-    assert text_of(codec, target.token_ids[:-1]).endswith(f", {two}]")
+    assert text_of(target.token_ids[:-1], codec).endswith(f", {two}]")
     (override,) = target.label_overrides
     assert b"8" in codec.piece_bytes(override.token_id)
 

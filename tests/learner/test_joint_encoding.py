@@ -8,27 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from damaged_responses import Damage, random_objects
+from rollout_support import RULES
 from small_tokenizers import byte_level_bpe, qwen_words, small_codecs, with_coord_tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from learner.algorithms.matched_targets import ground_truth_target, parsed_target
-from learner.ot_targets import OTSettings
-from learner.targets import MatchSettings, TargetSettings, TokenRole
+from learner.targets import TokenRole
 from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetSettings(
-    geometry=ALL_GEOMETRY,
-    answer_format=ObjectDictionary("desc_first"),
-    matching=MatchSettings(
-        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
-    ),
-    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
-)
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two!")
 FALSE = GroundTruthObject(GeometryKind.BBOX, (900, 0, 999, 40), "nine")
@@ -213,10 +205,3 @@ def test_an_opening_brace_that_the_answer_lost_is_taught_like_appended_text(code
     assert codec.piece_bytes(target.token_ids[0]).startswith(b"{")
     assert target.roles[0] == TokenRole.STRUCTURE
     assert (target.roles == truth.roles).all()
-
-
-@pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
-def test_log_probabilities_are_compared_only_where_the_token_is_the_rollouts_own(codec):
-    answer = codec.encode(serialize_objects([SEVEN]))
-    assert target_of(answer, codec, [SEVEN]).reading.num_kept == len(answer) - 1
-    assert target_of(answer[1:], codec, [SEVEN]).reading.num_kept == 0

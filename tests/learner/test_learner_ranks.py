@@ -14,15 +14,14 @@ from collections import Counter
 import pytest
 import rank_jobs
 import torch
+from rank_support import assert_same_updates, merged
 from safetensors.torch import load_file, save_file
 
 from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
-from shared.config.derive import rank_name
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
-from shared.metrics import merge_reports
 
 pytestmark = pytest.mark.processes
 
@@ -30,32 +29,6 @@ ALONE = RankTopology("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4
 FSDP = {"learner__world_size": 2, "learner__parallel": "fsdp"}
 DDP = {"learner__world_size": 2}
-
-
-def merged(ranks):
-    return [
-        merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)
-    ]
-
-
-def assert_same_updates(alone, ranks):
-    for one, several in zip(merged([alone]), merged(ranks), strict=True):
-        assert (several.step, several.channel) == (one.step, one.channel)
-        assert several.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], abs=1e-5)
-        assert several.metrics["optim/grad_norm"] == pytest.approx(
-            one.metrics["optim/grad_norm"], rel=1e-5
-        )
-        counted = [
-            name
-            for name in one.metrics
-            if name.startswith("rollout/num") or name == "packing/num_segments"
-        ]
-        assert {name: several.metrics[name] for name in counted} == {
-            name: one.metrics[name] for name in counted
-        }
-    assert ranks[0].weights.keys() == alone.weights.keys()
-    for name, weight in alone.weights.items():
-        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 
 
 def timeless(reports):
@@ -109,14 +82,6 @@ def test_each_rank_has_its_share_of_the_samples_that_one_rank_draws(alone, ddp):
         assert [
             sample_id for rank in ddp for sample_id in rank.sample_ids[step]
         ] == alone.sample_ids[step]
-
-
-def test_the_ranks_hold_the_same_bits_and_do_so_twice(two_ranks, ddp, ddp_config):
-    again = two_ranks.run(rank_jobs.learn, ddp_config, STEPS, CHUNK // 2)
-    for rank in (*ddp, *again):
-        assert all(
-            torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items()
-        )
 
 
 def test_ranks_may_have_rows_of_different_number_or_none_at_all(two_ranks, rank_config):
@@ -192,14 +157,6 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
     )
     ones = rank_jobs.learn(ALONE, None, rank_config(training__packing=False), STEPS, 6)
     assert_same_updates(ones, ranks)
-
-
-def test_sharded_ranks_give_the_same_bits_twice(two_ranks, rank_config, fsdp):
-    again = two_ranks.run(rank_jobs.learn, rank_config(**FSDP), STEPS, CHUNK // 2)
-    assert fsdp[0].weights
-    assert all(
-        torch.equal(weight, fsdp[0].weights[name]) for name, weight in again[0].weights.items()
-    )
 
 
 def test_sharded_ranks_learn_with_frozen_parts_and_recomputed_activations(two_ranks, rank_config):
@@ -440,11 +397,6 @@ def test_each_rank_logs_its_own_samples_and_they_are_read_as_one_step(ddp, ddp_c
     lines = read_step(step_path(folder, 2))
     assert [line["position"] for line in lines] == list(range(11))
     assert [line["sample_id"] for line in lines] == [*ddp[0].sample_ids[1], *ddp[1].sample_ids[1]]
-
-
-def test_every_rank_has_a_name_of_its_own_and_one_alone_needs_no_number():
-    assert [rank_name(rank, 2) for rank in range(2)] == ["learner-0", "learner-1"]
-    assert rank_name(0, 1) == "learner"
 
 
 def test_every_rank_has_a_track_of_its_own_on_the_timeline(ddp):

@@ -100,11 +100,3 @@ def test_a_rollout_two_versions_old_ends_the_run(config):
     message = r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"
     with pytest.raises(RolloutError, match=message):
         learner.accumulate(rollouts)
-
-
-def test_at_most_two_steps_are_in_progress(config):
-    learner, schedule = make_learner(config()), RunSchedule(config())
-    learner.next_requests(schedule.plan(0))
-    learner.next_requests(schedule.plan(1))
-    with pytest.raises(AssertionError, match="finish_step ends a step"):
-        learner.next_requests(schedule.plan(2))

@@ -91,52 +91,6 @@ def test_no_warning_where_the_iterations_end_before_convergence(capfd, epsilon):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
-def test_targets_lie_in_the_convex_hull_of_the_ground_truth():
-    draw = random.Random(4)
-    # In every direction no target is farther than the farthest point.
-    angles = np.linspace(0, 2 * np.pi, 60)
-    directions = np.stack([np.cos(angles), np.sin(angles)])
-    for _ in range(40):
-        gt_points, points = np.array(draw_points(draw, 6)), np.array(draw_points(draw, 8))
-        epsilon, cost = draw.choice([0.01, 1.0, 10.0, 1e4]), draw.choice(["l1", "l2"])
-        targets = barycentric_targets(points, gt_points, epsilon=epsilon, cost=cost)
-        farthest = (gt_points @ directions).max(axis=0)
-        assert ((targets @ directions).max(axis=0) <= farthest + 1e-9).all()
-
-
-def test_the_order_of_the_ground_truth_does_not_matter():
-    draw = random.Random(5)
-    for _ in range(20):
-        points, gt_points = np.array(draw_points(draw, 7)), np.array(draw_points(draw, 6))
-        shuffled = gt_points[draw.sample(range(6), 6)]
-        np.testing.assert_allclose(
-            barycentric_targets(points, shuffled), barycentric_targets(points, gt_points), atol=1e-8
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cost": "squared"}, r"cost is 'squared'; use one of l1, l2 \(.*ot_cost\)"),
-        ({"epsilon": 0.0}, r"epsilon is 0\.0; use a finite number above 0 \(.*ot_epsilon\)"),
-        ({"epsilon": float("nan")}, "use a finite number above 0"),
-        ({"iters": 0}, r"iters is 0; use at least 1 \(rollout_matching\.ot_iters\)"),
-        ({"pred_points": np.zeros((0, 2))}, r"pred_points has shape \(0, 2\); give at least one"),
-        ({"gt_points": np.zeros((0, 2))}, r"gt_points has shape \(0, 2\)"),
-        ({"gt_points": np.zeros((2, 3))}, r"gt_points has shape \(2, 3\)"),
-        (
-            {"pred_points": np.array([[0.0, np.inf]])},
-            "pred_points holds a .* not finite; give bins",
-        ),
-    ],
-)
-def test_what_a_caller_can_fix_is_refused_with_a_remedy(change, message):
-    arguments = {"pred_points": np.zeros((2, 2)), "gt_points": np.ones((3, 2))} | change
-    with pytest.raises(ValueError, match=message):
-        barycentric_targets(**arguments)
-
-
 def points_of(bins):
     return list(zip(bins[::2], bins[1::2], strict=True))
 

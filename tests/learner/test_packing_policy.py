@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 
 from learner.packing import CarryBuffer, CarryOver, PackingPolicy, PackWithinStep
 
@@ -83,12 +82,3 @@ def test_every_row_of_the_carry_mode_holds_the_oldest_segment():
     assert positions(rows) == [[0], [1, 2]]
     assert policy.num_carried == 1
     assert positions(one_step(policy, [Piece(4, 1), Piece(5, 1)])) == [[3, 4, 5]]
-
-
-def test_a_full_buffer_that_refuses_a_segment_stays_as_it_was():
-    policy = CarryOver(CarryBuffer(10, 3), micro_step=2)
-    for piece in pieces(9, 9, 9, 9, 9):
-        policy.add(piece)
-    with pytest.raises(ValueError, match=r"raise training.packing_buffer"):
-        policy.add(Piece(5, 9))
-    assert policy.num_carried == 3

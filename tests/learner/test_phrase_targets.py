@@ -7,15 +7,16 @@ import pytest
 import torch
 from config_support import configuration, mapping
 from learner_support import finish_step, half_right, make_learner
-from rollout_support import make_rollout
+from rollout_support import RULES as BASE
+from rollout_support import make_rollout, text_of
+from rollout_support import with_role as positions_of
 from small_tokenizers import byte_level_bpe, gpt2_words, qwen_words, rex_codec
 from tiny_qwen import make_rex_omni
 
 from launch.rex_omni.__main__ import write_tokenizer
 from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.model.loading import load_tokens
-from learner.ot_targets import OTSettings
-from learner.targets import MatchSettings, TargetSettings, TokenRole
+from learner.targets import TokenRole
 from shared.config import load_config
 from shared.errors import ConfigError
 from shared.grounding.formats import FORMATS
@@ -23,14 +24,7 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.schedule import RunSchedule
 
 REX = FORMATS["rex_omni"]
-RULES = TargetSettings(
-    geometry=frozenset({GeometryKind.BBOX}),
-    answer_format=REX,
-    matching=MatchSettings(
-        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
-    ),
-    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
-)
+RULES = replace(BASE, geometry=frozenset({GeometryKind.BBOX}), answer_format=REX)
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 0, 800, 400), "two")
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 OTHER_TWO = GroundTruthObject(GeometryKind.BBOX, (400, 500, 600, 900), "two")
@@ -52,12 +46,8 @@ def target_of(text, codec, objects=(TWO, SEVEN, OTHER_TWO), settings=RULES):
     return rollout_target(rollout, Sample("scene", (), 96, 96, objects), codec, settings)
 
 
-def text_of(codec, token_ids):
-    return b"".join(map(codec.piece_bytes, token_ids)).decode()
-
-
 def with_role(target, codec, role):
-    return text_of(codec, [target.token_ids[i] for i in np.flatnonzero(target.roles == role)])
+    return text_of([target.token_ids[at] for at in positions_of(target, role)], codec)
 
 
 def slots(target, codec):
@@ -67,7 +57,7 @@ def slots(target, codec):
 
 def test_on_channel_a_an_object_has_four_slots_wherever_its_phrase_stands(codec):
     target = ground_truth_target(Sample("scene", (), 96, 96, (TWO, SEVEN, OTHER_TWO)), codec, RULES)
-    written = text_of(codec, target.token_ids[:-1])
+    written = text_of(target.token_ids[:-1], codec)
     twos = phrase("two", OTHER_TWO.bins, TWO.bins)
     assert written == f"{twos}, {phrase('seven', SEVEN.bins)}"
     bins = [*OTHER_TWO.bins, *TWO.bins, *SEVEN.bins]
@@ -84,7 +74,7 @@ def test_an_answer_without_objects_is_empty_and_its_end_is_taught(codec):
     assert target.roles.tolist() == [TokenRole.CLOSING]
     assert target_of("", codec, objects=()).token_ids == (codec.eos_token_id,)
     prose = target_of("Nothing.", codec, objects=(SEVEN,))
-    assert text_of(codec, prose.token_ids[:-1]) == phrase("seven", SEVEN.bins)
+    assert text_of(prose.token_ids[:-1], codec) == phrase("seven", SEVEN.bins)
     assert (prose.reading.num_kept, prose.coord_targets) == (0, SEVEN.bins)
 
 
@@ -92,7 +82,7 @@ def test_on_channel_b_matched_boxes_are_aimed_and_missed_ones_go_on_in_the_open_
     text = f"{phrase('seven', (110, 90, 310, 290), (900, 900, 950, 950))}, "
     kept = text + phrase("two", (510, 0, 800, 400), end="")
     target = target_of(f"{kept}<|box_end|>", codec)
-    assert text_of(codec, target.token_ids[:-1]) == f"{kept},<400><500><600><900><|box_end|>"
+    assert text_of(target.token_ids[:-1], codec) == f"{kept},<400><500><600><900><|box_end|>"
     held = [110, 90, 310, 290, 510, 0, 800, 400, *OTHER_TWO.bins]
     aims = [*SEVEN.bins, *TWO.bins, *OTHER_TWO.bins]
     assert slots(target, codec) == list(zip(held, aims, strict=True))
@@ -114,9 +104,9 @@ def test_trim_and_separators_act_on_phrases_too(codec):
     text = f"{kept},<900><0><990><90><|box_end|>"
     target = target_of(text, codec, objects=(OTHER_TWO, SEVEN), settings=rules)
     assert target.reading.num_trimmed == 1
-    assert text_of(codec, target.token_ids[:-1]) == f"{kept}<|box_end|>"
+    assert text_of(target.token_ids[:-1], codec) == f"{kept}<|box_end|>"
     separators = np.flatnonzero(target.roles == TokenRole.SEPARATOR)
-    assert [text_of(codec, [target.token_ids[i]]).strip() for i in separators] == [",", ","]
+    assert [text_of([target.token_ids[i]], codec).strip() for i in separators] == [",", ","]
     first = target_of(
         kept, codec, objects=(GroundTruthObject(TWO.kind, nine, "two"),), settings=rules
     )

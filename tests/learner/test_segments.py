@@ -19,7 +19,6 @@ from shared.records import ImageRef
 
 # Patches of 8 pixels, two by two merged; the last is no multiple of them, and is resized.
 SIZES = ((96, 64), (80, 112), (150, 45))
-COUNTS = [24, 35, 27]
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -46,21 +45,6 @@ def prompt_of(processor, images):
     pictures = [decode_image(image) for image in images]
     encoded = processor(text=[f"{text} What?"], images=pictures, return_tensors="pt")
     return encoded["input_ids"][0].tolist(), encoded
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_images_are_encoded_as_the_processor_encodes_them_in_a_prompt(
-    processor, encoder, images, number
-):
-    token_ids, expected = prompt_of(processor, images[:number])
-    encoded = encoder.encode(images[:number], token_ids)
-    assert torch.equal(encoded.pixel_values_RD, expected["pixel_values"])
-    assert torch.equal(encoded.image_grid_I3, expected["image_grid_thw"])
-    modality = encoder.modality(token_ids)
-    assert torch.equal(modality, expected["mm_token_type_ids"][0])
-    assert modality.sum() == sum(COUNTS[:number])
-    assert encoder.num_images(token_ids) == number
 
 
 def test_an_image_that_is_not_of_three_colours_is_encoded_as_the_prompt_s(processor, encoder):
@@ -93,21 +77,6 @@ def test_other_images_than_those_of_the_tokens_are_refused_with_both_counts(
     text = [token_id for token_id in two if not encoder.num_images([token_id])]
     with pytest.raises(ValueError, match=r"the engine has \[\] tokens of its images, the learner"):
         encoder.encode([images[index] for index in brought], text)
-
-
-def test_the_first_images_are_those_that_would_be_encoded_without_the_others(
-    processor, encoder, images
-):
-    encoded = encoder.encode(images, prompt_of(processor, images)[0])
-    for number in (1, 2, 3):
-        some = images[:number]
-        alone = ImageEncoder(processor).encode(some, prompt_of(processor, some)[0])
-        first = encoded.first(number)
-        assert torch.equal(first.pixel_values_RD, alone.pixel_values_RD)
-        assert torch.equal(first.image_grid_I3, alone.image_grid_I3)
-    none = encoded.first(0)
-    assert none.pixel_values_RD.shape == (0, encoded.pixel_values_RD.shape[1])
-    assert none.image_grid_I3.shape == (0, 3)
 
 
 def test_the_images_of_the_rollout_before_are_not_encoded_again(processor, images):

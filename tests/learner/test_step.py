@@ -12,16 +12,15 @@ from config_support import configuration
 from rollout_support import make_rollout
 from slow_losses import SlowRow
 
-from learner.algorithms.advantages import TokenAdvantages
 from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.collate import collate
 from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import PromptEncoder, Segment
-from learner.step import LOGIT_CHUNK, train_row
-from learner.targets import AdvantageTarget, TextWeights, TokenRole, target_settings, text_weights
-from shared.config.pipeline import Channel, PipelineSection
+from learner.step import train_row
+from learner.targets import TextWeights, TokenRole, target_settings, text_weights
+from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
 
 pytestmark = pytest.mark.slow
@@ -114,7 +113,7 @@ def _between_bins(target):
     return replace(target, coord_targets=moved)
 
 
-def step(parts, channel, rows, *, logit_chunk=LOGIT_CHUNK):
+def step(parts, channel, rows):
     """Loss, terms, diagnostics and gradients of a step made of these rows."""
     config, loaded, _ = parts
     loaded.model.zero_grad(set_to_none=True)
@@ -124,7 +123,7 @@ def step(parts, channel, rows, *, logit_chunk=LOGIT_CHUNK):
     loss, terms, sums, slots = 0.0, Counter(), Counter(), Counter()
     for segments in rows:
         row = row_of(loaded, segments, text_weights(pipeline, channel))
-        result = train_row(loaded.model, row, objectives, sampling, logit_chunk=logit_chunk)
+        result = train_row(loaded.model, row, objectives, sampling)
         loss += result.loss / NUM_SEGMENTS
         for name, value in result.terms.items():
             terms[name] += value / NUM_SEGMENTS
@@ -147,54 +146,6 @@ def test_loss_and_gradients_do_not_depend_on_packing_with_images(parts, channel)
         # Relative, too: an error of 246 bins is told in steps of 1.5e-5.
         assert packed_terms == pytest.approx(terms, rel=1e-6, abs=2e-5)
         assert_same_gradients(packed_gradients, gradients)
-
-
-def sampled_here_and_there(segment, draw):
-    """As the turns of a trajectory are: a target of which some tokens are learned."""
-    positions = np.flatnonzero(draw.random(len(segment.target.token_ids)) < 0.4).tolist()
-    number = len(positions)
-    logprobs = tuple(draw.uniform(-8.5, -6.5, number))
-    advantages = tuple(draw.choice([-1.0, 2.0], number))
-    credit = TokenAdvantages(
-        tuple(positions), logprobs, advantages, (1.0 / number,) * number, (0,) * number
-    )
-    target = AdvantageTarget("sampled", segment.target.token_ids, credit)
-    return replace(segment, target=target)
-
-
-def test_a_policy_gradient_does_not_depend_on_packing_with_images(parts):
-    _, loaded, segments = parts
-    config = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step"}
-    entry = {"name": "policy_gradient", **ON, "channels": ["B"]}
-    pipeline = PipelineSection(
-        objective=[entry | {"config": config | {"advantage_std": False}}], diagnostics=[]
-    )
-    objectives = build_objectives(pipeline, Channel.B, loaded.coord_ids_C)
-    draw = np.random.default_rng(0)
-    sampled = [sampled_here_and_there(segment, draw) for segment in segments[Channel.A]]
-    sampling = Normalizer(0.9, loaded.banned_token_ids)
-
-    def learn(rows):
-        loaded.model.zero_grad(set_to_none=True)
-        packed = [row_of(loaded, row, TextWeights(0.0, 0.0, 0.0)) for row in rows]
-        results = [train_row(loaded.model, row, objectives, sampling) for row in packed]
-        clipped = sum(result.diagnostics["policy/clipped_share"].total for result in results)
-        return sum(result.loss for result in results), clipped, gradients_of(loaded.model)
-
-    loss, clipped, gradients = learn([[segment] for segment in sampled])
-    assert 0 < clipped < sum(len(segment.target.credit.positions) for segment in sampled)
-    for rows in packings(sampled):
-        packed_loss, packed_clipped, packed_gradients = learn(rows)
-        assert packed_loss == pytest.approx(loss, abs=2e-5)
-        assert packed_clipped == clipped
-        assert_same_gradients(packed_gradients, gradients)
-
-
-def test_the_same_rows_twice_give_the_same_bits(parts):
-    segments = parts[2][Channel.B]
-    first, second = (step(parts, Channel.B, [segments[:3], segments[3:]]) for _ in range(2))
-    assert first[0] == second[0]
-    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
 def slow_row(loaded, segment):
@@ -246,32 +197,6 @@ def test_the_loss_is_the_mean_over_segments_of_each_terms_mean_over_its_own_posi
         "coord_diag/coord_mass": pytest.approx(mass, rel=1e-4),
     }
     assert loss == pytest.approx(sum(losses.values()), rel=1e-4)
-
-
-def test_a_row_longer_than_a_logit_chunk_gives_the_same_loss_and_gradient(parts):
-    segments = [parts[2][Channel.B]]
-    loss, terms, gradients = step(parts, Channel.B, segments)
-    chunked_loss, chunked_terms, chunked = step(parts, Channel.B, segments, logit_chunk=17)
-    assert chunked_loss == pytest.approx(loss, rel=1e-5)
-    assert chunked_terms == pytest.approx(terms, rel=1e-5)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(chunked[name], gradient, atol=1e-5, rtol=1e-3)
-
-
-def test_text_gate_is_at_text_tokens_of_positive_weight_other_than_the_closing_brace_and_eos(parts):
-    _, loaded, segments = parts
-    raw = {TokenRole.STRUCTURE: 1.0, TokenRole.MATCHED_STRUCTURE: 0.5, TokenRole.CLOSING: 0.0}
-    for segment in segments[Channel.B]:
-        row = row_of(loaded, [segment], TextWeights(desc=0.0, matched_structure=0.5))
-        text, first = row.supervision.text, len(segment.prompt.token_ids) - 1
-        at = (row.positions_N[text.at] - first).tolist()
-        gates = dict(zip(at, text.gate_weight.tolist(), strict=True))
-        roles = enumerate(map(TokenRole, segment.target.roles.tolist()))
-        expected = {i: raw[role] for i, role in roles if role in raw}
-        total = sum(expected.values())
-        assert gates == {i: pytest.approx(weight / total) for i, weight in expected.items()}
-        closing = [gates[len(segment.target.token_ids) - i] for i in (1, 2)]
-        assert closing == [0.0, 0.0], "EOS and the closing brace"
 
 
 def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_tokens(parts):

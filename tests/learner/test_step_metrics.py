@@ -134,14 +134,12 @@ def test_what_options_change_is_counted_and_without_them_there_is_no_such_number
     changed = replace(plain, roles=roles, label_overrides=overrides, reading=reading)
     metrics.add_options(changed, TextWeights(1.0, 1.0))
     metrics.add_options(changed, TextWeights(1.0, 1.0, fp_end=0.5))
-    metrics.add_gate(0.2)
     assert metrics.totals.as_dict() == {
         "rollout/num_trimmed": 6,
         "rollout/num_separators": 2,
         "rollout/num_corrected_names": 2,
         "rollout/num_capped_epsilons": 6,
         "rollout/num_weighted_ends": 1,
-        "rollout/match_gate": 0.2,
     }
 
 

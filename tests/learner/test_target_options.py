@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from damaged_responses import Damage, random_objects
-from rollout_support import make_rollout
+from rollout_support import RULES, make_rollout, text_of
+from rollout_support import with_role as positions_of
 from small_tokenizers import small_codecs
 from transformers import AutoTokenizer
 
 from learner.algorithms.matched_targets import parsed_target, rollout_target
 from learner.collate import collate
-from learner.ot_targets import OTSettings
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import (
-    MatchSettings,
-    TargetSettings,
     TextWeights,
     TokenRole,
     target_settings,
@@ -32,14 +30,6 @@ from shared.grounding.serialize import escaped
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetSettings(
-    geometry=ALL_GEOMETRY,
-    answer_format=ObjectDictionary("desc_first"),
-    matching=MatchSettings(
-        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
-    ),
-    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
-)
 TRIM = replace(RULES, trims_false_positives=True)
 SEPARATORS = replace(RULES, supervises_separators=True)
 NAMES = replace(RULES, corrects_names=True)
@@ -70,20 +60,13 @@ def geometry_first(number, desc, bins):
     return f'"object_{number}": {{"bbox_2d": [{tokens}], "desc": "{desc}"}}'
 
 
-def text_of(token_ids, codec):
-    return b"".join(map(codec.piece_bytes, token_ids)).decode()
-
-
 def answer(*entries):
     return "{" + ", ".join(entries) + "}"
 
 
 def with_role(target, codec, role):
     """The positions of the tokens of this role, with the text of each."""
-    return [
-        (int(position), text_of([target.token_ids[position]], codec))
-        for position in np.flatnonzero(target.roles == role)
-    ]
+    return [(at, text_of([target.token_ids[at]], codec)) for at in positions_of(target, role)]
 
 
 # Trailing false positives

@@ -7,34 +7,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rollout_support import make_rollout
+from rollout_support import RULES as BOTH_KINDS
+from rollout_support import make_rollout, text_of
 from transformers import AutoTokenizer
 
 from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
-from learner.ot_targets import OTSettings, barycentric_targets
+from learner.ot_targets import barycentric_targets
 from learner.targets import (
     LabelOverride,
-    MatchSettings,
     Target,
-    TargetSettings,
     TextWeights,
     TokenRole,
 )
 from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
-from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
+from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetSettings(
-    geometry=frozenset({GeometryKind.BBOX}),
-    answer_format=ObjectDictionary("desc_first"),
-    matching=MatchSettings(
-        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
-    ),
-    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
-)
-BOTH_KINDS = replace(RULES, geometry=ALL_GEOMETRY)
+RULES = replace(BOTH_KINDS, geometry=frozenset({GeometryKind.BBOX}))
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
 SAMPLE = Sample("scene", (), 96, 96, (SEVEN, TWO))
@@ -60,10 +51,6 @@ def box(*bins):
 
 def entry(number, desc, bins, key="bbox_2d"):
     return f'"object_{number}": {{"desc": "{desc}", "{key}": {box(*bins)}}}'
-
-
-def text_of(token_ids, codec):
-    return b"".join(codec.piece_bytes(token) for token in token_ids).decode()
 
 
 def slots_of(target, codec):
@@ -142,13 +129,6 @@ def test_highest_retained_object_key_controls_fn_start_even_when_object_is_inval
     )
     assert '"object_10": {"desc": "two"' in text_of(target.token_ids[:-1], codec)
     assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["missing_geom"]
-
-
-def test_a_rollout_that_found_everything_gets_only_the_closing_brace_and_eos(codec):
-    target = target_of(FOUND, codec)
-    assert text_of(target.token_ids[:-1], codec) == FOUND
-    assert target.token_ids[-1] == codec.eos_token_id
-    assert target.reading.appended == ()
 
 
 def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts_own(codec):
@@ -341,11 +321,6 @@ def test_points_are_matched_appended_and_taught_by_two_slots_each(codec):
     structure = "".join(roles_text(target, codec, TokenRole.MATCHED_STRUCTURE))
     assert structure.replace(" ", "") == '":{"desc":"","point_2d":["",""]'
     assert roles_text(target, codec, TokenRole.DESC) == ["ear", "seven"]
-
-
-def test_predicted_polygons_are_dropped_with_a_reason(codec):
-    target = target_of("{" + entry(1, "seven", (1, 1, 9, 1, 9, 9), "poly") + "}", codec)
-    assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["poly_unsupported"]
 
 
 def weights_of(weights, *roles):

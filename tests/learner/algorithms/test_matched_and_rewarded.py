@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 from config_support import MINIMAL, configuration
-from learner_support import finish_step, make_learner
+from learner_support import finish_step, gradients_of_update, make_learner, same, timeless
 from rollout_support import make_rollout
 
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.targets import AdvantageTarget
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT
 from shared.grounding.parsing import parse_rollout
 from shared.rollouts import FinishReason
 from shared.schedule import RunSchedule
@@ -22,18 +23,9 @@ pytestmark = pytest.mark.slow
 
 PER_SAMPLE, ROLLOUTS = 3, 12
 MATCHED = yaml.safe_load(MINIMAL.read_text())["rollout_matching"]["pipeline"]["objective"]
-REWARDED = {
-    "name": "policy_gradient",
-    "enabled": True,
+REWARDED = EXAMPLE_POLICY_GRADIENT | {
     "weight": 0.5,
-    "channels": ["B"],
-    "config": {
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "ratio_cap": 2.0,
-        "normalize": "rollout",
-        "advantage_std": False,
-    },
+    "config": EXAMPLE_POLICY_GRADIENT["config"] | {"normalize": "rollout", "advantage_std": False},
 }
 
 
@@ -101,13 +93,7 @@ def learned(settings, rounds=(range(ROLLOUTS),), moved=0.0):
         for parameter in learner.loaded.model.parameters():
             parameter.add_(moved * torch.randn(parameter.shape, generator=draw))
     answers = sampled(learner, RunSchedule(settings).plan(0))
-    gradients = {}
-
-    def note(*_):
-        for name, parameter in learner.loaded.model.named_parameters():
-            gradients[name] = parameter.grad.clone()
-
-    learner.optimizer.optimizer.register_step_pre_hook(note)
+    gradients = gradients_of_update(learner)
     for round_ in rounds:
         learner.accumulate([answers[place] for place in round_])
     return finish_step(learner).metrics, gradients
@@ -187,10 +173,8 @@ def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
     settings = config(*MATCHED, REWARDED)
     whole, gradients = learned(settings)
     cut, of_cut = learned(settings, [range(4), range(4, 7), range(7, 12)])
-    assert {name: value for name, value in whole.items() if not name.startswith("time/")} == {
-        name: value for name, value in cut.items() if not name.startswith("time/")
-    }
-    assert all(torch.equal(gradient, of_cut[name]) for name, gradient in gradients.items())
+    assert timeless(whole) == timeless(cut)
+    assert same(gradients, of_cut)
 
 
 def test_a_step_draws_each_sample_once_and_the_next_goes_on_behind_them(config):

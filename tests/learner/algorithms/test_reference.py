@@ -8,7 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 from config_support import trajectory_config
-from trajectory_support import begin, finish_step, logprobs_of, make_learner, weights_of
+from learner_support import finish_step, same, timeless, weights_of
+from trajectory_support import begin, logprobs_of, make_learner
 from transformers import AutoModelForCausalLM
 
 from shared.errors import ConfigError
@@ -40,10 +41,6 @@ def learn(learner, config, number):
     metrics = finish_step(learner).metrics
     learner.publisher.done()
     return answers, metrics
-
-
-def timeless(metrics):
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def slow_k3(now, start, answers):
@@ -105,8 +102,7 @@ def test_the_first_step_is_that_of_a_run_without_it(config, reference):
     expected = timeless(expected)
     if reference is K3:
         assert timeless(metrics) == expected
-        others = weights_of(other)
-        assert all(torch.equal(one, others[name]) for name, one in weights_of(learner).items())
+        assert same(weights_of(learner), weights_of(other))
     else:  # whose gradient is 0 but for rounding
         assert metrics["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-2)
 
@@ -125,8 +121,7 @@ def test_a_resumed_run_has_the_reference_of_its_start(config, tmp_path, changes)
     _, metrics = learn(again, resumed, 2)
     assert timeless(metrics) == timeless(expected)
     assert metrics["loss/reference_kl"] > 1e-4
-    others = weights_of(learner)
-    assert all(torch.equal(one, others[name]) for name, one in weights_of(again).items())
+    assert same(weights_of(again), weights_of(learner))
 
 
 def test_a_run_is_not_resumed_with_another_reference(config, demo_lm, tmp_path):

@@ -8,15 +8,8 @@ import pytest
 import torch
 import trajectory_jobs
 from config_support import GROUP, trajectory_config
-from trajectory_support import (
-    ALONE,
-    EXAMPLES,
-    begin,
-    finish_step,
-    make_learner,
-    rollouts_for,
-    weights_of,
-)
+from learner_support import finish_step, same, weights_of
+from trajectory_support import ALONE, EXAMPLES, begin, make_learner, rollouts_for
 
 from shared.metrics import merge_reports
 from shared.schedule import RunSchedule
@@ -110,7 +103,7 @@ def test_a_step_is_that_of_the_groups_that_stand_in_its_places_at_the_end(config
     second, third = step.asked[1][0].example, step.asked[0][1].example
     assert list(step.report.refilled.items()) == [(4, second), (8, third)]
     again = Refilled(settings, flat(1, 2, 4))
-    assert all(torch.equal(again.weights[name], one) for name, one in step.weights.items())
+    assert same(again.weights, step.weights)
     assert again.report.digests == step.report.digests
 
 
@@ -135,7 +128,7 @@ def test_a_step_whose_groups_all_have_a_signal_asks_for_nothing_and_is_as_withou
     assert step.asked == [[], []]
     assert step.metrics["rollout/num_refilled"] == 0
     assert "rollout/num_refilled" not in without.metrics
-    assert all(torch.equal(without.weights[name], one) for name, one in step.weights.items())
+    assert same(without.weights, step.weights)
     assert (step.report.digests, step.report.refilled) == (without.report.digests, {})
 
 

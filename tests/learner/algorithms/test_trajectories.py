@@ -12,25 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
-from trajectory_support import (
-    EXAMPLES,
-    SCRIPTED,
-    begin,
-    finish_step,
-    logprobs_of,
-    make_learner,
-    rollouts_for,
-    weights_of,
-)
+from learner_support import finish_step, gradients_of_update, same, timeless, weights_of
+from trajectory_support import EXAMPLES, SCRIPTED, begin, logprobs_of, make_learner, rollouts_for
 from transformers import AutoModelForCausalLM
 
 from launch.run_folder.steps import progress_line
 from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import step_path
 from shared.dataset import SampleStream
-from shared.errors import ConfigError, RolloutError
+from shared.errors import RolloutError
 from shared.rollouts import DecodeMode
 from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
@@ -66,24 +57,16 @@ class Learned:
         if config.rollout_matching.max_staleness:
             self.learner.publisher.done()
         self.answers = answers if groups is None else groups(answers)
-        self.gradients = {}
-        self.learner.optimizer.optimizer.register_step_pre_hook(self._note)
+        self.gradients = gradients_of_update(self.learner)
         for round_ in rounds or [range(len(self.answers))]:
             self.learner.accumulate([self.answers[place] for place in round_])
         self.report = finish_step(self.learner)
         self.metrics = self.report.metrics
         self.weights = weights_of(self.learner)
 
-    def _note(self, *_):
-        self.gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in self.learner.loaded.model.named_parameters()
-            if parameter.grad is not None
-        }
-
     @property
     def timeless(self):
-        return {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
+        return timeless(self.metrics)
 
 
 def of_rollouts(change):
@@ -107,10 +90,6 @@ def of_examples(position, change):
             else rollout
         )
     )
-
-
-def assert_same_weights(weights, others):
-    assert all(torch.equal(weights[name], other) for name, other in others.items())
 
 
 def assert_same_update(one, other, atol=1e-6):
@@ -198,51 +177,12 @@ def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(
         torch.testing.assert_close(step.gradients[name], gradient, rtol=0, atol=2e-6)
 
 
-def rewritten(learner, *, merges):
-    """Examples of a position, by its remainder of 4.
-
-    Turns of 1 and 3 tokens; a history that is rewritten twice; two calls that go on from one; a
-    single call.
-    """
-    model, banned = learner.loaded.model, learner.loaded.banned_token_ids
-
-    def call(prompt, sampled):
-        return Call(prompt, sampled, logprobs_of(model, [*prompt, *sampled], banned)[len(prompt) :])
-
-    def examples(position):
-        a, b, c, d, e, f, g, h = ([(3 * position + index) % 14] for index in range(8))
-        calls = (
-            [call(a, b), call(a + b + c, d + e + f)],
-            [call(a, b + b), call(a + c, d), call(e + a, f + g + h)],
-            [call(a, b + c), call(a + b + c + d, e), call(a + b + c + f, g + h)],
-            [call(a + b, c + d)],
-        )[position % 4]
-        return examples_of(calls, merges=merges)
-
-    return examples
-
-
-@pytest.mark.parametrize("normalize", ["step", "rollout"])
-def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
-    config, normalize
-):
-    steps = []
-    for merges in (False, True):
-        settings = config(objective={"normalize": normalize}, training__max_grad_norm=None)
-        examples = rewritten(make_learner(settings), merges=merges)
-        steps.append(Learned(settings, examples_of=examples))
-    apart, merged = steps
-    assert [step.metrics["packing/num_segments"] for step in steps] == [3 * 9, 3 * 7]
-    assert apart.metrics["optim/grad_norm"] > 0.1
-    assert_same_update(apart, merged, atol=1e-6)
-
-
 def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
     whole = Learned(config())
     for rounds in ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]]):
         cut = Learned(config(), rounds=rounds)
         assert cut.timeless == whole.timeless
-        assert_same_weights(cut.weights, whole.weights)
+        assert same(cut.weights, whole.weights)
 
 
 @pytest.mark.parametrize(
@@ -423,12 +363,6 @@ def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_i
     assert dropping.metrics["loss/total"] != pytest.approx(without, abs=1e-4)
 
 
-def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
-    step = Learned(config(environment__drop_equal_groups=True), fails={4, 5, 6})
-    assert step.metrics["rollout/num_groups_without_signal"] == 1
-    assert step.metrics["packing/num_segments"] == 11
-
-
 @pytest.mark.parametrize("reason", ["nothing was sampled", "no group has a signal"])
 def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(
     config, reason
@@ -440,7 +374,7 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
         step = Learned(settings, groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
     else:
         step = Learned(config(environment__drop_equal_groups=True), reward=lambda _: 0.5)
-    assert_same_weights(step.weights, weights_of(make_learner(config())))
+    assert same(step.weights, weights_of(make_learner(config())))
     assert (step.learner.num_updates, step.metrics["optim/grad_norm"]) == (1, 0.0)
     for name in ("loss/total", "packing/num_rows", "packing/num_segments"):
         assert step.metrics[name] == 0
@@ -462,7 +396,7 @@ def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error
         learner.finish_step()
     assert (caught.value.actor, caught.value.phase) == (SCRIPTED, "environment")
     assert learner.num_updates == 0
-    assert_same_weights(weights_of(learner), before)
+    assert same(weights_of(learner), before)
 
 
 # What contradicts the learner
@@ -492,30 +426,6 @@ def test_an_example_that_nothing_can_be_learned_from_ends_the_run(config, change
     assert caught.value.actor == SCRIPTED
 
 
-@pytest.mark.parametrize(
-    ("difference", "message"),
-    [
-        (-0.01, r"response token (\d+) \(id \d+\) has log-probability .* in the engine and .* in"),
-        (math.nan, r"token \d+ has the log-probability nan; the endpoint must return finite ones"),
-    ],
-)
-@pytest.mark.parametrize("turn", [0, -1])
-def test_log_probabilities_of_any_turn_that_are_not_the_learners_end_the_run(
-    config, turn, difference, message
-):
-    def damaged(example):
-        logprobs = list(example.logprobs)
-        learned = [at for at, is_learned in enumerate(example.mask) if is_learned]
-        logprobs[learned[turn]] += difference
-        return replace(example, logprobs=logprobs)
-
-    with pytest.raises(RolloutError, match=message) as caught:
-        learned_of(config(), of_examples(1, damaged))
-    assert caught.value.actor == SCRIPTED
-    if difference < 0:
-        assert ("response token 0 " in str(caught.value)) is (turn == 0)
-
-
 def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(config):
     """An engine at temperature 0.7 gives `log_softmax(z / 0.7)`."""
     settings = config(rollout_matching__decoding={"temperature": 0.7})
@@ -532,35 +442,17 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
         learned_of(settings, lambda groups: groups)
 
 
-def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(
-    config,
-):
-    fresh, stale = Learned(config()), Learned(config(**STALE), drift=1.0)
-    assert fresh.metrics["rollout/num_compared_tokens"] == fresh.metrics["rollout/num_tokens"]
-    assert fresh.metrics["policy/logprob_difference"] < 1e-5
-    assert "rollout/num_compared_tokens" not in stale.metrics
-    assert stale.metrics["policy/logprob_difference"] > 0.05
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("advantage_std", [False, True])
-def test_a_reward_that_is_no_number_ends_the_run(config, reward, advantage_std):
-    settings = config(objective={"advantage_std": advantage_std})
+@pytest.mark.parametrize("reward", [math.nan, -math.inf])
+def test_a_reward_that_is_no_number_ends_the_run(config, reward):
     message = rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric"
     with pytest.raises(RolloutError, match=message):
-        learned_of(settings, lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
+        learned_of(config(), lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
 
 
 def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
     learner, groups = begun(config())
     with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
-        learner.score(only(6, reward=math.nan)(groups))
-
-
-def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
-    message = r"global_max_length: .* has \d+ tokens, a row holds 10; raise global_max_length"
-    with pytest.raises(ConfigError, match=message):
-        learned_of(config(global_max_length=10), lambda groups: groups)
+        learner.algorithm.score(only(6, reward=math.nan)(groups))
 
 
 # Staleness (decision 13)
@@ -597,18 +489,6 @@ def test_stale_rollouts_are_learned_counted_and_logged_with_their_step_and_are_n
         assert lines == [(step + 1, position) for position in range(ROLLOUTS)]
 
 
-def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
-    """An engine that missed a sync goes on with weights that are not too old, which nothing else
-    would tell.
-    """
-    learner, groups = begun(config(**STALE), version=1)
-    learner.publisher.done()
-    mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
-    message = r"weight version 0, and sample \d+ of the same round with 1 .*; an engine missed"
-    with pytest.raises(RolloutError, match=message):
-        learner.accumulate(mixed)
-
-
 # Requests
 
 
@@ -635,33 +515,10 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
             assert decode.return_logprobs
 
 
-def test_more_examples_than_the_environment_has_are_drawn_again(config):
-    """Also within a step: an example may be there twice, as two groups."""
-    learner = make_learner(config(), ExampleCounts(train=2, held_out=1))
-    asked = learner.next_requests(RunSchedule(config()).plan(0))
-    examples = [request.groups[0].example for request in asked]
-    assert sorted(examples[:2]) == [0, 1]
-    learner.accumulate(rollouts_for(learner, asked))
-    assert finish_step(learner).metrics["rollout/num_groups"] == 3
-
-
-def test_rollouts_that_come_back_in_another_order_are_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    with pytest.raises(AssertionError, match="expected position 0, got 4: rounds arrive in order"):
-        learner.accumulate(groups[1:])
-
-
-def test_a_step_of_which_rollouts_are_missing_is_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    learner.accumulate(groups[:2])
-    with pytest.raises(AssertionError, match="8 of 12 rollouts came back"):
-        learner.finish_step()
-
-
-@pytest.mark.parametrize("number", [1, 3, 4, 7, 9])
+@pytest.mark.parametrize("number", [1, 4, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
-    requests = learner.held_out_requests(2)
+    requests = learner.algorithm.held_out_requests(2)
     groups = [group for request in requests for group in request.groups]
     assert [group.example for group in groups] == list(range(number))
     assert [list(group.positions) for group in groups] == [[index] for index in range(number)]
@@ -669,12 +526,6 @@ def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config
     for request in requests:
         assert (request.step, request.is_held_out) == (2, True)
         assert (request.decode.mode, request.decode.temperature) == (DecodeMode.GREEDY, 0.0)
-
-
-def test_what_held_out_rollouts_are_worth_they_bring_along(config):
-    learner, groups = begun(config())
-    assert learner.score(groups) == [rollout for group in groups for rollout in group]
-    assert learner.score([]) == []
 
 
 # What is written down
@@ -700,16 +551,6 @@ def test_a_run_that_keeps_no_rollouts_writes_none(config):
     )
     Learned(settings)
     assert not (settings.telemetry.run_dir / "rollouts").exists()
-
-
-def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it(config):
-    """Those of another environment of a group do not."""
-    step = Learned(config(), groups=only(0, metrics={"other": 3.0}))
-    rewards = [
-        rollout.reward for group in step.answers for rollout in group if rollout.position != 0
-    ]
-    assert step.metrics["reward/exact"] == pytest.approx(fmean(rewards))
-    assert step.metrics["reward/other"] == 3.0
 
 
 def test_the_timeline_has_a_span_for_each_environment_actor_of_a_round(config):

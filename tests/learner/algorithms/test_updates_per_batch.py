@@ -9,7 +9,8 @@ import pytest
 import torch
 import trajectory_jobs
 from config_support import trajectory_config
-from trajectory_support import ALONE, begin, finish_step, make_learner, weights_of
+from learner_support import finish_step, weights_of
+from trajectory_support import ALONE, begin, make_learner
 from transformers import AutoModelForCausalLM
 
 from shared.metrics import merge_reports

@@ -236,25 +236,6 @@ def save(model, checkpoint, folder, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(
-    demo_checkpoint, tmp_path, kind
-):
-    model = adapted(demo_checkpoint, kind)
-    before = snapshot(model)
-    saved = save(model, demo_checkpoint, tmp_path / "saved")
-    assert same(before, snapshot(model))
-    ordinary, names = (
-        set(safetensors.torch.load_file(folder / "model.safetensors"))
-        for folder in (demo_checkpoint, tmp_path / "saved")
-    )
-    assert names == ordinary
-    torch.testing.assert_close(logits(saved), logits(model), rtol=0, atol=2e-5)
-    adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter")
-    assert torch.equal(logits(adapter.eval()), logits(model))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("token_ids", [(), range(5, 8)], ids=["", "trained rows"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(

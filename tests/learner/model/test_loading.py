@@ -13,10 +13,7 @@ from learner_support import finish_step, make_learner
 from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
-from learner.model.optimizer import MasterWeights
-from learner.model.parts import model_part
 from shared.errors import ConfigError
-from shared.model_families import ModelPart
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
 
@@ -67,11 +64,7 @@ def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
 
 @pytest.mark.parametrize(
     "frozen",
-    [
-        {},
-        {"vision_tower": {"frozen": True}},
-        {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}},
-    ],
+    [{}, {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}}],
 )
 def test_recomputed_activations_change_no_bit_frozen_parts_or_not(config, frozen):
     kept, kept_losses = losses(config(training__parts=frozen), 2)
@@ -106,23 +99,6 @@ def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeyp
     assert moved.count(128) >= 6, "of three layers of the tower, and of the language model"
 
 
-def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
-    frozen = {"vision_tower": {"frozen": True}}
-    learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
-    start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
-    after = dict(learner.loaded.model.named_parameters())
-    moved = {name for name in after if not torch.equal(after[name], start[name])}
-    assert {model_part(name) for name in moved} == {ModelPart.ALIGNER, ModelPart.LANGUAGE_MODEL}
-    assert {name for name in start if model_part(name) is ModelPart.LANGUAGE_MODEL} <= moved
-
-
-def test_float32_has_no_second_copy_of_its_weights(config):
-    model = load_model(config(), torch.device("cpu")).model
-    parameters = list(model.parameters())
-    masters = MasterWeights(parameters).masters
-    assert list(map(id, masters)) == list(map(id, parameters))
-
-
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
     folder = make_stock_model(tmp_path / "stock", "qwen3_vl")
     with pytest.raises(ConfigError) as caught:
@@ -146,7 +122,7 @@ def test_requests_of_training_and_reports_end_at_every_end_token_of_the_checkpoi
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [pad, end]}))
     learner = make_learner(config(model__path=str(folder)))
     plans = list(RunSchedule(config(stage2_ab__schedule__warmup_steps=0)).plans())
-    asked = [*learner.next_requests(plans[0]), *learner.held_out_requests(0)]
+    asked = [*learner.next_requests(plans[0]), *learner.algorithm.held_out_requests(0)]
     # The first is the one that is taught, and that the repeat guard forces.
     assert {request.decode.stop_token_ids for request in asked} == {(end, pad)}
 

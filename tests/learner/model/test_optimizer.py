@@ -236,16 +236,6 @@ def test_a_gradient_that_is_not_finite_on_another_rank_is_skipped_here_too():
     assert same(weights(model), before)
 
 
-def test_a_rank_without_rows_takes_the_other_rank_s_update():
-    alone, model, sample = Tiny(), Tiny(), Tiny()
-    learn(alone, optimizer_of(alone), 0)
-    for index in range(3):
-        sample(row(index)).square().sum().backward()
-    others = [parameter.grad for parameter in sample.parameters()]
-    optimizer_of(model, TwoRanks(others)).update(0, 3)
-    assert same(weights(model), weights(alone))
-
-
 @pytest.mark.slow
 def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     model, exact = Tiny(torch.bfloat16), Tiny(torch.bfloat16).float()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slow_losses import ciou_parts, soft_target
+from slow_losses import ciou_parts
 
 from learner.objectives import coord_math
 from learner.objectives.coord_math import Normalizer
@@ -19,11 +19,6 @@ def logits():
     return torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def softmax(values, temperature=1.0):
-    exponentials = [math.exp(float(value) / temperature) for value in values]
-    return [value / sum(exponentials) for value in exponentials]
-
-
 def token_logprobs(logits, tokens, normalizer=Normalizer()):  # noqa: B008 - it is frozen
     no_coord = torch.arange(0)
     reading = coord_math.read_logits(logits, tokens, no_coord, COORD_IDS, (normalizer,))
@@ -33,24 +28,6 @@ def token_logprobs(logits, tokens, normalizer=Normalizer()):  # noqa: B008 - it 
 
 
 # Targets
-
-
-@pytest.mark.parametrize(
-    ("centers", "sigma", "truncate"),
-    [
-        ((0, 500, 999), 2.0, 16),
-        ((0, 500, 999), 8.0, None),
-        ((0, 500, 999), 1.0, 0),
-        ((0, 500, 999), 300.0, 2),
-        pytest.param((0.25, 411.5, 998.9), 2.0, 16, id="fractions"),
-    ],
-)
-def test_soft_targets_are_a_truncated_renormalised_gaussian(centers, sigma, truncate):
-    targets = coord_math.soft_targets(torch.tensor(centers), sigma=sigma, truncate=truncate)
-    for row, center in zip(targets, centers, strict=True):
-        expected = torch.tensor(soft_target(center, sigma, truncate))
-        atol = 1e-6 if isinstance(center, int) else 1e-5
-        torch.testing.assert_close(row, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("sigma", "truncate"), [(2.0, 0), (1e-12, None), (1e-12, 0), (1e30, 0)])
@@ -67,20 +44,6 @@ def test_the_nearest_bin_of_a_half_is_the_upper_one():
 
 
 # Coord slots
-
-
-def test_a_point_mass_k_bins_off_costs_k_over_999():
-    coord = torch.full((1, NUM_BINS), -1e4)
-    coord[0, 250] = 1e4
-    target = coord_math.soft_targets(torch.tensor([200]), sigma=1.0, truncate=0)
-    assert coord_math.wasserstein1(coord, target).item() == pytest.approx(50 / 999, rel=1e-5)
-
-
-def test_a_point_mass_decodes_to_its_bin():
-    bins = torch.tensor([0, 417, 999])
-    coord = torch.full((3, NUM_BINS), -1e4)
-    coord[range(3), bins] = 1e4
-    torch.testing.assert_close(coord_math.expected_coordinate(coord), bins / 999)
 
 
 def test_top5_hits_count_the_five_most_probable_bins_of_equal_ones_the_lower(logits):
@@ -104,16 +67,6 @@ def leak_of(logits, temperature=1.0):
     return coord_math.mass_leak(
         reading.log_normalizers_N[0], reading.coord_logits_PC, temperature=temperature
     )
-
-
-def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
-    leak = leak_of(logits, 1.3)
-    gate = coord_math.gate_of_leak(leak)
-    for row, leak_value, gate_value in zip(logits, leak, gate, strict=True):
-        p = softmax(row, 1.3)
-        p_coord = sum(p[int(token)] for token in COORD_IDS)
-        assert leak_value.item() == pytest.approx(-math.log(p_coord), abs=2e-6)
-        assert gate_value.item() == pytest.approx(-math.log(max(1 - p_coord, 1e-6)), abs=2e-3)
 
 
 def test_the_text_gate_is_exact_for_small_and_large_coord_mass_and_bounded():
@@ -267,20 +220,6 @@ def test_degenerate_boxes_have_finite_ciou_and_gradient_and_identical_ones_are_p
     same = torch.tensor([a == b for a, b in pairs])
     torch.testing.assert_close(values[same], torch.ones(len(DEGENERATE)))
     assert (values[~same] < 0.999).all()
-
-
-def test_smooth_l1_has_beta_one_and_is_the_mean_over_the_four_coordinates():
-    boxes = torch.tensor([[0.1, 0.2, 0.9, 1.0], [0.0, 0.0, 3.0, 0.5]])
-    targets = torch.tensor([[0.3, 0.2, 0.4, 0.0], [0.0, 0.0, 1.0, 0.5]])
-    differences = (boxes - targets).abs().tolist()
-    expected = [sum(0.5 * d * d if d < 1 else d - 0.5 for d in row) / 4 for row in differences]
-    assert coord_math.smooth_l1(boxes, targets).tolist() == pytest.approx(expected)
-
-
-def test_canonical_boxes_have_their_corners_in_order():
-    boxes = torch.tensor([[0.9, 0.1, 0.2, 0.4], [0.1, 0.8, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]])
-    expected = [[0.2, 0.1, 0.9, 0.4], [0.1, 0.2, 0.3, 0.8], [0.1, 0.2, 0.3, 0.4]]
-    assert torch.equal(coord_math.canonical_boxes(boxes), torch.tensor(expected))
 
 
 # Fences

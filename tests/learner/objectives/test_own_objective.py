@@ -88,19 +88,6 @@ def test_an_objective_of_ones_own_module_is_built_with_its_settings_and_learns()
     assert focal(*row(step, token_ids_X, weight_X)).loss.item() < loss.item()
 
 
-def test_its_gradient_is_finite_where_the_model_is_certain():
-    logits_XV = torch.tensor([[200.0, 0.0]], requires_grad=True)
-    _, focal = built(config={"gamma": 1.0}).objectives
-    focal(*row(logits_XV, torch.tensor([0]), torch.ones(1))).loss.backward()
-    assert logits_XV.grad.isfinite().all()
-
-
-def test_it_takes_part_in_the_channels_of_its_entry_alone():
-    assert len(built(Channel.A, channels=["B"]).objectives) == 1
-    assert len(built(Channel.B, channels=["B"]).objectives) == 2
-    assert len(built(enabled=False).objectives) == 1
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -10,16 +10,10 @@ import torch
 
 from learner.objectives.base import LearnedSupervision
 from learner.objectives.policy_gradient import is_clipped, policy_gradient_loss
-from shared.config.pipeline import PolicyGradientConfig
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, PolicyGradientConfig
 
 LOW, HIGH, CAP = 0.2, 0.3, 2.0
-CONFIG = {
-    "clip_low": LOW,
-    "clip_high": HIGH,
-    "ratio_cap": CAP,
-    "normalize": "step",
-    "advantage_std": False,
-}
+CONFIG = EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
 CALLS = [
     # Log-ratios of the tokens of one call, and its advantage: of every side of clip and cap.
     ([0.05, -0.1, 0.02], 1.5),

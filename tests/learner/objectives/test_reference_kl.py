@@ -18,29 +18,18 @@ from learner.model.ranks import Ranks
 from learner.model.reference import Reference
 from learner.model.sharding import Parallel
 from learner.objectives.coord_math import Normalizer
-from learner.objectives.reference_kl import k3, top_kl
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.step import train_row
 from learner.targets import AdvantageTarget, TextWeights
-from shared.config.pipeline import Channel, PipelineSection
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, Channel, PipelineSection
 
 VOCABULARY = 13
 TEMPERATURE, BANNED = 0.7, (2, 5)
 NO_COORDS = torch.empty(0, dtype=torch.int64)
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
-POLICY = {
-    "name": "policy_gradient",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "ratio_cap": 2.0,
-        "normalize": "step",
-        "advantage_std": False,
-    },
+POLICY = EXAMPLE_POLICY_GRADIENT | {
+    "config": EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
 }
 BETA = 0.3
 
@@ -220,15 +209,6 @@ def test_the_estimator_is_the_entrys_also_where_another_objective_asks_for_the_t
     assert of_both == pytest.approx(of_k3 + of_top, rel=1e-5)
 
 
-def test_where_the_weights_are_the_start_the_divergence_is_exactly_0():
-    model, start = TableModel(), TableModel()
-    for config in ({"estimator": "k3"}, {"estimator": "top", "top_tokens": 3}):
-        entry = POLICY | {"name": "reference_kl", "config": config}
-        loss, _, gradient = learned(model, copy_as_reference(model, start), [segments()], [entry])
-        assert loss == 0.0
-        assert gradient.abs().max() < 1e-7
-
-
 def test_a_run_without_the_objective_asks_no_reference():
     model, start = TableModel(0.3), TableModel()
     learned(model, copy_as_reference(model, start), [segments()], [POLICY])
@@ -246,11 +226,3 @@ def test_a_row_without_a_learned_token_has_no_divergence():
     loss, _, gradient = learned(model, copy_as_reference(model, start), [nothing], [POLICY, entry])
     assert loss == 0.0
     assert not gradient.any()
-
-
-def test_a_token_of_the_example():
-    learner = torch.tensor([0.5]).log()
-    assert k3(learner, torch.tensor([1.0]).log()).item() == pytest.approx(1 - math.log(2))
-    kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    halves, quarters = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    assert top_kl(halves, quarters).item() == pytest.approx(kl)

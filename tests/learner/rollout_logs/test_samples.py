@@ -15,8 +15,8 @@ from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
 from learner.algorithms.matched_targets import ground_truth_target, parsed_target, rollout_target
-from learner.rollout_logs.samples import RolloutLog, read_step
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.samples import read_step, sample_record
+from learner.rollout_logs.writer import StepLog, step_path
 from learner.targets import TextWeights, TokenRole, target_settings
 from shared.config.pipeline import Channel
 from shared.errors import RecordError, StorageError
@@ -24,6 +24,7 @@ from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason
+from shared.schedule import StepPlan
 from shared.tokens.hf_codec import HFTokenCodec
 
 SETTINGS = replace(
@@ -65,12 +66,18 @@ def entry(number, desc, bins, key="bbox_2d"):
     return f'"object_{number}": {{"desc": "{desc}", "{key}": {box(*bins)}}}'
 
 
+def record(codec, target, rollout=None, position=0, step=7):
+    plan = StepPlan(step - 1, Channel.A if rollout is None else Channel.B, 2, 0, False, False)
+    weights_L = WEIGHTS.of(target)
+    return sample_record(plan, position, SAMPLE, target, weights_L, codec, rollout=rollout)
+
+
 def logged(folder, codec, cases, rank=0):
     """The lines of (rollout, target) pairs, in order, as the file has them."""
-    log = RolloutLog(folder, codec, rank=rank)
-    log.begin(7, Channel.A if cases[0][0] is None else Channel.B)
+    log = StepLog(folder, rank=rank)
+    log.begin(7)
     for position, (rollout, target) in enumerate(cases):
-        log.write(rollout, SAMPLE, target, WEIGHTS.of(target), position)
+        log.write(record(codec, target, rollout, position))
     log.close()
     return read_step(step_path(folder, 7))
 
@@ -283,13 +290,13 @@ def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
 def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
     tmp_path, codec, truth
 ):
-    log = RolloutLog(tmp_path / "rollouts", codec)
-    log.begin(2, Channel.A)
-    log.write(None, SAMPLE, truth, WEIGHTS.of(truth), 0)
+    log = StepLog(tmp_path / "rollouts")
+    log.begin(2)
+    log.write(record(codec, truth))
     path = step_path(tmp_path / "rollouts", 2)
     assert path.name == "step_000002.jsonl"
     assert len(read_step(path)) == 1
-    log.begin(3, Channel.A)
+    log.begin(3)
     log.close()
     path.write_bytes(path.read_bytes() + b'{"step": 2, "posi')
     assert len(read_step(path)) == 1
@@ -297,11 +304,11 @@ def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
 
 def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path, codec, truth):
     for rank in (10, 2, 0, 1):
-        log = RolloutLog(tmp_path, codec, rank=rank)
+        log = StepLog(tmp_path, rank=rank)
         for step in (7, 8):
-            log.begin(step, Channel.A)
+            log.begin(step)
             for position in (2 * rank, 2 * rank + 1):
-                log.write(None, SAMPLE, truth, WEIGHTS.of(truth), position)
+                log.write(record(codec, truth, position=position, step=step))
         log.close()
     assert (tmp_path / "step_000007.rank10.jsonl").exists()
     lines = read_step(step_path(tmp_path, 7))
@@ -347,21 +354,21 @@ def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
 
 
 def test_a_full_disk_is_an_error_with_the_path(tmp_path, codec, truth):
-    log = RolloutLog(tmp_path, codec)
+    log = StepLog(tmp_path)
     step_path(tmp_path, 1).symlink_to("/dev/full")
-    log.begin(1, Channel.A)
+    log.begin(1)
     with pytest.raises(StorageError, match=r"step_000001\.jsonl.*No space left"):
-        log.write(None, SAMPLE, truth, WEIGHTS.of(truth), 0)
+        log.write(record(codec, truth))
     log.close()  # and raises no second time
 
 
 def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_opened_are_errors_with_the_path(
-    tmp_path, codec
+    tmp_path,
 ):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/rollouts"):
-        RolloutLog(tmp_path / "file" / "rollouts", codec)
-    log = RolloutLog(tmp_path, codec)
+        StepLog(tmp_path / "file" / "rollouts")
+    log = StepLog(tmp_path)
     step_path(tmp_path, 1).mkdir()
     with pytest.raises(StorageError, match=r"step_000001\.jsonl"):
-        log.begin(1, Channel.B)
+        log.begin(1)

@@ -334,14 +334,6 @@ def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_
             waits[who]()
 
 
-def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as connection,
-    ):
-        assert address_towards(*server.getsockname()) == connection.getsockname()[0]
-
-
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
     make_sender: MakeSender, is_elsewhere: bool

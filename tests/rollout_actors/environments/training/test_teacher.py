@@ -118,7 +118,7 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
     with taught(FakeTeacher(TOKENIZER), weight=weight, reward_weight=reward_weight) as (_, section):
         rollouts = played(section, group_requests(4, 1))
     config = PolicyGradientConfig(**OBJECTIVE, advantage_std=advantage_std)
-    rule = AdvantageEstimator.from_config(config, max_new_tokens=16, teacher=section)
+    rule = AdvantageEstimator(config, 16, section)
     assert len(rollouts) == 4
     for group in (rollouts[:2], rollouts[2:]):
         rewards = [rollout.reward for rollout in group]
@@ -138,7 +138,7 @@ def test_a_tokens_advantage_is_the_rewards_and_how_much_more_probable_the_teache
                     expected.append(reward_weight * of_reward + weight * of_teacher)
             target = trajectory_target(example, rule, num_of_rollout=example.num_learned)
             assert target is not None
-            credit = target.target.credit
+            credit = target[1].credit
             assert credit.teacher_logprobs is not None and credit.teacher_weight == weight
             of_engines = torch.tensor(credit.engine_logprobs)
             sampled = NOTHING_LEARNED._replace(
