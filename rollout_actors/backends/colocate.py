@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.engine.completion import StartTime
@@ -100,11 +100,6 @@ class ColocatedBackend:
             with self._failing_sync(SyncPhase.CANARY):
                 self._engine.fall_asleep()
             return report
-
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the engine's workers; returns one answer for each device."""
-        with self._context.entered():
-            return self._engine.collective_rpc(method, *arguments)
 
     @property
     def version(self) -> int:

@@ -204,7 +204,8 @@ class ColocatedLLM:
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         self._raise_if_stopping = raise_if_stopping
         self._llm.raise_if_stopping = raise_if_stopping
-        guards = self.collective_rpc(*guard_call(settings.repeat_guard))
+        method, rule = guard_call(settings.repeat_guard)
+        guards = self._llm.collective_rpc(method, args=(rule,))
         require_guard(guards, settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         devices: Sequence[CudaDevice] = ()
@@ -245,10 +246,6 @@ class ColocatedLLM:
         checksummed = ChecksummedWeights(weights, offer.terms)
         with self._updated.handing_over(checksummed):
             return asyncio.run(self.intake.run_all_phases(offer, checksummed))
-
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of its workers; returns one answer for each device."""
-        return self._llm.collective_rpc(method, args=arguments)
 
     def fall_asleep(self) -> None:
         """Give the device's memory back: weights move to host memory, the cache is dropped."""

@@ -19,8 +19,6 @@ class Fault(StrEnum):
 
     CORRUPT = "corrupt"
     """It is turned upside down before its checksum is taken."""
-    EXCHANGE = "exchange"
-    """Two neighbouring elements change places there."""
     SPOIL = "spoil"
     """It is turned upside down after its checksum, before it is loaded."""
     FAIL = "fail"
@@ -51,13 +49,7 @@ class SpoilingWatch(ChecksumLoader):
         return tensor.flip(0) if self._fault is Fault.SPOIL else tensor
 
     def _damaged(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._fault is Fault.CORRUPT:
-            return tensor.flip(0)
-        if self._fault is Fault.EXCHANGE:
-            exchanged = tensor.clone()
-            exchanged.view(-1)[[100, 101]] = tensor.view(-1)[[101, 100]]
-            return exchanged
-        return tensor
+        return tensor.flip(0) if self._fault is Fault.CORRUPT else tensor
 
 
 class SpoilingWorker(VerifyingWorker):

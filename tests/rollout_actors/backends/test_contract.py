@@ -20,6 +20,7 @@ from backend_support import (
     ModelHost,
     OfEngines,
     UnderTest,
+    ask_workers,
     beams,
     child_processes,
     colocated_settings,
@@ -96,14 +97,14 @@ def colocate(learner, checkpoint):
     settings = colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     host = ModelHost(learner)
     backend = ColocatedBackend(host, settings)
-    backend.collective_rpc("count_rows")
+    ask_workers(backend, "count_rows")
     yield UnderTest(
         backend,
         learner,
-        take_rows=lambda: backend.collective_rpc("take_rows")[0],
+        take_rows=lambda: ask_workers(backend, "take_rows")[0],
         guard=GUARD,
         host=host,
-        arm=lambda *fault: backend.collective_rpc("arm", *fault),
+        arm=lambda *fault: ask_workers(backend, "arm", *fault),
     )
     backend.close()
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from backend_support import (
     ModelHost,
+    ask_workers,
     beams,
     colocated_settings,
     send_in_process,
@@ -215,7 +216,7 @@ def test_a_beam_obeys_the_requests_bans_and_stop_tokens(synced, learner):
 @pytest.mark.engine
 def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced, learner):
     """The last one of this engine. What it was decoding is still queued inside it."""
-    synced.collective_rpc("fail_next_step")
+    ask_workers(synced, "fail_next_step")
     with pytest.raises(RolloutError, match="generate on colocated: ZeroDivisionError"):
         synced.generate([learner.request(0)])
     with pytest.raises(RolloutError, match="serves no rollouts: it failed"):

@@ -5,13 +5,10 @@ engine: `environments/test_endpoints.py`.)
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
-from engine_support import small_settings
 
-from rollout_actors.engine.settings import engine_arguments
 from rollout_actors.server.openai_routes import OpenAIRoute
 from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
@@ -272,53 +269,3 @@ def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_load
     unknown = "tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"
     with pytest.raises(ConfigError, match=unknown):
         check_tool_parser("hermess")
-
-
-CALL = '<tool_call>\n{"name": "turn", "arguments": {"way": "left"}}\n</tool_call>'
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("text", "name"), [(CALL, "turn"), (CALL[:30], None)])
-def test_a_tool_call_is_read_from_the_model_s_text_by_the_parser_that_was_chosen(
-    demo_checkpoint, text, name
-):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.renderers import renderer_from_config
-
-    from rollout_actors.server.vllm_openai import VllmOpenAI
-
-    config = AsyncEngineArgs(
-        **engine_arguments(small_settings(demo_checkpoint))
-    ).create_engine_config()
-    engine = TellingEngine()
-    engine.model_path = str(demo_checkpoint)
-    engine.llm.vllm_config = config
-    engine.llm.model_config = config.model_config
-    engine.llm.renderer = renderer_from_config(config)
-    engine.llm.errored = False
-    engine.llm.check_admission = lambda *_: None
-
-    async def generate(prompt, params, request_id, **_):
-        output = CompletionOutput(0, text, [1, 2], None, None, finish_reason="stop")
-        yield RequestOutput(request_id, None, [3], None, [output], finished=True)
-
-    engine.llm.generate = generate
-    tools = [{"type": "function", "function": {"name": "turn", "parameters": {}}}]
-    call = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
-
-    async def answered():
-        one = VllmOpenAI.from_engine(engine, ["m"], tool_call_parser="hermes", stock_command=STOCK)
-        return await one.answer(OpenAIRoute.CHAT, call)
-
-    answer = asyncio.run(answered())
-    assert answer.status == 200, answer.content
-    message = answer.content["choices"][0]["message"]
-    if name is None:
-        assert (message["content"], message.get("tool_calls", [])) == (text, [])
-        return
-    (read,) = message["tool_calls"]
-    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == (
-        name,
-        {"way": "left"},
-    )
