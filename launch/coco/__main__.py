@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 from launch.cli import explained, read_arguments
 from launch.import_data.__main__ import main as import_main
 from launch.import_data.coco import CocoCategory
-from launch.import_data.files import Entry, parse_json, read_bytes, require_absent, write_json
+from launch.import_data.files import FileEntry, parse_json, read_bytes, require_absent, write_json
 from launch.import_data.objects import SourceObject
 from launch.import_data.source import counted
 from launch.run_folder.console import escaped, make_console
@@ -45,13 +45,13 @@ class ExportOptions(Section):
     """JSON file of COCO results to write."""
 
 
-class _Metadata(Entry):
+class _Metadata(FileEntry):
     image_id: int
     exif_orientation: Annotated[int, Field(ge=1, le=8)] = 1
     """The orientation by which the import turned the annotations; 1: it did not."""
 
 
-class _PredictionRow(Entry):
+class _PredictionRow(FileEntry):
     width: int
     height: int
     metadata: _Metadata

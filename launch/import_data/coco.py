@@ -13,7 +13,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator, ValidationError, field_validator, model_validator
 
 from launch.import_data.boxes import BoxReading
-from launch.import_data.files import Entry, first_problem, parse_json, read_bytes, require_folder
+from launch.import_data.files import (
+    FileEntry,
+    first_problem,
+    parse_json,
+    read_bytes,
+    require_folder,
+)
 from launch.import_data.objects import (
     HARMLESS_KEYS,
     Ignored,
@@ -31,7 +37,7 @@ _Pixels = Annotated[int, Field(gt=0, lt=2**31, strict=False)]
 """Some tools write 640.0."""
 
 
-class CocoImage(Entry):
+class CocoImage(FileEntry):
     id: int
     file_name: Annotated[str, Field(min_length=1)]
     width: _Pixels | None = None
@@ -63,7 +69,7 @@ _HARMLESS_ATTRIBUTES = frozenset({"occluded", "truncated", "difficult", "track_i
 _ROTATION = "rotation"
 
 
-class CocoAnnotation(Entry):
+class CocoAnnotation(FileEntry):
     id: Any = None
     image_id: int
     category_id: int
@@ -125,12 +131,12 @@ def _read_annotation(value: Any) -> CocoAnnotation | Malformed:
         return Malformed(ids.get("id"), ids.get("image_id"), error)
 
 
-class CocoCategory(Entry):
+class CocoCategory(FileEntry):
     id: int
     name: str
 
 
-class CocoFile(Entry):
+class CocoFile(FileEntry):
     images: list[CocoImage]
     annotations: list[Annotated[CocoAnnotation | Malformed, PlainValidator(_read_annotation)]]
     categories: list[CocoCategory]

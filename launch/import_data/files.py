@@ -25,7 +25,7 @@ _SHORT.maxlevel = 2
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-class Entry(BaseModel):
+class FileEntry(BaseModel):
     """One entry of a file. Keys that nobody here reads are let through; numbers are finite."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 from pydantic import Field, TypeAdapter
 
 from launch.import_data.coco import CocoFile, Malformed, source_object
-from launch.import_data.files import Entry, parse_json, read_bytes, require_folder
+from launch.import_data.files import FileEntry, parse_json, read_bytes, require_folder
 from launch.import_data.objects import ObjectSkip, is_learnable
 from launch.import_data.source import ImageSkip, ImportOptions, ImportReport, Source, SourceImage
 from shared.config.base import ConfigPath
@@ -18,12 +18,12 @@ from shared.data.limits import MAX_PICKLE_BYTES, MAX_VALUES, above
 from shared.errors import RecordError
 
 
-class _Sentence(Entry):
+class _Sentence(FileEntry):
     sent: str
     """The phrase, in lower case without punctuation."""
 
 
-class _Ref(Entry):
+class _Ref(FileEntry):
     ref_id: int
     ann_id: int
     image_id: int

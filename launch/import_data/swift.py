@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
-from launch.import_data.files import Entry, parse_json, require_folder
+from launch.import_data.files import FileEntry, parse_json, require_folder
 from launch.import_data.objects import (
     HARMLESS_KEYS,
     ObjectSkip,
@@ -40,12 +40,12 @@ _LABEL = re.compile(r'"(?:label|name|category|desc|ref)"\s*:\s*"([^"\\]*)"')
 """The text that names the object of a JSON answer."""
 
 
-class _Message(Entry):
+class _Message(FileEntry):
     role: str
     content: str
 
 
-class _Objects(Entry):
+class _Objects(FileEntry):
     model_config = ConfigDict(extra="allow")
 
     ref: list[str] = Field(default_factory=list)
@@ -60,7 +60,7 @@ class _Objects(Entry):
         return tuple(key for key in self.model_extra or {} if key not in HARMLESS_KEYS)
 
 
-class _Row(Entry):
+class _Row(FileEntry):
     messages: list[_Message]
     images: list[str] = Field(default_factory=list)
     objects: _Objects | None = None

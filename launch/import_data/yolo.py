@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from launch.import_data.boxes import BoxOrder, BoxReading, BoxUnit
-from launch.import_data.files import Entry, find_file, parse_json, read_bytes
+from launch.import_data.files import FileEntry, find_file, parse_json, read_bytes
 from launch.import_data.objects import ObjectSkip, SourceObject, finite
 from launch.import_data.source import ImportOptions, Orphans, Source, SourceImage
 from shared.config.base import ConfigPath
@@ -23,7 +23,7 @@ SLACK = 0.01
 """By how much a coordinate may lie outside of 0..1, as in Ultralytics' own check: rounding."""
 
 
-class _DataFile(Entry):
+class _DataFile(FileEntry):
     names: dict[int, str]
     path: str = "."
     """Root of the folders below, relative to the file."""
