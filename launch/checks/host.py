@@ -18,6 +18,7 @@ from launch.checks.model_shape import BYTES, ModelShape
 from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
+from shared.config.job import ClusterSection
 from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
@@ -33,7 +34,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
     """Check every folder that the run writes: occupied, not writable, full, or too long."""
     yield from _run_folder_problems(config)
     if config.cluster.kind == "ray" and config.cluster.address == "local":
-        yield from _ray_folder_problems(config)
+        yield from _ray_folder_problems(config.cluster)
     yield from _folder_problems("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp"), SCRATCH_BYTES)
     try:
         home = Path.home()
@@ -42,16 +43,16 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     yield from _folder_problems("XDG_CACHE_HOME", cache)
-    if needs_ray_token(config):
+    if needs_ray_token(config.cluster):
         yield from _folder_problems("HOME", ray_token_file().parent)
 
 
-def ray_folder(config: RunConfig) -> Path:
+def ray_folder(cluster: ClusterSection) -> Path:
     """Return the folder of the sessions of a Ray of the run's own.
 
     Ray lets everybody write to it, so its parent is a folder that only this user may enter.
     """
-    base = config.cluster.temp_dir or Path(
+    base = cluster.temp_dir or Path(
         os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     )
     return base / f"rollmatch-{os.getuid()}" / "ray"
@@ -62,20 +63,20 @@ def ray_token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
 
 
-def needs_ray_token(config: RunConfig) -> bool:
+def needs_ray_token(cluster: ClusterSection) -> bool:
     """Tell whether a Ray of the run's own asks for a token that this user does not have yet."""
     return (
-        config.cluster.kind == "ray"
-        and config.cluster.address == "local"
+        cluster.kind == "ray"
+        and cluster.address == "local"
         and os.environ.get("RAY_AUTH_MODE", "token") == "token"
         and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
         and not os.path.exists(ray_token_file())  # noqa: PTH110 (as in `_existing`)
     )
 
 
-def _ray_folder_problems(config: RunConfig) -> Iterator[str]:
-    folder = ray_folder(config)
-    key = "cluster.temp_dir" if config.cluster.temp_dir else "TMPDIR"
+def _ray_folder_problems(cluster: ClusterSection) -> Iterator[str]:
+    folder = ray_folder(cluster)
+    key = "cluster.temp_dir" if cluster.temp_dir else "TMPDIR"
     length = len(os.fsencode(folder / RAY_SOCKET))
     if length > LONGEST_SOCKET_PATH:
         yield (

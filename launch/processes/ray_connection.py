@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
 from launch.processes.placement import Resources
 from shared.config import RunConfig
+from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
@@ -104,7 +105,7 @@ def connect(config: RunConfig, **options: Any) -> Session:
     """
     address = config.cluster.address
     if address == "local":
-        options["_temp_dir"] = str(_private_ray_folder(config))
+        options["_temp_dir"] = str(_private_ray_folder(config.cluster))
     else:
         _require_listener(address)
     import ray
@@ -133,9 +134,9 @@ def connect(config: RunConfig, **options: Any) -> Session:
     return Session(logs, tuple(who_gets_in(context.dashboard_url)))
 
 
-def _private_ray_folder(config: RunConfig) -> Path:
+def _private_ray_folder(cluster: ClusterSection) -> Path:
     """Make the folder of Ray's sessions, and this user's token. Raises ConfigError."""
-    folder = ray_folder(config)
+    folder = ray_folder(cluster)
     private, token = folder.parent, ray_token_file()
     try:
         private.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ def _private_ray_folder(config: RunConfig) -> Path:
                 " cluster.temp_dir to a folder of yours"
             )
         private.chmod(0o700)
-        if needs_ray_token(config):
+        if needs_ray_token(cluster):
             token.parent.mkdir(mode=0o700, exist_ok=True)
             # At once and with mode 0600: another run may start at the same time.
             with tempfile.NamedTemporaryFile("w", dir=token.parent) as part:

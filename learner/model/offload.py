@@ -15,6 +15,7 @@ from torch import nn
 
 from learner.model.optimizer import Optimizer
 from shared.config import RunConfig
+from shared.config.rollout import RolloutMatchingSection
 from shared.errors import ConfigError, LearnerError
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ SECTION = "rollout_matching.offload"
 
 def require_offload(config: RunConfig, device: torch.device) -> None:
     """Raise ConfigError where offload is asked for and cannot be had."""
-    if not offloads(config):
+    if not offloads(config.rollout_matching):
         return
     problems = []
     if device.type == "cpu":
@@ -40,9 +41,8 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
         raise ConfigError(problems)
 
 
-def offloads(config: RunConfig) -> bool:
+def offloads(rollouts: RolloutMatchingSection) -> bool:
     """Return whether anything is to be moved away: only mode `colocate` has it."""
-    rollouts = config.rollout_matching
     return (
         rollouts.offload.enabled
         and rollouts.rollout_backend == "vllm"
@@ -103,7 +103,7 @@ def offloaded(
     A `reference` of its own goes where models go. On a GPU the memory is given back to the driver,
     because the engine is another process.
     """
-    if not offloads(config):
+    if not offloads(config.rollout_matching):
         yield
         return
     section = config.rollout_matching.offload

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shared.chunking import chunk_size
 from shared.config.base import Problem
-from shared.config.rollout import EngineLocation
+from shared.config.rollout import EngineLocation, RolloutMatchingSection
 from shared.config.run import RunConfig
 from shared.rollouts import MAX_TEMPERATURE, DecodeMode
 from shared.weight_sync.offer import LORA_RANKS
@@ -23,13 +23,13 @@ MAX_VLLM_BEAMS = 10
 (its default `max_logprobs`)."""
 
 
-def servers_are_listed_where_used(run: RunConfig) -> Iterator[Problem]:
+def servers_are_listed_where_used(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """Servers belong to `vllm.mode: server`; `colocate` and `hf` may keep the list.
 
     Messages about a failing server send the user there, and `derive.remarks` speaks of it.
     """
-    location = run.rollout_matching.backend.location
-    servers = run.rollout_matching.vllm.server
+    location = matching.backend.location
+    servers = matching.vllm.server
     if location is EngineLocation.ACTORS and servers is not None:
         wrong = "has no effect: under vllm.mode actors nobody asks a server"
         yield Problem(f"{_VLLM}.server", wrong, f"set {_VLLM}.mode: server, or remove the section")
@@ -100,9 +100,8 @@ def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def beams_are_possible(run: RunConfig) -> Iterator[Problem]:
+def beams_are_possible(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """Beam search exists in some backends, each with its own bounds (decision 21)."""
-    matching = run.rollout_matching
     num_beams = matching.num_beams
     is_hf = matching.rollout_backend == "hf"
     if matching.decode_mode is not DecodeMode.BEAM:
@@ -138,12 +137,11 @@ def beams_are_possible(run: RunConfig) -> Iterator[Problem]:
         yield Problem(_BEAMS, wrong, f"lower it, or {_SET_HF}")
 
 
-def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
+def sampling_is_whole(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """`policy_gradient` needs every token's probability under the whole vocabulary.
 
     Only then can engine and learner compute the same number (decision 25).
     """
-    matching = run.rollout_matching
     if matching.pipeline.policy_gradient is None:
         return
     top_p = matching.decoding.top_p
@@ -214,30 +212,30 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
         yield Problem(_SYNC, f"{wrong} {ranks}", remedy)
 
 
-def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:
+def temperature_suits_vllm(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """vLLM samples at lower temperatures than transformers does."""
-    temperature = run.rollout_matching.decoding.temperature
-    if run.rollout_matching.rollout_backend == "vllm" and temperature > MAX_TEMPERATURE:
+    temperature = matching.decoding.temperature
+    if matching.rollout_backend == "vllm" and temperature > MAX_TEMPERATURE:
         wrong = f"{temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples"
         yield Problem("rollout_matching.decoding.temperature", wrong, f"lower it, or {_SET_HF}")
 
 
-def devices_are_set_once(run: RunConfig) -> Iterator[Problem]:
+def devices_are_set_once(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """`vllm.tensor_parallel_size` is colocate's; actors and servers have their own setting."""
     elsewhere = {
         EngineLocation.ACTORS: f"set {_VLLM}.actors.tensor_parallel_size",
         EngineLocation.SERVERS: "start the servers with tensor_parallel_size",
     }
-    size = run.rollout_matching.vllm.tensor_parallel_size
-    location = run.rollout_matching.backend.location
+    size = matching.vllm.tensor_parallel_size
+    location = matching.backend.location
     if size is not None and location in elsewhere:
         remedy = f"{elsewhere[location]}, and remove this key"
         yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", remedy)
 
 
-def actor_devices_hold_an_engine(run: RunConfig) -> Iterator[Problem]:
+def actor_devices_hold_an_engine(matching: RolloutMatchingSection) -> Iterator[Problem]:
     """An actor reserves exactly the GPUs of its engine, or none."""
-    actors = run.rollout_matching.vllm.actors
+    actors = matching.vllm.actors
     gpus = actors.gpus_per_actor
     size = actors.tensor_parallel_size
     if gpus is not None and gpus not in (0, size):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from shared.config.base import Problem
 from shared.config.checks import algorithm, engines
 from shared.config.pipeline import Channel
+from shared.config.rollout import RolloutMatchingSection
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
 
@@ -17,7 +18,8 @@ _MODE = "rollout_matching.decode_mode"
 
 def cross_check(run: RunConfig) -> list[Problem]:
     """List every contradiction in a configuration whose values are each legal."""
-    return [problem for check in CHECKS for problem in check(run)]
+    found = [problem for check in CHECKS for problem in check(run)]
+    return found + [one for check in _OF_ROLLOUTS for one in check(run.rollout_matching)]
 
 
 def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
@@ -97,8 +99,8 @@ def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:
         yield Problem("resume.automatic", wrong, "raise max_restarts, or set it to false")
 
 
-def _modules_are_once_per_channel(run: RunConfig) -> Iterator[Problem]:
-    pipeline = run.rollout_matching.pipeline
+def _modules_are_once_per_channel(matching: RolloutMatchingSection) -> Iterator[Problem]:
+    pipeline = matching.pipeline
     for path, entries in (
         (f"{_PIPELINE}.objective", pipeline.objective),
         (f"{_PIPELINE}.diagnostics", pipeline.diagnostics),
@@ -118,9 +120,9 @@ def _modules_are_once_per_channel(run: RunConfig) -> Iterator[Problem]:
                 taken.setdefault((entry.name, channel), index)
 
 
-def _decode_mode_fits_temperature(run: RunConfig) -> Iterator[Problem]:
-    mode = run.rollout_matching.decode_mode
-    temperature = run.rollout_matching.decoding.temperature
+def _decode_mode_fits_temperature(matching: RolloutMatchingSection) -> Iterator[Problem]:
+    mode = matching.decode_mode
+    temperature = matching.decoding.temperature
     if mode is DecodeMode.SAMPLE and temperature == 0:
         wrong = "'sample' contradicts decoding.temperature 0, which is greedy"
         yield Problem(_MODE, wrong, f"raise {_TEMPERATURE} above 0, or remove {_MODE}")
@@ -180,7 +182,6 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _weights_in_4_bits_stay_whole,
     _memory_is_saved_where_it_can_be,
     _a_restart_has_a_checkpoint,
-    engines.servers_are_listed_where_used,
     engines.one_process_has_everything,
     engines.queue_has_its_own_devices,
     algorithm.geometry_is_learned,
@@ -190,17 +191,21 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.budget_has_effect,
     algorithm.leftovers_are_dropped,
     algorithm.packing_buffer_is_large_enough,
-    _modules_are_once_per_channel,
-    _decode_mode_fits_temperature,
-    engines.beams_are_possible,
-    engines.sampling_is_whole,
     engines.whole_model_generates,
     _prompts_have_room,
     engines.engines_take_every_prompt,
     algorithm.batch_size_is_one,
     engines.ranks_have_rollouts,
     _reports_have_data,
+)
+_OF_ROLLOUTS: tuple[Callable[[RolloutMatchingSection], Iterator[Problem]], ...] = (
+    engines.servers_are_listed_where_used,
+    _modules_are_once_per_channel,
+    _decode_mode_fits_temperature,
+    engines.beams_are_possible,
+    engines.sampling_is_whole,
     engines.devices_are_set_once,
     engines.temperature_suits_vllm,
     engines.actor_devices_hold_an_engine,
 )
+"""Checks within `rollout_matching`."""

@@ -234,7 +234,7 @@ def test_everywhere_else_the_section_is_ignored(
     require_offload(config, CPU)
     with offloaded(config, model, optimizer, CPU, with_model=True):
         assert not held.expired()
-    assert not offloads(config)
+    assert not offloads(config.rollout_matching)
     assert optimizer.moves == []
 
 
