@@ -6,7 +6,7 @@ One step of channel B with two rounds, pipelined; time runs to the right::
     engines             | round 1 | round 2 |                  | receive weights |
 
 A step of channel A has no rounds: the learner learns the ground truth in `finish_step`. There it
-also learns the rounds again, where `training.updates_per_batch` asks for more than one update.
+also learns the rounds again, if `training.updates_per_batch` asks for more than one update.
 """
 
 from __future__ import annotations

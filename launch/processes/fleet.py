@@ -167,7 +167,7 @@ class Fleet:
         """Start every actor at once and wait for all. One that is killed meanwhile is replaced.
 
         Raises:
-            RolloutError: phase "start"; a LostStartError where another start may go better.
+            RolloutError: phase "start"; a LostStartError if another start may succeed.
             ConfigError: two base_urls lead to the same server.
         """
         timeouts = self.timeouts

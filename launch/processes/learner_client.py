@@ -227,7 +227,7 @@ class LearnerClient:
             topologies: one for each rank.
             make_backend: makes the backend next to each rank; None: engines are elsewhere.
             examples: those of the run's environment, if it has one.
-            limit: of the start; None: timeouts.start_s.
+            limit: of the start, if there are limits; None: timeouts.start_s.
 
         Raises:
             Exception: what a rank finds wrong with them.
@@ -236,7 +236,7 @@ class LearnerClient:
         self._closed_s = 2 * CLOSED_S if config.algorithm.uses_environment else CLOSED_S
         self._updates_per_batch = config.training.updates_per_batch
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
-        limit = limit or self._limit("start_s")
+        limit = None if self._timeouts is None else limit or self._limit("start_s")
         if len(topologies) > 1:
             if topologies[0].device is Device.CUDA and self._timeouts is not None:
                 self._patience_s = WATCHDOG_SHARE * self._timeouts.learn_s
@@ -479,7 +479,8 @@ class LearnerClient:
 
         asked = self._ask(
             lambda: [
-                self._ranks.ask(rank, phase, joined, *shares) for rank, shares in enumerate(done)
+                self._ranks.ask(rank, phase, joined, *shares)
+                for rank, shares in zip(range(self._ranks.num_ranks), done, strict=True)
             ]
         )
         return self._wait(phase, limit or self._limit("learn_s"), asked)
@@ -506,14 +507,14 @@ class LearnerClient:
 
     def _wait(self, phase: str, limit: Timeout | None, asked: list[Any]) -> list[Any]:
         """Return the answers to what was `asked` of the first ranks, or raise the best error."""
-        named = list(zip(self._names[: len(asked)], asked, strict=True))
+        named = list(zip(self._names, asked, strict=False))
         shown = SHOWN.get(phase)
         with self._observer.waits_for(shown) if shown else nullcontext():
             return self._ranks.wait(self._call(phase, limit), named)
 
     def _call(self, phase: str, limit: Timeout | None) -> LearnerCall:
         # The first rank to end normally failed itself: NCCL ends those that wait after learn_s.
-        check = "its stack in the Ray dashboard or with `py-spy dump`"
+        check = "its stack with `py-spy dump` or, on Ray, in the dashboard"
         watchdog_from = time.monotonic() + self._patience_s
         return LearnerCall(phase, limit, check, LearnerError, watchdog_from=watchdog_from)
 

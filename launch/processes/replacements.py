@@ -119,7 +119,7 @@ class Replacements:
         self._starting: dict[int, _Starting] = {}
         self._numbers = Counter[int]()
         self._done: list[Replacement] = []
-        # Whoever closes must not miss an actor that is being created.
+        # `close` must not miss an actor that is being created.
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -276,7 +276,7 @@ class StallWatch:
         gap_s = now_s - self._looked_s
         self._looked_s = now_s
         if gap_s > 2 * self.interval_s:
-            # Nobody looked, as where this process was stopped: that time says nothing of them.
+            # This process was stopped, for example: that time says nothing about the actors.
             for watched in self._watched.values():
                 watched.alive_s += gap_s
                 watched.moved_s += gap_s

@@ -325,7 +325,7 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Put the part behind the next engine's; return that engine, or None where all failed."""
+        """Give the part to the next engine, after its own; return that, or None if all failed."""
         self.answered(part)
         num_failed = part.num_failed + 1
         engine = (part.engine + 1) % len(self._waiting)

@@ -185,7 +185,7 @@ class Checkpoints:
             if not saves_last:
                 raise
             # A complete one has a name; then only its index, or what it replaces, was refused.
-            is_named = writing is not None and is_complete(writing)
+            is_named = writing is not None and writing.folder.is_dir()
             outcome = (
                 "the last update is saved all the same"
                 if is_named
@@ -262,7 +262,7 @@ class Checkpoints:
         """Record the checkpoint that the learner wrote, and delete what it replaces."""
         new = self._writing
         # At an early end the learner may not have been asked to save it, or may have failed.
-        if new is not None and is_complete(new):
+        if new is not None and self._telemetry.patience(lambda: is_complete(new)):
             if not any(one.folder == new.folder and one.step == new.step for one in self._complete):
                 # The final one of a run that was resumed replaces the earlier one in its folder.
                 others = [one for one in self._complete if one.folder != new.folder]

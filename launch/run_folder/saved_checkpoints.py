@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config.training import CheckpointSection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StorageError
 from shared.records import read_record
 from shared.run_files import (
     FINAL_FOLDER,
@@ -206,10 +206,21 @@ def read_state(checkpoint: Path) -> RunState | None:
 
 
 def is_complete(checkpoint: KeptCheckpoint) -> bool:
-    """Return whether the checkpoint is on the disk: its folder may hold one of an earlier step."""
+    """Return whether the checkpoint is on the disk: its folder may hold one of an earlier step.
+
+    Raises StorageError if the disk cannot be read now.
+    """
     if not checkpoint.folder.is_dir():
         return False
-    state = read_state(checkpoint.folder)
+    try:
+        state = read_state(checkpoint.folder)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        # The checkpoint was just written: another attempt may succeed, so nothing is removed.
+        raise StorageError(
+            str(checkpoint.folder), str(error.__cause__), action="read", can_pass=True
+        ) from error
     return state is None or state.step == checkpoint.step
 
 

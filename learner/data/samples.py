@@ -44,6 +44,7 @@ def load_samples(
         *(PIL.__version__, str(path), of_file, data.on_bad_row),
         *(rules.sort_objects, rules.check_images, sorted(geometry), rules.source),
         prompts if prompts.have_blanks else None,
+        [field.name for field in fields(RowTable)],
     )
     found = _kept_rows(path, key, rules)
     if found is not None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import SchemaValidator
 
 from shared.config.base import dotted
@@ -21,6 +21,7 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import TransportKind
 
 IMAGE_PIXELS = 50_000_000
 """Largest image of a server where nobody says otherwise."""
@@ -161,6 +162,17 @@ class SyncCall(WireMessage):
     """Run whose weights these are; afterwards the server answers no other run's requests until that
     has sent its own.
     """
+
+    @model_validator(mode="after")
+    def _check_offer(self) -> Self:
+        offer = self.offer
+        if offer is None:
+            return self
+        if offer.version != self.version:
+            raise ValueError("needs an offer of its own version")
+        if offer.sends_adapter != (offer.transport == TransportKind.ADAPTER):
+            raise ValueError("needs an adapter exactly where that is the transport")
+        return self
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:

@@ -217,6 +217,27 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
     assert ranks.asked == [(call, rank) for call in calls for rank in (0, 1)]
 
 
+def test_without_timeouts_a_start_has_no_limit_whatever_its_caller_asks_for():
+    """A breakpoint may stop in the loading of a model, with `cluster=local`."""
+    limits = []
+
+    class Started(Asked):
+        num_ranks = 1
+
+        def ask(self, rank, name, task, *arguments):
+            pass
+
+        def wait(self, call, asked):
+            limits.append(call.limit)
+            return [(1, False)]
+
+    limit = TimeoutsSection().limit("start_s")
+    for timeouts in (None, TimeoutsSection()):
+        topologies = [RankTopology("inproc", ())]
+        LearnerClient(Started(), timeouts).start(CONFIG, topologies, limit=limit)
+    assert limits == [None, limit]
+
+
 def test_what_the_run_waits_for_is_shown_while_it_waits():
     shown = []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.run_folder.checkpoints import Checkpoints
 from shared.errors import RolloutError, StorageError
-from shared.run_files import Patience
+from shared.run_files import RUN_FILE, Patience
 from shared.schedule import RunSchedule
 
 GONE = RolloutError("gone", actor="server-0", phase="generate")
@@ -313,6 +314,29 @@ def test_where_nothing_else_is_saved_the_disk_is_asked_again_for_what_is_written
     end(checkpoints, KeyboardInterrupt())
     assert [one["step"] for one in index(world.run_dir)] == [0]
     assert warnings(world) == []
+
+
+def test_an_end_that_saves_nothing_does_not_wait_for_the_learner_and_writes_no_index(world):
+    checkpoints = world(save_on_interrupt=False)
+    checkpoints.after_step(3)
+    end(checkpoints, KeyboardInterrupt())
+    assert world.writer.stops == []
+    assert not (world.run_dir / "checkpoints.json").exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_back_for_a_moment_is_looked_at_again(world, monkeypatch):
+    world.telemetry.patience = Patience(300.0)
+    checkpoints = world(save_steps=1, background=False)
+    read, errors = Path.read_bytes, [OSError(5, "Input/output error")]
+
+    def read_bytes(path):
+        if path.name == RUN_FILE and errors:
+            raise errors.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    checkpoints.after_step(3)
+    assert [one["step"] for one in index(world.run_dir)] == [3] and not errors
 
 
 def test_a_copy_that_there_is_no_memory_for_is_not_made_and_that_is_told_once(world):

@@ -28,7 +28,13 @@ from launch.run_folder.checkpoints import Checkpoints
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.saved_checkpoints import full_checkpoints, read_state
 from shared.config.training import CheckpointSection
-from shared.errors import LearnerError, LostLearnerError, RolloutError, StorageError
+from shared.errors import (
+    LearnerError,
+    LostLearnerError,
+    RolloutError,
+    StorageError,
+    WeightSyncError,
+)
 from shared.run_files import Patience
 
 SECTIONS = st.builds(
@@ -46,6 +52,7 @@ ENDS = st.sampled_from(
     [
         KeyboardInterrupt(),
         RolloutError("gone", actor="server-0", phase="generate"),
+        WeightSyncError("late", actor="rollout-actor-0", phase="wire"),
         StorageError("metrics.jsonl", "no space", can_pass=True),
         LearnerError("a nan", phase="update"),
         LostLearnerError("its process has ended", phase="update"),
@@ -256,35 +263,46 @@ class RunInAnyOrder(RuleBasedStateMachine):
         try:
             what(self.checkpoints)
         except (StorageError, KeyboardInterrupt) as error:
-            self._end(error)
+            self._end(error, given_up=isinstance(error, StorageError))
             return False
         self._note(None)
         return True
 
-    def _end(self, error: BaseException) -> None:
+    def _end(self, error: BaseException, *, given_up: bool = False) -> None:
+        """`given_up`: the disk refused what was being written, or asked for."""
         disk_is_full = self.learner.refusals > 0
         self.learner.interrupted = None  # a second interruption ends the command at once
         begun = self._begun_step()
-        trusted = isinstance(error, KeyboardInterrupt | RolloutError | StorageError)
-        num_saves = len(self.learner.saves)
+        trusted = isinstance(
+            error, KeyboardInterrupt | RolloutError | WeightSyncError | StorageError
+        )
+        num_saves, num_stops = len(self.learner.saves), len(self.learner.stops)
+        self.telemetry.saved.reset_mock()
         was_there = self.learner.finished in self._complete_steps()
         assert not self.context.__exit__(type(error), error, error.__traceback__)
         self.checkpoints = None
         self._note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         saved = [name for name, _ in self.learner.saves[num_saves:]]
+        limit_s = self.config.timeouts.interrupt_s
+        for _, left_s in self.learner.saves[num_saves:]:
+            assert left_s is not None and left_s <= limit_s
+        assert trusted or len(self.learner.stops) == num_stops
+        logged = [call.args[0].name for call in self.telemetry.saved.call_args_list]
+        assert len(logged) == len(set(logged))
+        assert disk_is_full or set(saved) <= set(logged)
         wanted = trusted and self.section.save_on_interrupt and self.learner.finished > 0
         name = f"checkpoint_interrupted_{self.learner.finished:06d}"
         if not disk_is_full:
             assert not wanted or self.learner.finished in self._complete_steps()
             if not isinstance(error, LostLearnerError):
-                assert begun is None or f"step_{begun:06d}" in saved
+                assert given_up or begun is None or f"step_{begun:06d}" in saved
         assert name not in saved or (wanted and not was_there)
         if isinstance(error, LostLearnerError):
             assert not saved
         if self.learner.begun is not None:
             # The learner's process ends with the run.
             folder, _ = self.learner.begun
-            shutil.rmtree(folder.with_name(f"{folder.name}.partial"))
+            shutil.rmtree(folder.with_name(f"{folder.name}.partial"), ignore_errors=given_up)
             self.learner.begun = None
         self.learner.refusals = 0
 

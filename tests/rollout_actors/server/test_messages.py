@@ -125,6 +125,20 @@ def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_
 
 
 @pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"transport": "adapter"}, "needs an adapter exactly where that is the transport"),
+        ({"version": 2}, "needs an offer of its own version"),
+    ],
+)
+def test_an_offer_that_contradicts_itself_or_its_call_is_refused(change, problem):
+    body = json.loads(messages.SyncCall.of(SyncPhase.PAUSE, make_offer(), None).body())
+    body["offer"] |= change
+    with pytest.raises(ValueError, match=problem):
+        messages.read(messages.SyncCall, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
         ("requests.0.x", 1, "requests[0].x: unexpected keyword argument; remove it"),
