@@ -22,7 +22,7 @@ TRIES = {
         f"{LAUNCH}/test_cli.py::test_an_interruption_ends_with_130_and_no_traceback",
         f"{LAUNCH}/test_cli.py::test_a_command_under_nohup_continues_when_the_terminal_is_closed",
         f"{LAUNCH}/test_cli.py::test_a_command_outlives_its_console_whose_lines_continue_in_the_run_folder",
-        f"{LAUNCH}/runtime/test_ray_connection.py::test_what_ray_starts_does_not_hear_that_the_terminal_is_closed",
+        f"{LAUNCH}/processes/test_ray_connection.py::test_what_ray_starts_does_not_hear_that_the_terminal_is_closed",
         f"{LAUNCH}/run_folder/test_console.py::test_controls_changes_of_direction_and_surrogates_are_shown_escaped",
         f"{LAUNCH}/run_folder/test_console.py::test_a_text_whose_controls_rich_would_drop_shows_them_and_colours_of_ours_stay",
     ),
@@ -42,8 +42,8 @@ TRIES = {
         "tests/learner/test_run_state.py::test_files_of_a_state_are_as_open_as_their_folder",
     ),
     "Ray": (
-        f"{LAUNCH}/runtime/test_ray_connection.py::test_ray_s_sockets_and_token_are_for_this_user_alone",
-        f"{LAUNCH}/runtime/test_ray_connection.py::test_who_gets_in_is_told_with_the_way_to_the_token",
+        f"{LAUNCH}/processes/test_ray_connection.py::test_ray_s_sockets_and_token_are_for_this_user_alone",
+        f"{LAUNCH}/processes/test_ray_connection.py::test_who_gets_in_is_told_with_the_way_to_the_token",
     ),
     "server": (
         f"{SERVER}/test_token_file.py",
@@ -62,7 +62,7 @@ TRIES = {
     "secrets": (
         "tests/shared/config/test_secrets.py",
         f"{LAUNCH}/run_folder/test_saved_run.py::test_a_secret_is_not_kept_and_the_environment_asks_for_it_again",
-        f"{LAUNCH}/runtime/test_sweep.py::test_the_files_of_a_sweep_have_no_secret_of_its_configuration",
+        f"{LAUNCH}/test_sweep.py::test_the_files_of_a_sweep_have_no_secret_of_its_configuration",
         "tests/rollout_actors/environments/test_tool.py::test_the_model_is_told_no_secret_of_this_process",
     ),
     "data": ("tests/shared/test_limits.py", f"{LAUNCH}/import_data/test_hostile_sources.py"),

@@ -3,7 +3,7 @@
     checkpoints/step_000120/
         model.safetensors, config.json, ...    the ordinary checkpoint
         run_state/
-            run.json                the driver's part (launch/run_folder/resume.py)
+            run.json                the driver's part (`RunState` of launch/run_folder)
             rank_0.safetensors      float32 masters and moments
             rank_0.json             `RankState`
 

@@ -26,8 +26,9 @@ _LOGGER = logging.getLogger(__name__)
 READER_VERSION = 1
 """Version of how rows and images are read, checked and encoded; part of every key.
 
-Raise it whenever the same files give other samples, measures or messages; then
-`tests/learner/data/test_reader_version.py` asks for the new digest.
+Raise it whenever the same files give other samples, measures or messages.
+`tests/learner/data/test_reader_version.py` fails for most such changes; it does not see the wording
+of messages, nor how many tokens a prompt and its pictures have (`PromptEncoder`).
 """
 QUICK_S = 1.0
 _REST = "rest"

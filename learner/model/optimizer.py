@@ -264,7 +264,11 @@ class Optimizer:
             saved.setdefault(name, {})[kind] = value
         parts = {n: _local(master) for n, master in zip(self._names, self.masters, strict=True)}
         here = {name: list(part.shape) for name, part in parts.items()}
-        there = {name: list(values["master"].shape) for name, values in saved.items()}
+        there = {
+            name: list(values["master"].shape)
+            for name, values in saved.items()
+            if "master" in values
+        }
         if differing := [name for name in here | there if here.get(name) != there.get(name)]:
             name = differing[0]
             raise ConfigError(

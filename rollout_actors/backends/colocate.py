@@ -64,13 +64,17 @@ class ColocatedBackend:
         self._llm: ColocatedLLM | None = None
         self._ended = ""
         """Reason why the engine will do nothing any more."""
-        with host.offloaded(), self._context.entered(), self._failing("start"):
-            with explained_import(self._name):
-                from rollout_actors.backends.colocated_llm import ColocatedLLM
-            self._llm = ColocatedLLM(
-                self._name, settings, sleep=sleep, raise_if_stopping=host.raise_if_stopping
-            )
-            self._llm.fall_asleep()
+        try:
+            with host.offloaded(), self._context.entered(), self._failing("start"):
+                with explained_import(self._name):
+                    from rollout_actors.backends.colocated_llm import ColocatedLLM
+                self._llm = ColocatedLLM(
+                    self._name, settings, sleep=sleep, raise_if_stopping=host.raise_if_stopping
+                )
+                self._llm.fall_asleep()
+        except BaseException:
+            self.close()  # the caller has no backend to close
+            raise
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate rollouts, until the host raises between two of the engine's steps."""
@@ -108,13 +112,12 @@ class ColocatedBackend:
     def close(self) -> None:
         """End the engine, also after a failure. Twice is harmless."""
         self._ended = "it was closed"
-        if self._llm is None:
-            return
-        with self._context.entered():
-            llm = self._llm
-            self._llm = None
-            self._context.forget_default_group()
-            llm.shut_down()
+        if self._llm is not None:
+            with self._context.entered():
+                llm = self._llm
+                self._llm = None
+                self._context.forget_default_group()
+                llm.shut_down()
         self._failures.remove()
 
     @property

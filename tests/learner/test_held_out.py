@@ -79,6 +79,11 @@ def test_every_sample_is_asked_for_greedily_however_training_decodes(held_out):
     assert requests == held.requests(3)
 
 
+def test_max_val_samples_takes_the_first(held_out):
+    requests = held_out(data__max_val_samples=5).requests(0)
+    assert [request.sample_id for request in requests] == [f"val:{line}" for line in range(1, 6)]
+
+
 @pytest.mark.parametrize(("score", "asked"), [("constant", False), ("coord_probability", True)])
 def test_log_probabilities_are_asked_for_only_where_they_are_the_score(held_out, score, asked):
     (request, *_) = held_out(evaluation__score=score).requests(0)

@@ -515,6 +515,29 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
             assert decode.return_logprobs
 
 
+def test_more_examples_than_the_environment_has_are_drawn_again(config):
+    """Also within a step: an example may be there twice, as two groups."""
+    learner = make_learner(config(), ExampleCounts(train=2, held_out=1))
+    asked = learner.next_requests(RunSchedule(config()).plan(0))
+    examples = [request.groups[0].example for request in asked]
+    assert sorted(examples[:2]) == [0, 1]
+    learner.accumulate(rollouts_for(learner, asked))
+    assert finish_step(learner).metrics["rollout/num_groups"] == 3
+
+
+def test_rollouts_that_come_back_in_another_order_are_a_programmers_mistake(config):
+    learner, groups = begun(config())
+    with pytest.raises(AssertionError, match="expected position 0, got 4: rounds arrive in order"):
+        learner.accumulate(groups[1:])
+
+
+def test_a_step_of_which_rollouts_are_missing_is_a_programmers_mistake(config):
+    learner, groups = begun(config())
+    learner.accumulate(groups[:2])
+    with pytest.raises(AssertionError, match="8 of 12 rollouts came back"):
+        learner.finish_step()
+
+
 @pytest.mark.parametrize("number", [1, 4, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))

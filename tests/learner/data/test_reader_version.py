@@ -3,17 +3,19 @@
 import hashlib
 import json
 
-from config_support import configuration
+from config_support import configuration, mapping
 from PIL import Image
 from small_tokenizers import small_codecs
 
 from learner.data.fitting import require_lengths
 from learner.data.kept import READER_VERSION
 from learner.data.samples import load_samples
+from shared.grounding.formats import FORMATS
 from shared.grounding.json_list import PictureResize
+from shared.records import GeometryKind
 
-DIGESTS = {1: "491acdff708186a5e597855ae332d5a15394ca8f9e379cd0d3cc839e2a6fa251"}
-"""Of what a version reads the files below as."""
+DIGESTS = {1: "98a0bceca6fd10dd83c84772aa802880e343173019ab94e2b1ee2cc43b163119"}
+"""Of what each version reads the files below as. A line is added, and none is ever changed."""
 BOX = {"bbox_2d": [10, 20, 300, 400], "desc": "cat"}
 RING = {"poly": [500, 500, 900, 500, 900, 800], "desc": "größe 猫"}
 ANNOTATION = {"bbox": [1, 2, 30.5, 40], "segmentation": [[1, 2, 31.5, 2, 31.5, 42]]}
@@ -48,18 +50,35 @@ def test_a_reader_that_reads_something_else_has_another_version(tmp_path):
     of_all = {"images": ["a.bmp"], "width": 100, "height": 80}
     lines = [json.dumps(of_all | row) for row in ROWS]
     lines += ['{"images": [], "images": []}', "[1", "", lines[0]]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    changes = {"custom__trainer_variant": "stage1_sft", "data__on_bad_row": "skip"}
-    config = configuration(tmp_path, tmp_path, tmp_path, **changes)
-    data = load_samples(config, *config.data.sources("train"))
     codec = small_codecs()["gpt2 words"]
     limits = {"max_new_tokens": 0, "global_max_length": 1000, "on_bad_row": "skip"}
-    samples, measures, _ = require_lengths(data, Prompts(), codec, **limits)
-    places = [reason.split(": ")[:2] for reason in data.skipped]  # wording is free
-    read = [list(samples), data.turned, data.odd, places, measures]
+    entries = mapping(tmp_path, tmp_path, tmp_path)["rollout_matching"]["pipeline"]["objective"]
+    changes = {
+        "custom__trainer_variant": "stage1_sft",
+        "data__on_bad_row": "skip",
+        # Of every format: other losses read coord tokens.
+        "rollout_matching__pipeline__objective": [e for e in entries if e["name"] == "token_ce"],
+    }
+    read = []
+    for name in FORMATS:
+        changes["data__answer_format"] = name
+        config = configuration(tmp_path, tmp_path, tmp_path, **changes)
+        text = "\n".join(lines)
+        if GeometryKind.POLY not in config.geometry:
+            text = text.replace(json.dumps(RING), json.dumps(BOX))
+        (tmp_path / "train.jsonl").write_text(text)
+        data = load_samples(config, *config.data.sources("train"))
+        places = [reason.split(": ")[:2] for reason in data.skipped]  # wording is free
+        read.append([data.turned, data.odd, places])
+        form = config.answer_format.for_pictures(Prompts.picture_resize)
+        for taught in (True, False):
+            how = {"taught": taught, "answer_format": form}
+            samples, measures, _ = require_lengths(data, Prompts(), codec, **how, **limits)
+            read.append([list(samples), measures])
     found = repr(read).replace(str(tmp_path), "")
     digest = hashlib.sha256(found.encode()).hexdigest()
-    assert {READER_VERSION: digest} == DIGESTS, (
+    assert max(DIGESTS) == READER_VERSION and len(set(DIGESTS.values())) == len(DIGESTS)
+    assert digest == DIGESTS[READER_VERSION], (
         "these files are read as something else: raise READER_VERSION of learner/data/kept.py, so"
-        f" that nothing that the reader before kept is used, and write the digest here ({found})"
+        f" that nothing that the reader before kept is used, and add a line here ({found})"
     )

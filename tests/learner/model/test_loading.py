@@ -13,6 +13,7 @@ from learner_support import finish_step, make_learner
 from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
+from learner.model.optimizer import MasterWeights
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
@@ -97,6 +98,13 @@ def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeyp
     pairs = zip(kept.loaded.model.parameters(), waiting.loaded.model.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
     assert moved.count(128) >= 6, "of three layers of the tower, and of the language model"
+
+
+def test_float32_has_no_second_copy_of_its_weights(config):
+    model = load_model(config(), torch.device("cpu")).model
+    parameters = list(model.parameters())
+    masters = MasterWeights(parameters).masters
+    assert list(map(id, masters)) == list(map(id, parameters))
 
 
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
