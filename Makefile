@@ -5,8 +5,6 @@ DATA := outputs/demo/data
 MODEL := outputs/demo/model
 LM := outputs/demo/lm
 TOOLS_LM := outputs/demo/lm_tools
-STAGE1 := outputs/demo/stage1_polygons
-START := outputs/demo/start
 
 # The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
@@ -29,8 +27,8 @@ help:
 	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
 	@echo "make lock          resolve pyproject.toml again, into locks/cpu.txt and locks/gpu.txt (on PyPI, with hashes)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
-	@echo "make demo          a model learns digits by supervision, then on its own rollouts, and a picture shows both"
-	@echo "make control       the same from the same start and in about the same time, by supervision alone"
+	@echo "make demo          experiment=stage2_3v1 from a start that it makes, and a picture of held-out scenes before and after"
+	@echo "make control       the same from the same start and in about the same time, by supervision only"
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"
@@ -68,36 +66,25 @@ $(TOOLS_LM): | setup
 
 demo-lm: $(LM) $(TOOLS_LM)
 
-# Moved into place when it is complete: a run that was interrupted does not stand in for it. The run makes its model and data. Its held-out report is the first of `demo` and `control`.
-$(START): | setup
-	@rm -rf $@.partial
-	@$(PYTHON) -m launch.train +experiment=demo_start data.val=null telemetry.name=start telemetry.run_dir=$@.partial
-	@mv $@.partial $@
+# Kept where it is there; the experiments that start from it make it too.
+demo-start: setup
+	@$(PYTHON) -m launch.demo trained +experiment=demo_start data.val=null
 
-demo-start: $(START)
+# A run of an experiment under a name, and its picture. outputs/demo/last_NAME is a link to it. The second of the two is compared with the first.
+RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
+    $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
+    ln -sfn ../../$$run outputs/demo/last_$(2) && \
+    $(PYTHON) -m launch.demo picture --run $$run && \
+    if [ -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(PYTHON) -m launch.demo compare outputs/demo/last_{demo,control}; fi
 
-# A run from the start, and its picture. outputs/demo/last_NAME is a link to it.
-FROM_START = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
-    $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(1) telemetry.run_dir=$$run && \
-    ln -sfn ../../$$run outputs/demo/last_$(1) && \
-    $(PYTHON) -m launch.demo picture --run $$run
-COMPARE = $(PYTHON) -m launch.demo compare outputs/demo/last_demo outputs/demo/last_control
+demo: setup
+	@$(call RUN,stage2_3v1,demo)
 
-demo: demo-start
-	@$(call FROM_START,demo)
-	@if [ -e outputs/demo/last_control ]; then $(COMPARE); fi
+control: setup
+	@$(call RUN,control,control)
 
-control: demo-start
-	@$(call FROM_START,control)
-	@if [ -e outputs/demo/last_demo ]; then $(COMPARE); fi
-
-$(STAGE1): | setup
-	@rm -rf $@.partial
-	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$@.partial
-	@mv $@.partial $@
-
-aligned: | $(STAGE1)
-	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 model.path=$(STAGE1)/checkpoint telemetry.name=aligned
+aligned: setup
+	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned
 
 lint: setup
 	@$(LINT)

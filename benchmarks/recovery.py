@@ -5,7 +5,7 @@
 Runs `experiment=stage2_3v1` once undisturbed and once for each kind of fault, which strikes after
 half of the steps. A run's loss is its wall time less that of the undisturbed one; its losses and
 rollouts have to be those of the undisturbed one, to the bit (`launch.diff_runs`), or the exit
-status is 1. Needs `make demo-data`; on CPU the figures are those of one run each, on a machine with
+status is 1. On CPU the figures are those of one run each, on a machine with
 nothing else to do.
 """
 

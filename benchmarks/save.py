@@ -33,6 +33,7 @@ from shared.weight_sync.transports import TransportKind
 def configured(folder: Path, dtype: str, num_steps: int) -> RunConfig:
     overrides = [
         "+experiment=stage2_3v1",
+        "model=demo",
         f"model.path={folder / 'model'}",
         f"model.dtype={dtype}",
         f"data.train={folder / 'data' / 'train.jsonl'}",

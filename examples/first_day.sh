@@ -18,8 +18,8 @@ if [[ -z ${MODEL:-} ]]; then
     "${python[@]}" "$root/examples/make_stock.py" "$day/made"
     MODEL=$day/made/model COCO=$day/made/coco
     # Three million parameters on two cores: short answers, few pictures, everything in one process.
-    experiment=(+experiment=stage2_colocate cluster=local training.learning_rate=1e-3 training.effective_batch_size=16
-        stage2_ab.channel_b.rollouts_per_step=16)
+    experiment=(+experiment=stage2_colocate cluster=local model=demo training.learning_rate=1e-3 custom.object_field_order=desc_first
+        rollout_matching.trim_trailing_false_positives=false)
     sizes=(global_max_length=512 rollout_matching.max_new_tokens=64)
 else
     # One large GPU, which the engine and the learner of an adapter take turns on. Not run on a GPU.

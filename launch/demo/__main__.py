@@ -1,6 +1,6 @@
 """Makes data and models: `python -m launch.demo WHAT --out FOLDER`, where WHAT is data, crowded,
-model, crowded-model or language-model. `python -m launch.demo picture --run RUN` draws a run, and
-`python -m launch.demo compare RUN RUN` says which of several ended better.
+model, crowded-model, language-model or trained. `python -m launch.demo picture --run RUN` draws a
+run, and `python -m launch.demo compare RUN RUN` says which of several ended better.
 
 What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from launch.cli import explained
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
+from launch.demo.once import make_trained_start
 from launch.run_folder.console import escaped, make_console
 from shared.prompts import DEFAULT_USER_PROMPT
 
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with explained(make_console()):
             print(escaped("\n".join(compare_runs(options.runs))))
         return
-    if options.what == "data":
+    if options.what == "trained":
+        with explained(make_console()):
+            is_new = make_trained_start(options.out, options.overrides)
+        result = "trained start"
+    elif options.what == "data":
         is_new = make_demo_data(
             options.out,
             seed=options.seed,
@@ -96,8 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         "crowded-model", help="the same for crowded scenes, with a tower that has learned digits"
     )
     language_model = commands.add_parser("language-model", help="a small random Qwen3")
+    trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
+    trained.add_argument("overrides", nargs="+", help="as of launch.train: +experiment=demo_start")
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
-    folders[crowded_model] = "crowded_model"
+    folders |= {crowded_model: "crowded_model", trained: "start"}
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")

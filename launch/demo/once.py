@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,13 +25,14 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
             "few_digits": "crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0",
             "crowded": "crowded",
             "crowded_model": "crowded-model",
+            "start": "trained +experiment=demo_start data.val=null",
+            "stage1_polygons": "trained +experiment=stage1_polygons",
             "lm": "language-model",
             "lm_tools": "language-model --tools",
         }.items()
     }
 )
-"""Models and data of the shipped experiments, with the arguments of `launch.demo` that make them.
-The start of `experiment=demo` is not among them: it is trained (`make demo-start`)."""
+"""Models and data of the shipped experiments: the arguments of `launch.demo` that make them."""
 SETTINGS_FILE = "made_from.json"
 """The settings that a folder was made from, inside it."""
 
@@ -62,6 +63,21 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
     return True
 
 
+def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
+    """Put a run of `launch.train` with these overrides into the folder `out`, as `make_once` does.
+
+    Raises:
+        ConfigError: the run failed. It has printed why.
+    """
+
+    def train(folder: Path) -> None:
+        _run(
+            "launch.train", *overrides, f"telemetry.run_dir={folder}", f"telemetry.name={out.name}"
+        )
+
+    return make_once(out, {"overrides": " ".join(overrides)}, train)
+
+
 def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> None:
     """Make the model and the data of a shipped experiment if their folders do not exist.
 
@@ -73,21 +89,29 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
     Raises:
         ConfigError: a command failed. It has printed why.
     """
+    model = Path(config.model.path)
     paths = [source.path for split in ("train", "val") for source in config.data.sources(split)]
-    folders = {Path(config.model.path), *(path.parent for path in paths)}
+    # A trained model is the checkpoint in the folder of its run.
+    folders = {model, model.parent, *(path.parent for path in paths)}
     for folder in sorted(folders & DEMO_FOLDERS.keys()):
-        if folder.exists():
-            continue
-        command = ["launch.demo", *DEMO_FOLDERS[folder], "--out", str(folder)]
-        written = f"python -m {' '.join(command)}"
-        show(f"demo      {folder} does not exist and is made now: {written}")
-        # A process of its own, because this one loads neither torch nor transformers.
-        status = subprocess.run([sys.executable, "-m", *command], check=False).returncode
-        if status != 0:
-            raise ConfigError(
-                f"{folder}: `{written}` ended with status {status}; correct what it printed, and"
-                " give the command again"
-            )
+        if not folder.exists():
+            words = ("launch.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
+            command = f"python -m {' '.join(words)}"
+            show(f"demo      {folder} does not exist and is made now: {command}")
+            _run(*words)
+
+
+def _run(*words: str) -> None:
+    """Run a module in a process of its own, because this one loads neither torch nor transformers.
+
+    Raises ConfigError if it fails.
+    """
+    status = subprocess.run([sys.executable, "-m", *words], check=False).returncode
+    if status != 0:
+        raise ConfigError(
+            f"`python -m {' '.join(words)}` ended with status {status}; correct what it printed,"
+            " and give the command again"
+        )
 
 
 def _require_made_from(out: Path, settings: Mapping[str, str | int]) -> None:

@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
+
+from command_support import FROM_RANDOM_WEIGHTS  # noqa: E402
+
 SHORT = ["training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"]
 LONGER = ["training.max_steps=12", "stage2_ab.schedule.warmup_steps=4"]
 # The first run makes the model that the runs of samples begin with: from random weights no answer
@@ -38,9 +42,12 @@ TIMED = re.compile(
 def record(out):
     for name, arguments in RUNS.items():
         model = [f"model.path={out / 'warm' / 'checkpoint'}"] if name in FROM_WARM else []
+        random = FROM_RANDOM_WEIGHTS if "stage2_" in arguments[0] else ()
         samples = [] if name == "env" else ["data.max_val_samples=8"]
         where = [f"telemetry.run_dir={out / name}", "cluster.dashboard=false"]
-        command = [sys.executable, "-m", "launch.train", *arguments, *model, *samples, *where]
+        experiment, *further = arguments
+        overrides = [experiment, *random, *further, *model, *samples, *where]
+        command = [sys.executable, "-m", "launch.train", *overrides]
         print(" ".join(command[1:]), flush=True)
         log = out / f"{name}.log"
         with log.open("w") as file:

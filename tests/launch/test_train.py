@@ -82,9 +82,10 @@ def test_a_missing_data_file_ends_the_run_after_the_batch_algebra_and_before_any
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    output = train(f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={model}")
+    data = (f"data.train={tmp_path / 'nowhere.jsonl'}", "data.val=null")
+    output = train(*data, f"model.path={model}")
     assert "data.train: there is no file" in output
-    assert "32 raw rollouts in 2 rounds (16 + 16)" in output
+    assert "16 raw rollouts in 1 round" in output
 
 
 @pytest.fixture

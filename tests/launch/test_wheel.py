@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from command_support import FROM_RANDOM_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 HOOK = "rollmatch_torchvision_hook"
@@ -66,7 +67,7 @@ def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_pat
         assert files and not lost
     run(rollmatch, "demo", "data", "--train", "64", "--val", "8", cwd=elsewhere)
     shutil.copytree(demo_checkpoint, elsewhere / "outputs" / "demo" / "model")
-    job = ("+experiment=stage2_hf", "cluster=local", "training.max_steps=1")
+    job = ("+experiment=stage2_hf", *FROM_RANDOM_WEIGHTS, "cluster=local", "training.max_steps=1")
     told = run(rollmatch, "train", *job, "telemetry.run_dir=run", cwd=elsewhere)
     assert "step    1/1 A" in told
     assert run(rollmatch, "ledger", "run", cwd=elsewhere).startswith("whole, steps 1 to 1,")

@@ -1,10 +1,13 @@
 import json
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors.numpy import save_file
 
-from launch.demo.once import SETTINGS_FILE, make_missing_demo_files, make_once
+from launch.demo.__main__ import main
+from launch.demo.once import DEMO_FOLDERS, SETTINGS_FILE, make_missing_demo_files, make_once
 from shared.errors import ConfigError
 from tests.fixtures.config_changes import load
 
@@ -58,6 +61,31 @@ def test_what_a_shipped_experiment_needs_is_made_once_before_its_first_run(tmp_p
     assert folder.stat().st_mtime_ns == made_at
 
 
+def test_a_trained_start_is_made_for_the_checkpoint_in_it_and_only_kept_whole(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    outcomes = [1, 0]
+    runs = []
+
+    def run(command, check):
+        if "launch.demo" in command:
+            main(command[command.index("launch.demo") + 1 :])
+            return Mock(returncode=0)
+        runs.append(command[3:])
+        return Mock(returncode=outcomes.pop(0))
+
+    monkeypatch.setattr("subprocess.run", run)
+    config = load(LANGUAGE_MODEL | {"model.path": "outputs/demo/start/checkpoint"})
+    with pytest.raises(SystemExit):
+        make_missing_demo_files(config, lambda line: None)
+    assert list((tmp_path / "outputs/demo").iterdir()) == []
+    make_missing_demo_files(config, lambda line: None)
+    assert (tmp_path / "outputs/demo/start" / SETTINGS_FILE).is_file()
+    _, *overrides = DEMO_FOLDERS[Path("outputs/demo/start")]
+    assert [list(words[: len(overrides)]) for words in runs] == [overrides, overrides]
+
+
 def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load(
@@ -75,7 +103,9 @@ def test_a_command_that_cannot_make_them_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").write_text("a file where a folder has to be")
     config = load(LANGUAGE_MODEL)
-    with pytest.raises(ConfigError, match=r"outputs/demo/lm.*launch\.demo language-model.*status"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.demo language-model --out outputs/demo/lm.*status"
+    ):
         make_missing_demo_files(config, lambda line: None)
 
 
