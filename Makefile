@@ -1,6 +1,7 @@
 # `make demo` runs the main job from a fresh clone to its end, `make test` and `make test-engines` together run all tests. They set everything up first, once.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+ROLLMATCH := .venv/bin/rollmatch
 DATA := outputs/demo/data
 MODEL := outputs/demo/model
 LM := outputs/demo/lm
@@ -51,31 +52,31 @@ foreign: setup
 
 # Both folders appear when they are complete, so whether they are there decides.
 $(DATA): | setup
-	@$(PYTHON) -m launch.demo data --out $@
+	@$(ROLLMATCH) demo data --out $@
 
 $(MODEL): | setup
-	@$(PYTHON) -m launch.demo model --out $@
+	@$(ROLLMATCH) demo model --out $@
 
 demo-data: $(DATA) $(MODEL)
 
 $(LM): | setup
-	@$(PYTHON) -m launch.demo language-model --out $@
+	@$(ROLLMATCH) demo language-model --out $@
 
 $(TOOLS_LM): | setup
-	@$(PYTHON) -m launch.demo language-model --tools --out $@
+	@$(ROLLMATCH) demo language-model --tools --out $@
 
 demo-lm: $(LM) $(TOOLS_LM)
 
 # Kept where it is there; the experiments that start from it make it too.
 demo-start: setup
-	@$(PYTHON) -m launch.demo trained +experiment=demo_start data.val=null
+	@$(ROLLMATCH) demo trained +experiment=demo_start data.val=null
 
 # A run of an experiment under a name, and its picture. outputs/demo/last_NAME is a link to it. The second of the two is compared with the first.
 RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
     ln -sfn ../../$$run outputs/demo/last_$(2) && \
-    $(PYTHON) -m launch.demo picture --run $$run && \
-    if [ -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(PYTHON) -m launch.demo compare outputs/demo/last_{demo,control}; fi
+    $(ROLLMATCH) demo picture --run $$run && \
+    if [ -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(ROLLMATCH) demo compare outputs/demo/last_{demo,control}; fi
 
 demo: setup
 	@$(call RUN,stage2_3v1,demo)

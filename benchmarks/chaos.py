@@ -4,7 +4,7 @@
 
 Makes a run of `experiment=stage2_3v1` undisturbed, and one of as many steps in which each fault of
 `benchmarks.recovery` strikes at a random moment of a random step. A run whose driver is killed is
-started again by the same command. Exit status 1 where the two runs part (`launch.diff_runs`, and
+started again by the same command. Exit status 1 where the two runs part (`rollmatch diff-runs`, and
 `ledger.jsonl`).
 """
 

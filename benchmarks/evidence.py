@@ -270,7 +270,7 @@ def objectives(name: str) -> list[Entry]:
 
 def make_scenes(out: Path, counts: Mapping[str, int]) -> None:
     sizes = [argument for split, n in counts.items() for argument in (f"--{split}", str(n))]
-    command = [sys.executable, "-m", "launch.demo", "crowded", "--out", str(out), *sizes]
+    command = [sys.executable, "-m", "launch.tools.demo", "crowded", "--out", str(out), *sizes]
     subprocess.run(command, cwd=ROOT, check=True)
 
 

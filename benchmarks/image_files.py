@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from learner.data.fitting import require_lengths
 from learner.data.image_files import fingerprints, image_size, known_images
 from learner.segments import PromptEncoder

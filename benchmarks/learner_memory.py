@@ -31,7 +31,7 @@ from benchmarks.segments import MERGE, PATCH, ImageIds, random_segment
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
 from launch.checks.model_shape import ModelShape
-from launch.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
+from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
 from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.weight_sync.offer import TensorSpec, buckets

@@ -284,7 +284,7 @@ MUTANTS = (
         ("tests/rollout_actors/server/test_service.py",)),
     Mutant("held-out-outcomes-in-the-order-of-arrival", "launch/driver.py",
         "tuple(sorted(outcomes, key=lambda outcome: outcome.position))", "tuple(outcomes)",
-        ("tests/launch/test_driver.py", "tests/launch/test_evaluate.py")),
+        ("tests/launch/test_driver.py", "tests/launch/inspect/test_evaluate.py")),
     Mutant("engine-never-full", "launch/processes/rounds.py",
         "<= self._bounds[engine]\n", "< self._bounds[engine]\n",
         ("tests/launch/processes/test_round_queue.py",)),

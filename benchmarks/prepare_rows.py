@@ -27,7 +27,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessor
 
 from launch.cli import CONF, as_mapping, as_schema_overrides
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from learner.algorithms.base import Ahead
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.algorithms.rollout_matching import RolloutMatchingStep

@@ -4,7 +4,7 @@
 
 Runs `experiment=stage2_3v1` once undisturbed and once for each kind of fault, which strikes after
 half of the steps. A run's loss is its wall time less that of the undisturbed one; its losses and
-rollouts have to be those of the undisturbed one, to the bit (`launch.diff_runs`), or the exit
+rollouts have to be those of the undisturbed one, to the bit (`rollmatch diff-runs`), or the exit
 status is 1. On CPU the figures are those of one run each, on a machine with
 nothing else to do.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from launch.diff_runs import diff_runs
-from launch.ledger import LEDGER
+from launch.inspect.diff_runs import diff_runs
+from launch.run_folder.ledger import LEDGER
 
 STALL_S = 10.0
 LIMIT_S = 900.0

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
 from rollout_actors.repeat_guard.rule import guard_call
 from shared.prompts import DEFAULT_USER_PROMPT

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 from PIL import Image
 
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from shared.prompts import DEFAULT_USER_PROMPT
 
 CONFIG = Path(__file__).parents[1] / "tests/data/minimal_config.yaml"

@@ -15,7 +15,7 @@ import ray
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from launch.demo.model import make_config, make_processor, make_tokenizer
+from launch.tools.demo.model import make_config, make_processor, make_tokenizer
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.sender import WeightSender

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3VLForConditionalGeneration
 
-from launch.demo.model import END, PAD, SPECIAL_TOKENS, make_config, make_processor
+from launch.tools.demo.model import END, PAD, SPECIAL_TOKENS, make_config, make_processor
 from shared.prompts import LIST_USER_PROMPT
 
 SIDE = 96

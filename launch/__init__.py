@@ -1,4 +1,4 @@
-"""The commands. `python -m launch.NAME` outside of `.venv` says so."""
+"""Starts, watches and inspects runs, and makes what they need: `rollmatch NAME`."""
 
 import importlib.util
 import sys
@@ -14,3 +14,6 @@ if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
         f"{sys.executable} does not have the project's packages; run `{_python} -m {_command} ...`"
         " (`make setup` makes it)"
     )
+
+# `python -m launch.NAME` also finds the commands that are in a folder.
+__path__ += [f"{__path__[0]}/{_folder}" for _folder in ("inspect", "tools", "run_folder")]

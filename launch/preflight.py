@@ -1,6 +1,6 @@
 """Says what a run would do and whether it can, without starting an engine.
 
-    python -m launch.preflight +experiment=stage2_3v1 [section.key=value ...]
+    rollmatch preflight +experiment=stage2_3v1 [section.key=value ...]
 
 Prints what will be placed where and what it is going to need, then every problem with its remedy.
 Exit status 1 where there is one.
@@ -45,7 +45,6 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
-from launch.demo.once import make_missing_demo_files
 from launch.loggers.sink import missing_packages
 from launch.processes.batch_algebra import batch_algebra
 from launch.processes.engine_settings import settings_of_run
@@ -54,6 +53,7 @@ from launch.processes.ray_connection import cluster_nodes
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
+from launch.tools.demo.once import make_missing_demo_files
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems

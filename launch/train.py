@@ -30,10 +30,10 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
-from launch.demo.once import make_missing_demo_files
 from launch.processes.batch_algebra import batch_algebra
+from launch.processes.sweep import add_trial, is_sweep, run_trials
 from launch.run_folder.console import StartUp, make_console
-from launch.sweep import add_trial, is_sweep, run_trials
+from launch.tools.demo.once import make_missing_demo_files
 from shared.config import RunConfig
 from shared.config.derive import remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
@@ -130,11 +130,11 @@ def run(config: RunConfig, console: Console) -> None:
     _print(console, (line for line in warnings if line not in about_data))
 
     from launch.driver import train
-    from launch.ledger import require_same_step
     from launch.pipeline import one_ahead, one_at_a_time
     from launch.processes.cluster import Cluster
     from launch.processes.local import LocalRun
     from launch.run_folder.checkpoints import Checkpoints
+    from launch.run_folder.ledger import require_same_step
     from shared.schedule import RunSchedule
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time

@@ -460,7 +460,7 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
     path = f"{field}.{kinds[0]}"
     if kind not in geometry:
         remedy = (
-            f"write it as {GeometryKind.BBOX} (`launch.coco import geometry=bbox` does so"
+            f"write it as {GeometryKind.BBOX} (`rollmatch coco import geometry=bbox` does so"
             " for a whole file), remove the object, or choose a custom.trainer_variant that learns"
             " polygons: stage1_sft or stage2_rollout_aligned"
         )

@@ -176,7 +176,7 @@ def fake_actors(_fake_actors: list[Any]) -> Iterator[list[Any]]:
 @pytest.fixture(scope="session")
 def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with its random weights: tokenizer, processor and all."""
-    from launch.demo.model import make_demo_model
+    from launch.tools.demo.model import make_demo_model
     from shared.prompts import DEFAULT_USER_PROMPT
 
     folder = tmp_path_factory.mktemp("demo") / "model"
@@ -187,7 +187,7 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The language model of the demo of environments, with its random weights."""
-    from launch.demo.language_model import make_demo_lm
+    from launch.tools.demo.language_model import make_demo_lm
 
     folder = tmp_path_factory.mktemp("lm") / "model"
     make_demo_lm(folder, seed=17)
@@ -207,7 +207,7 @@ def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _few_scenes(tmp_path_factory: pytest.TempPathFactory, geometry: str) -> Path:
-    from launch.demo.data import DemoGeometry, make_demo_data
+    from launch.tools.demo.data import DemoGeometry, make_demo_data
 
     folder = tmp_path_factory.mktemp("demo") / "data"
     make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry(geometry))

@@ -3,7 +3,7 @@
 report.json        every number
 report.html        the same to read, with the worst scenes; loads nothing but their pictures
 config.json        what it was evaluated with
-predictions.jsonl  every sample's answer and what was found in it; `launch.coco export` reads it
+predictions.jsonl  every sample's answer and what was found in it; `rollmatch coco export` reads it
 pictures/          the worst scenes
 """
 
@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from launch.inspect.sample_pages.html import render
 from launch.reports.detection import DetectionReport, WorstScene, answer_line, report_tables
 from launch.reports.pictures import draw_scene
-from launch.sample_pages.html import render
 from shared.grounding.coco import ScoredObject
 from shared.run_files import cannot_write
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-from launch.sample_pages.html import printable
+from launch.inspect.sample_pages.html import printable
 from learner.segments import decode_image
 from shared.grounding.evaluation import Pair, Scene
 from shared.grounding.geometry import Shape, pixels_of, vertices

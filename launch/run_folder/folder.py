@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from launch.checks.host import run_folder_problem
-from launch.ledger import cut_ledger
 from launch.run_folder.console import keep_lost_console
 from launch.run_folder.held_out import read_evaluations
+from launch.run_folder.ledger import cut_ledger
 from launch.run_folder.saved_checkpoints import read_index
 from launch.run_folder.timeline import cut_timeline, read_timeline
 from shared.config import RunConfig
@@ -80,7 +80,7 @@ class RunFolder:
         last_report = step - int(reports_again)
         cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] <= last_report)
         for report in (folder / "evaluations").glob("step_*"):
-            # Not those of `launch.evaluate`, such as step_000020_val.
+            # Not those of `rollmatch evaluate`, such as step_000020_val.
             name = re.fullmatch(r"step_(\d{6,})(\.partial)?", report.name)
             if name is not None and int(name[1]) > last_report:
                 shutil.rmtree(report)

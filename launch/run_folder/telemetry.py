@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from launch.ledger import Ledger, check_ledger
 from launch.loggers.ray_metrics import RayMetrics
 from launch.loggers.sink import Loggers
 from launch.processes.batch_algebra import BatchAlgebra
@@ -27,6 +26,7 @@ from launch.run_folder.held_out import (
     read_evaluations,
     write_held_out,
 )
+from launch.run_folder.ledger import Ledger, check_ledger
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.steps import (
     TRACK,

@@ -212,7 +212,7 @@ def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
             raise ConfigError(
                 f"model.path: {config} says that {token['content']} is token {token_id}, and"
                 f" transformers reads it as {read}; of a Rex-Omni checkpoint `python -m"
-                f" launch.rex_omni model={path}` writes the tokenizer.json that is missing, any"
+                f" launch.tools.rex_omni model={path}` writes the tokenizer.json that is missing, any"
                 " other needs a tokenizer.json of its own"
             )
 

@@ -1,4 +1,4 @@
-"""The client of `python -m launch.serve` (spec: server mode), and the command that starts one."""
+"""The client of `rollmatch serve` (spec: server mode), and the command that starts one."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def serve_command(
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
     if tool_call_parser is not None:
         arguments.append(f"tool_call_parser={tool_call_parser}")
-    return shlex.join(["python", "-m", "launch.serve", *arguments])
+    return shlex.join(["python", "-m", "launch.tools.serve", *arguments])
 
 
 def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
-    """Return `key=value` of every setting that `launch.serve` would not choose itself."""
+    """Return `key=value` of every setting that `rollmatch serve` would not choose itself."""
     values = {
         "model": settings.model_path,
         "port": port,
@@ -117,7 +117,7 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
 
 
 class ServerClient(HttpEngine):
-    """An engine behind `launch.serve`, which itself refuses what the run must not get."""
+    """An engine behind `rollmatch serve`, which itself refuses what the run must not get."""
 
     version = 0
     """Weight version as far as this client has seen; 0 is the checkpoint's."""

@@ -108,11 +108,11 @@ class TelemetrySection(Section):
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
     rollouts: bool = True
-    """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `launch.show_sample` and
-    `launch.replay`."""
+    """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `rollmatch show-sample` and
+    `rollmatch replay`."""
     rollout_images: bool = True
     """Keep the pictures of an environment's rollouts, each once, in `rollouts/images/`, without
-    which `launch.replay` learns no step that has some."""
+    which `rollmatch replay` learns no step that has some."""
     ledger: bool = True
     """Write digests of what decided every step, and of its weights, as a chain (`ledger.jsonl`)."""
     loggers: Annotated[

@@ -25,7 +25,7 @@ class AdapterSection(Section):
     """Low-rank adaptation (peft) of linear layers; everything else is frozen.
 
     They are those of the language model, and of parts with `training.parts.*.adapted`. Where
-    `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
+    `rollmatch add-coord-tokens` has made the checkpoint, the embeddings of its tokens are trained too.
     """
 
     kind: Literal["lora", "dora"]

@@ -187,7 +187,7 @@ class ServerSection(Section):
     ]
     """In the order in which a round is split over them."""
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
-    """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
+    """`rollmatch serve`, or a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
     """Until every server answers `/health/`, at the start and where one was lost; until the weight
     transfer is set up; and until a server that generates answers, or samples another token."""
@@ -304,7 +304,7 @@ class VllmSection(Section):
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where; of other modes, those of `launch.evaluate`. In all modes:
+    """Mode `actors`: how many, and where; of other modes, those of `rollmatch evaluate`. In all modes:
     how often what is lost may come back."""
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""

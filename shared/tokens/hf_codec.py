@@ -10,7 +10,7 @@ from shared.model_families import END_OF_TURN, IMAGE_PLACEHOLDERS, TILE_PLACEHOL
 from shared.tokens.pieces import piece_table
 from shared.tokens.vocabulary import COORD_TOKENS
 
-ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`"
+ADD_TOKENS = "`rollmatch add-coord-tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 
 LACKING = (
     f"make a checkpoint that has them with {ADD_TOKENS}, and set model.path to it, or set"

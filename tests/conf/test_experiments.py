@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from launch.cli import as_schema_overrides
-from launch.demo.once import DEMO_FOLDERS
 from launch.processes.batch_algebra import batch_algebra
+from launch.tools.demo.once import DEMO_FOLDERS
 from shared.config import RunConfig, load_config
 from shared.config.algorithm import TrainerVariant
 from shared.config.derive import remarks

@@ -117,7 +117,7 @@ def replies(text: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for line in COMMANDS if "launch.vf_eval" in line])
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "launch.tools.vf_eval" in line])
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
     environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"

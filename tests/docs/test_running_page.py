@@ -12,11 +12,11 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from tiny_qwen import make_stock_model
 
-from launch import add_coord_tokens
 from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
-from launch.coco import __main__ as coco
 from launch.preflight import preflight
 from launch.processes.placement import Resources
+from launch.tools import add_coord_tokens
+from launch.tools.coco import __main__ as coco
 from shared.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"
@@ -62,9 +62,9 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_p
     *steps, checked, trained = commands(tmp_path / "models")
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
     adding, *importing = steps
-    assert adding[0] == "launch.add_coord_tokens"
+    assert adding[0] == "launch.tools.add_coord_tokens"
     add_coord_tokens.main(adding[1])
-    assert [module for module, _ in importing] == ["launch.coco"] * 2
+    assert [module for module, _ in importing] == ["launch.tools.coco"] * 2
     for _, arguments in importing:
         coco.main(arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -10,7 +10,7 @@ from environment_support import generated
 from scripted_client import ScriptedClient
 
 import rollout_actors.environments as vf
-from launch.vf_eval.arguments import read_options
+from launch.tools.vf_eval.arguments import read_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_verifiers.md").read_text()
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

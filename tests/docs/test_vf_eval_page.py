@@ -11,9 +11,9 @@ from fake_openai import FakeOpenAI
 from fake_server import serving
 
 from launch.cli import read_arguments
-from launch.serve import ServeOptions
-from launch.vf_eval.__main__ import main
-from launch.vf_eval.arguments import check_sampling, read_options
+from launch.tools.serve import ServeOptions
+from launch.tools.vf_eval.__main__ import main
+from launch.tools.vf_eval.arguments import check_sampling, read_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -33,7 +33,7 @@ def url(tmp_path, monkeypatch):
 
 def test_the_page_has_commands_and_each_is_one_of_this_project():
     assert [command[0] for command in COMMANDS] == ["vf-eval", "python", "vf-eval"]
-    assert COMMANDS[1][1:3] == ["-m", "launch.serve"]
+    assert COMMANDS[1][1:3] == ["-m", "launch.tools.serve"]
 
 
 def test_the_server_of_the_page_takes_its_arguments():

@@ -14,10 +14,10 @@ from hydra import compose, initialize_config_dir
 from tiny_qwen import make_stock_model
 
 from launch.cli import CONF, as_mapping, as_schema_overrides, read_arguments
-from launch.evaluate import ModelOptions, model_config
-from launch.import_data.__main__ import FORMATS
-from launch.new_environment import write_environment
-from launch.rex_omni.__main__ import RexOmniOptions
+from launch.inspect.evaluate import ModelOptions, model_config
+from launch.tools.import_data.__main__ import FORMATS
+from launch.tools.new_environment import write_environment
+from launch.tools.rex_omni.__main__ import RexOmniOptions
 from rollout_actors.warm import warm_python
 from shared.config import RunConfig, load_config
 
@@ -59,16 +59,16 @@ def test_every_command_that_is_listed_composes(command, stock, tmp_path):
                 write_environment(words[1], tmp_path)
                 words[:2] = [f"hydra.searchpath=[file://{tmp_path}]"]
             run_of(*words)
-        case "launch.evaluate":
+        case "launch.inspect.evaluate":
             first, data, *overrides = words
             assert first.startswith("model=/models/")
             model_config(read_arguments(ModelOptions, [f"model={stock}", data]), overrides)
-        case "launch.import_data":
+        case "launch.tools.import_data":
             first, *rest = words
             read_arguments(FORMATS[first.removeprefix("format=")], rest)
-        case "launch.rex_omni":
+        case "launch.tools.rex_omni":
             read_arguments(RexOmniOptions, words)
-        case "launch.new_environment":
+        case "launch.tools.new_environment":
             name, option, _ = words
             assert option == "--out"
             assert write_environment(name, tmp_path)
@@ -87,7 +87,7 @@ def test_rows_that_ask_and_several_sources_are_read_as_they_are_written():
 
 
 def test_every_format_has_a_line_and_every_page_that_is_named_is_there():
-    imported = [words_of(line)[1][0] for line in COMMANDS if "launch.import_data" in line]
+    imported = [words_of(line)[1][0] for line in COMMANDS if "launch.tools.import_data" in line]
     assert imported == [f"format={name}" for name in FORMATS]
     for path in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "examples" / path).exists(), path

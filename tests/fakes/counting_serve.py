@@ -1,4 +1,4 @@
-"""`python -m launch.serve` with an engine that notes how many sequences it samples for at a time
+"""`rollmatch serve` with an engine that notes how many sequences it samples for at a time
 (`counting_worker`).
 """
 
@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from launch.cli import read_arguments
-from launch.serve import ServeOptions, serve, settings_of
+from launch.tools.serve import ServeOptions, serve, settings_of
 
 if __name__ == "__main__":
     options = read_arguments(ServeOptions, sys.argv[1:])

@@ -38,7 +38,7 @@ CHATML = """\
 
 def demo_tokenizer(template: str = CHATML) -> Any:
     """The demo's: byte-level, so that it writes any text."""
-    from launch.demo.model import make_tokenizer
+    from launch.tools.demo.model import make_tokenizer
 
     tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
     tokenizer.chat_template = template

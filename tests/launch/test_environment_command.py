@@ -14,9 +14,9 @@ from command_support import commands
 from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.demo.language_model import make_demo_lm
-from launch.diff_runs import diff_runs
-from launch.replay.__main__ import ReplayOptions, replay
+from launch.inspect.diff_runs import diff_runs
+from launch.inspect.replay.__main__ import ReplayOptions, replay
+from launch.tools.demo.language_model import make_demo_lm
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

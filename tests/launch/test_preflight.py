@@ -1,4 +1,4 @@
-"""`python -m launch.preflight`: every problem with its remedy at once, and what goes where, without
+"""`rollmatch preflight`: every problem with its remedy at once, and what goes where, without
 starting an engine.
 """
 

@@ -13,7 +13,7 @@ import pytest
 from command_support import ROOT, commands
 from serve_process import serve_process
 
-from launch.diff_runs import diff_runs
+from launch.inspect.diff_runs import diff_runs
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from rollout_actors.warm import warm_python
@@ -102,7 +102,7 @@ def test_a_run_in_one_process_without_ray_is_that_on_ray_to_the_bit(job, hf_job)
 
 def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
     # in the run's cluster
-    words = ["-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]
+    words = ["-m", "launch.inspect.evaluate", f"run={hf_job.run_dir}", "name=mine"]
     command = [*warm_python.command(), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False

@@ -9,10 +9,10 @@ from tiny_qwen import make_stock_model
 from transformers import AutoProcessor
 
 from launch.cli import read_arguments
-from launch.evaluate import ModelOptions, main, model_config, report_folder
+from launch.inspect.evaluate import ModelOptions, main, model_config, report_folder
 from launch.preflight import engine_family_problems
 from launch.reports.detection import make_report
-from launch.serve import device_here
+from launch.tools.serve import device_here
 from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens

@@ -17,8 +17,8 @@ from tiny_qwen import FAMILIES, HIDDEN, TOWERS, make_stock_model
 from trajectory_support import picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.model_shape import ModelShape
+from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights

@@ -19,7 +19,7 @@ from learner_support import (
     weights_of,
 )
 
-from launch.show_sample import ShowOptions, show_sample
+from launch.inspect.show_sample import ShowOptions, show_sample
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, Channel

@@ -1,4 +1,4 @@
-"""A real `python -m launch.serve`: rollouts with images, weights from a learner, and an end that
+"""A real `rollmatch serve`: rollouts with images, weights from a learner, and an end that
 leaves nothing.
 """
 

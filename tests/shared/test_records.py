@@ -169,7 +169,7 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
     assert error.remedy.startswith("write rollout_matching.geometry: [bbox_2d, point_2d], with a")
     error = refusal(mapping, geometry=frozenset({BBOX}))
     assert error.field == "objects[1].poly"
-    assert error.remedy.startswith("write it as bbox_2d (`launch.coco import geometry=bbox`")
+    assert error.remedy.startswith("write it as bbox_2d (`rollmatch coco import geometry=bbox`")
 
 
 UNSORTED = [

@@ -1,7 +1,7 @@
 """The teacher of an on-policy distillation: a model served elsewhere, which scores sampled tokens.
 
 It is asked over `/v1/completions`, with token ids for a prompt and `prompt_logprobs`: a route that
-a stock `vllm serve` (vLLM 0.32) and `python -m launch.serve` both have. These log-probabilities are
+a stock `vllm serve` (vLLM 0.32) and `rollmatch serve` both have. These log-probabilities are
 at temperature 1, over the whole vocabulary. They come into the examples before these leave for the
 learner, and so into the log of rollouts: a resumed or replayed step asks no teacher.
 """
@@ -45,7 +45,7 @@ NUM_PROBED = 1000
 ROUNDING = 1e-3
 """A log-probability is above 0 by no more than this: else it is none."""
 _KEY_REMEDY = f"name the variable that holds its key in {SECTION}.token_env"
-_REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32, or by `python -m launch.serve`"
+_REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32, or by `rollmatch serve`"
 
 
 @dataclass(frozen=True, slots=True)

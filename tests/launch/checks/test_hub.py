@@ -16,7 +16,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from rich.console import Console
 
 from launch.checks.hub import FILES, fetch_model, with_fetched_model
-from launch.evaluate import ModelOptions, run
+from launch.inspect.evaluate import ModelOptions, run
 from learner.model.checkpoint_folder import hub_id
 from shared.errors import ConfigError
 

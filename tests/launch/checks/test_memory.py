@@ -9,7 +9,6 @@ from config_support import configuration, trajectory_config
 from safetensors.torch import save_file
 from tiny_qwen import TOWERS, make_stock_model
 
-from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import (
@@ -26,6 +25,7 @@ from launch.checks.memory import (
 from launch.checks.model_shape import ModelShape, VisionShape, num_trainable
 from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Resources, plan_placement
+from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.host_memory import container_limits
 from learner.model.loading import load_model
 from learner.step import LOGIT_CHUNK

@@ -12,12 +12,12 @@ from config_support import trajectory_config
 from safetensors.torch import load_file, save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
-from launch import serve
-from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.model_shape import ModelShape
 from launch.checks.weights import weight_warnings
 from launch.preflight import preflight
 from launch.processes.placement import Resources
+from launch.tools import serve
+from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
 from learner.model.checkpoint_folder import BaseFiles
 from learner.model.loading import load_complete, load_model
@@ -230,7 +230,9 @@ def test_every_entry_refuses_a_checkpoint_that_lacks_tensors(
         make_coord_model(AddOptions(model=lacking, out=tmp_path / "out"))
     assert lacks in str(caught.value) and not (tmp_path / "out").exists()
     words = [f"model={lacking}", f"data={demo_data / 'val.jsonl'}", "data.answer_format=qwen3_vl"]
-    status, output = call_command("launch.evaluate", *words, f"telemetry.run_dir={tmp_path}")
+    status, output = call_command(
+        "launch.inspect.evaluate", *words, f"telemetry.run_dir={tmp_path}"
+    )
     assert status == 2 and lacks in " ".join(output.split())
     monkeypatch.setattr(os, "environ", dict(os.environ))  # which the server changes
     with pytest.raises(SystemExit) as ended:

@@ -11,7 +11,7 @@ from config_support import configuration, trajectory_config
 from rich.console import Console
 
 from launch.cli import as_schema_overrides
-from launch.diff_runs import diff_runs
+from launch.inspect.diff_runs import diff_runs
 from launch.processes.local import ThreadRank
 from launch.train import run
 from shared.errors import ConfigError

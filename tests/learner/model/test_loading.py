@@ -113,7 +113,7 @@ def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, 
         load_tokens(config(model__path=str(folder)))
     lacks = "its tokenizer lacks the coord tokens, which boxes are written in"
     remedy = (
-        "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER"
+        "make a checkpoint that has them with `rollmatch add-coord-tokens model=STOCK_FOLDER"
         " out=NEW_FOLDER`, and set model.path to it, or set data.answer_format: qwen3_vl (of a"
         " Qwen2.5-VL qwen2_5_vl), whose coordinates are digits, or of a Rex-Omni rex_omni"
     )

@@ -13,7 +13,7 @@ from tiny_qwen import TOWERS, make_stock_model
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from launch.demo.model import make_demo_model
+from launch.tools.demo.model import make_demo_model
 from learner.model.loading import PatchProjection, load_model, project_patches_as_matrix
 from shared.prompts import DEFAULT_USER_PROMPT
 

@@ -30,10 +30,10 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 class Rollmatch:
-    """`launch.serve` over an engine that does as it is told."""
+    """`rollmatch serve` over an engine that does as it is told."""
 
     kind = "rollmatch"
-    command = "python -m launch.serve"
+    command = "rollmatch serve"
 
     def __init__(self):
         self.engine = ObedientEngine()

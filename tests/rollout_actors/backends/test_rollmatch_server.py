@@ -1,4 +1,4 @@
-"""The client of `launch.serve`: the calls that it makes, and the servers that it refuses."""
+"""The client of `rollmatch serve`: the calls that it makes, and the servers that it refuses."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class TestRepeatGuard:
         nowhere = Run("http://127.0.0.1:9", expected)
         with pytest.raises(RolloutError) as caught:
             nowhere.start(repeat_guard=GUARD, timeout_s=0.1)
-        assert "launch.serve" in str(caught.value)
+        assert "launch.tools.serve" in str(caught.value)
         assert "repeat_terminate" not in str(caught.value)
 
 

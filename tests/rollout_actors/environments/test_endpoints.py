@@ -1,5 +1,5 @@
-"""Environments through `openai.AsyncOpenAI`, and `vf-eval`, against real endpoints: `python -m
-launch.serve`, and a stock `vllm serve`.
+"""Environments through `openai.AsyncOpenAI`, and `vf-eval`, against real endpoints: `rollmatch
+serve`, and a stock `vllm serve`.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ def call_id(step: Any) -> str:
     return str(step["completion"][0]["tool_calls"][0]["id"])
 
 
-# What is launch.serve's own
+# What is launch.tools.serve's own
 
 
 def test_the_model_goes_by_every_name_that_it_was_given(ours: Endpoint) -> None:
@@ -605,7 +605,7 @@ class Evaluations:
             if "--resume" in arguments
             else ["-m", self.endpoint.model, "-b", f"{self.endpoint.url}/v1", "-k", "THE_KEY"]
         )
-        command = [sys.executable, "-m", "launch.vf_eval", *arguments, *where]
+        command = [sys.executable, "-m", "launch.tools.vf_eval", *arguments, *where]
         return subprocess.Popen(
             command,
             cwd=self.folder,

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import Answer, ScriptedClient, overlong_error, status_error
 
-from launch.vf_eval.__main__ import main as vf_eval
+from launch.tools.vf_eval.__main__ import main as vf_eval
 from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv

@@ -8,7 +8,7 @@ import stat
 import pytest
 from fake_server import ObedientEngine, Run, make_request, make_settings, serving_engine
 
-from launch.vf_eval.endpoint import find_endpoint
+from launch.tools.vf_eval.endpoint import find_endpoint
 from rollout_actors.server.token_file import find_token, remove_token, token_file, write_token
 from shared.errors import ConfigError, RolloutError
 

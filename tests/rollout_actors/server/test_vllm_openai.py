@@ -253,7 +253,7 @@ def test_fields_of_openai_and_of_vllm_are_taken():
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
 def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(choice):
-    """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
+    """vLLM names arguments of `vllm serve`, which `rollmatch serve` does not have."""
     from rollout_actors.server.vllm_openai import NO_TOOL_CALLS
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

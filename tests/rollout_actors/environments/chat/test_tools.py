@@ -19,7 +19,7 @@ from scripted_engines import (
     says,
 )
 
-from launch.demo.language_model import TOOL_CALL, make_tokenizer
+from launch.tools.demo.language_model import TOOL_CALL, make_tokenizer
 from rollout_actors.environments.chat.tools import (
     ToolCallReader,
     UncalledTools,

@@ -29,7 +29,7 @@ from scripted_engines import (
     says,
 )
 
-from launch.demo.model import CHAT_TEMPLATE
+from launch.tools.demo.model import CHAT_TEMPLATE
 from rollout_actors.environments.chat.responses import (
     RETURNS_TOKENS,
     parse_response_messages,

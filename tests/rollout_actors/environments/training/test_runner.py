@@ -27,7 +27,7 @@ from scripted_engines import (
     rollout_of,
 )
 
-from launch.demo.model import CHAT_TEMPLATE
+from launch.tools.demo.model import CHAT_TEMPLATE
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.training.runner import (

@@ -1,0 +1,246 @@
+"""Says where two runs part: the first step, the stage, and the sample.
+
+    rollmatch diff-runs outputs/a outputs/b
+
+Compares what the runs have written, `metrics.jsonl` and `rollouts/`, bit by bit, but for times and
+places (which engine answered, at which try). Where one run is longer, as far as both go. Exit
+status 0 where nothing differs, 1 where the runs part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.cli import explained
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.ledger import check_ledger
+from launch.run_folder.saved_run import read_run
+from learner.rollout_logs.writer import step_path
+from shared.errors import ConfigError
+from shared.run_files import read_lines
+
+_MATCHED = (
+    *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
+    *("appended", "appended_text"),
+    # How much is kept may depend on the match (`trim_trailing_false_positives`).
+    *("prefix_text", "num_kept_bytes", "num_kept", "num_prefix", "max_object_index"),
+    *("trimmed", "num_trimmed_dropped"),
+)
+SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "draw": lambda line: _of(line, "sample_id", "ground_truth", "example"),
+    "request": lambda line: (
+        _of(line["rollout"], "seed", "num_prompt_tokens")
+        if "rollout" in line
+        else [_of(call, "path", "turn", "seed") for call in line["calls"]]
+    ),
+    "rollout": lambda line: (
+        _without(line["rollout"], "actor", "attempt", "seed", "num_prompt_tokens")
+        if "rollout" in line
+        else {
+            "error": line["error"],
+            "completion": line["completion"],
+            "examples": [
+                _of(one, "token_ids", "mask", "logprobs", "weight_version")
+                for one in line["examples"]
+            ],
+        }
+    ),
+    "parse": lambda line: _without(line.get("reading"), *_MATCHED),
+    "match": lambda line: _of(line.get("reading"), *_MATCHED),
+    "reward": lambda line: _of(line, "reward", "metrics", "reward_errors"),
+    "target": lambda line: (
+        line["target"]
+        if "target" in line
+        else [_of(one, "advantage", "token_advantages") for one in line["examples"]]
+    ),
+}
+"""What decides each stage of a sample, in the order of a step, out of its line in `rollouts/`."""
+METRIC_STAGES = {
+    "row": ("packing/",),
+    "loss": ("loss/", "policy/"),
+    "gradient": ("optim/grad_norm", "optim/num_skipped"),
+    "update": ("optim/",),
+    "sync": ("weight_version", "sync/version"),
+    "other": ("",),
+}
+"""Beginnings of the names of the metrics that tell of each stage after the samples'; the first
+stage that a metric belongs to counts."""
+NOT_LEARNED = (
+    *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
+    *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
+)
+"""Metrics of how a step was made, and of the engines' last bits, on which nothing depends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first place at which two runs differ.
+
+    Example: `Parting(7, "rollout", "position 3 (scene_12)", "response_token_ids[41]", 17, 96)`.
+    """
+
+    step: int
+    stage: str
+    where: str
+    """The sample; empty for what is of the whole step."""
+    field: str
+    a: Any
+    b: Any
+
+    def describe(self) -> list[str]:
+        place = f", {self.where}" if self.where else ""
+        return [
+            f"part      at step {self.step}, stage {self.stage}{place}: {self.field}",
+            f"          A {_shown(self.a)}",
+            f"          B {_shown(self.b)}",
+        ]
+
+
+def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
+    """Compare two runs' folders. Returns lines about it, and whether they part.
+
+    Raises:
+        ConfigError: a folder that holds no run.
+    """
+    lines = [f"A         {a}", f"B         {b}"]
+    lines += [
+        f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
+        for field, one, other in _differences(_computed(read_run(a)), _computed(read_run(b)))
+    ]
+    for name, run in (("A", a), ("B", b)):
+        if (problem := check_ledger(run)) is not None:
+            lines.append(f"ledger    of {name} is not whole: {problem}")
+    metrics = _metrics(a), _metrics(b)
+    has_logs = (a / "rollouts").is_dir() and (b / "rollouts").is_dir()
+    if not has_logs:
+        lines.append(
+            "note      not both have rollouts/ (telemetry.rollouts): no sample is compared"
+        )
+    parting = first_difference((a, b), metrics, has_logs=has_logs)
+    if parting is not None:
+        equal = f"equal     {parting.step - 1} steps before, to the bit"
+        return [*lines, *parting.describe(), equal], True
+    lengths = [len(one) for one in metrics]
+    both = f"equal     {min(lengths)} steps, to the bit"
+    if lengths[0] != lengths[1]:
+        longer = "A" if lengths[0] > lengths[1] else "B"
+        both += f"; {longer} goes on to step {max(lengths)}, and is not compared there"
+    return [*lines, both], False
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics, which have to be of the steps 1, 2, 3 and so on."""
+    lines = read_lines(run / "metrics.jsonl")
+    steps = [line["step"] for line in lines]
+    if not steps or steps != list(range(1, len(steps) + 1)):
+        raise ConfigError(
+            f"{run / 'metrics.jsonl'}: has to have a line for every step from 1 on, and has"
+            f" {len(steps)}; compare runs that took a step and whose files are whole"
+        )
+    return lines
+
+
+def first_difference(
+    runs: tuple[Path, Path],
+    metrics: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+    *,
+    has_logs: bool,
+) -> Parting | None:
+    """Return the first difference in the steps that both runs have."""
+    for one, other in zip(*metrics, strict=False):
+        step = one["step"]
+        if has_logs:
+            logs = _samples(runs[0], step), _samples(runs[1], step)
+            for parting in _of_samples(step, *logs):
+                return parting
+        left = [name for name in dict.fromkeys((*one, *other)) if not name.endswith("_s")]
+        for stage, beginnings in METRIC_STAGES.items():
+            names = [name for name in left if name.startswith(beginnings)]
+            left = [name for name in left if name not in names]
+            if stage == "sync":
+                # No sync follows a run's last step.
+                names = [name for name in names if name in one and name in other]
+            elif stage == "other":
+                names = [name for name in names if not name.startswith(NOT_LEARNED)]
+            for field, a, b in _differences(_of(one, *names), _of(other, *names)):
+                return Parting(step, stage, "", field, a, b)
+    return None
+
+
+def _of_samples(
+    step: int, one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]
+) -> Iterator[Parting]:
+    """Yield the differences of a step's samples: stage by stage, and in each by position."""
+    if one.keys() != other.keys():
+        positions = [sorted(one), sorted(other)]
+        yield Parting(step, "draw", "", "positions in the log", *positions)
+        return
+    for stage, part in SAMPLE_STAGES.items():
+        for position in sorted(one):
+            for field, a, b in _differences(part(one[position]), part(other[position])):
+                name = one[position].get("sample_id", one[position].get("example"))
+                yield Parting(step, stage, f"position {position} ({name})", field, a, b)
+
+
+def _samples(run: Path, step: int) -> dict[int, dict[str, Any]]:
+    """Return a step's lines of all ranks by position; none where the run keeps no such log."""
+    path = step_path(run / "rollouts", step)
+    files = [path, *path.parent.glob(f"{path.stem}.rank*.jsonl")]
+    return {line["position"]: line for file in files for line in read_lines(file)}
+
+
+def _computed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration without what says where a run is and what it writes."""
+    return _without(config, "telemetry", "cluster", "timeouts", "checkpoint", "resume")
+
+
+def _differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield path and both values of whatever differs, in order."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for name in (*a, *(name for name in b if name not in a)):
+            path = f"{field}.{name}" if field else name
+            yield from _differences(a.get(name), b.get(name), path)
+    elif isinstance(a, list) and isinstance(b, list):
+        for index, (one, other) in enumerate(zip(a, b, strict=False)):
+            yield from _differences(one, other, f"{field}[{index}]")
+        if len(a) != len(b):
+            yield f"length of {field}", len(a), len(b)
+    elif a != b and not (a != a and b != b):  # two NaN are the same
+        yield field, a, b
+
+
+def _of(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+    return {name: line[name] for name in names if name in line} if line is not None else {}
+
+
+def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in (line or {}).items() if name not in names}
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
+    with explained(make_console(stderr=True)):
+        if len(words) != 2:
+            raise ConfigError(
+                "diff_runs: needs the folders of two runs; write `rollmatch diff-runs A B`"
+            )
+        lines, parts = diff_runs(*map(Path, words))
+    print(escaped("\n".join(lines)))
+    sys.exit(int(parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Makes the held-out report of a run's final checkpoint, or of a model before any run.
+
+    rollmatch evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [a.b=VALUE ...]
+    rollmatch evaluate model=FOLDER data=FILE.jsonl [name=NAME] [a.b=VALUE ...]
+
+The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
+data. A model without a run is asked in `data.answer_format`, by `data.user_prompt`. The actors of
+`rollout_matching.vllm.actors` generate as in training. Report and predictions go to
+`run/evaluations/NAME`, of a model to `outputs/evaluations/NAME`, which must not exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, Field
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from launch.checks.hub import fetch_model
+from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
+from launch.run_folder.console import StartUp, make_console
+from launch.run_folder.saved_run import changed_config, load_run
+from launch.tools.serve import device_here
+from learner.model.checkpoint_folder import checkpoint_problems, hub_id
+from rollout_actors.backends.rollmatch_server import serve_command
+from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
+from shared.config.base import ConfigPath, Section, refusal
+from shared.config.job import TimeoutsSection
+from shared.config.pipeline import EXAMPLE_PIPELINE
+from shared.config.secrets import masked
+from shared.errors import ENGINES, ConfigError, RolloutError
+from shared.grounding.evaluation import Scene
+from shared.protocols import PerRank
+from shared.sent_requests import PictureShelf
+from shared.weight_sync.transports import Device, Sharing, choose_transport
+
+if TYPE_CHECKING:
+    from learner.held_out import HeldOut
+
+_SET_BY_THE_COMMAND = {
+    "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
+    "telemetry.run_dir": "the run decides it; use run=FOLDER, and name=NAME for the report's place",
+}
+"""Keys of the configuration that this command sets itself, and what to use instead."""
+
+_BY_ACTORS_ALONE: Mapping[str, Any] = {
+    # Whatever generated in the run, this command's own actors serve the checkpoint as it is.
+    "cluster.kind": "ray",
+    "rollout_matching.rollout_backend": "vllm",
+    "rollout_matching.vllm.mode": "actors",
+    "rollout_matching.vllm.server": None,
+    "rollout_matching.vllm.tensor_parallel_size": None,
+    "rollout_matching.vllm.enable_lora": False,
+    "rollout_matching.vllm.sync.mode": "full",
+    "model.adapter": None,
+    "training.parts": {},  # which may say where the adapter was
+    # Nobody learns: sizes of the run's ranks must not contradict the only share of requests.
+    "learner.world_size": 1,
+    "training.effective_batch_size": None,
+    "training.packing": False,
+    "stage2_ab.channel_b.rollouts_per_step": None,
+}
+
+MAX_CHARACTERS = 200
+"""The most of an answer's text on the console."""
+
+_SERVED_AT = "http://127.0.0.1:8000"
+"""The server's address in the commands for runs that this one does not evaluate."""
+
+
+def _folder_name(name: str) -> str:
+    if name != Path(name).name or name in ("", "..") or name.endswith(".partial"):
+        wrong = f"must be the name of one folder, got {name!r}"
+        raise refusal(wrong, "write a name without slashes")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_folder_name)] | None
+
+
+class EvaluateOptions(Section):
+    run: Annotated[ConfigPath, Field(examples=["outputs/demo_run"])]
+    """Folder of the run whose model is evaluated; for a model without one give model and data."""
+    checkpoint: ConfigPath | None = None
+    """Folder of another checkpoint to evaluate; null: the run's own, of its end."""
+    name: _Name = None
+    """Name of the report's folder in `run/evaluations`; null: after checkpoint and data."""
+
+
+class ModelOptions(Section):
+    model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
+    """Folder of a checkpoint that is evaluated without a run, or a hub's id."""
+    data: Annotated[ConfigPath, Field(examples=["val.jsonl"])]
+    """JSONL file of the samples that it is evaluated on."""
+    name: _Name = None
+    """Name of the report's folder in `outputs/evaluations`; null: after model and data."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    console = make_console()
+    with explained(console):
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        names = {argument.partition("=")[0] for argument in given}
+        is_of_model = "model" in names and "run" not in names
+        schema: type[EvaluateOptions | ModelOptions] = (
+            ModelOptions if is_of_model else EvaluateOptions
+        )
+        options: list[str] = []
+        overrides: list[str] = []
+        for argument in given:
+            key, equals, _ = argument.partition("=")
+            # `checkpoint`, `model` and `data` are sections of the configuration too: whole, they
+            # are this command's.
+            is_option = key in schema.model_fields
+            is_key = equals and ("." in key or key in RunConfig.model_fields)
+            (overrides if is_key and not is_option else options).append(argument)
+        run(read_arguments(schema, options), overrides, console)
+
+
+def run(
+    options: EvaluateOptions | ModelOptions, overrides: Sequence[str], console: Console
+) -> None:
+    """Check, generate and report; whatever happens, no process stays."""
+    if isinstance(options, ModelOptions):
+        if (named := hub_id(options.model)) is not None:
+            fetched = Path(fetch_model(named, console.print, key="model"))
+            # The folder has the name of a commit, which says nothing about what was evaluated.
+            name = options.name or f"{Path(named).name}_{options.data.stem}"
+            options = options.model_copy(update={"model": fetched, "name": name})
+        config = model_config(options, overrides)
+    else:
+        config = evaluation_config(options, overrides)
+    folder = report_folder(config, options)
+    from launch.checks.data import ImageNeeds, load_checked
+
+    start_up = StartUp(console)
+    with start_up.stage("data"):
+        datasets = [load_checked(config, source) for source in config.data.sources("val")]
+
+    # Beside engines on the same cores, threads that spin slow everyone down.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.checks.weights import weight_warnings
+    from launch.driver import evaluate
+    from launch.inspect.sample_pages.html import printable
+    from launch.pipeline import one_ahead
+    from launch.preflight import engine_family_problems, position_problems
+    from launch.processes.cluster import Cluster
+    from launch.processes.ray_connection import cluster_nodes
+    from launch.reports.detection import answer_line, make_report, report_tables
+    from launch.reports.page import write_report
+    from learner.held_out import HeldOut
+    from learner.model.loading import load_tokens
+
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    with start_up.stage("checks"):
+        of_family = engine_family_problems(config, device_here())
+        if problems := [*position_problems(config), *of_family]:
+            raise ConfigError(problems)
+        key = "model" if isinstance(options, ModelOptions) else "checkpoint"
+        warnings = weight_warnings(Path(config.model.path), key=key, for_engines=True)
+        # `ray.init` would wait for minutes for a cluster that does not answer.
+        cluster_nodes(config)
+        held_out = HeldOut(config, datasets, load_tokens(config))
+    for warning in warnings:
+        show(f"warning   {warning}")
+    datasets = [fitting.samples for fitting in held_out.fittings]
+    if skipped := sum(dataset.num_skipped for dataset in datasets):
+        show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
+    with Cluster(config, ImageNeeds.from_datasets(*datasets), start_up) as cluster:
+        end_on_signals()  # ray.init has put a handler of its own in place of ours
+        rollouts = cluster.start_actors()
+        show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
+        samples = LocalHeldOut(held_out, config.timeouts)
+        evaluation = evaluate(samples, rollouts, config.training.max_steps, one_ahead)
+    if isinstance(options, ModelOptions) or options.checkpoint is not None:
+        evaluation = replace(evaluation, step=None)
+    files = ", ".join(str(source.path) for source in config.data.sources("val"))
+    subject = f"{config.telemetry.name}, {config.model.path} on {files}"
+    report = make_report(evaluation, config, subject=subject)
+    write_report(folder, report)
+    for table in report_tables(report):
+        shown = RichTable(title=table.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for index, name in enumerate(table.head):
+            shown.add_column(name, justify="right" if index else "left")
+        for row in table.rows:
+            shown.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(shown)
+    for scene in report.incomplete:
+        show(f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}")
+    show(f"report    {folder / 'report.html'}")
+
+
+class LocalHeldOut:
+    """The held-out samples in this process, where nothing learns (`HeldOutClient`)."""
+
+    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
+        import ray
+
+        from rollout_actors.engine.ray_calls import RayCall
+
+        self._held_out = held_out
+        check = (
+            "that every actor's process is alive (their logs), the network, and the memory of Ray's"
+            " object store (`ray memory`)"
+        )
+        self._call = RayCall("collect", timeouts.limit("generate_s"), check, RolloutError)
+        self._shelf = PictureShelf(ray.put)
+
+    def held_out_requests(self, step: int) -> PerRank:
+        return [self._shelf.put_each(self._held_out.requests(step))]
+
+    def score(self, done: PerRank) -> list[Scene]:
+        """Fetch and score the rollouts. Raises RolloutError where they do not arrive."""
+        from rollout_actors.engine.ray_calls import wait_for_all
+
+        (rollouts,) = done
+        shares = wait_for_all(self._call, [(ENGINES, share) for share in rollouts])
+        return self._held_out.score(list(itertools.chain(*shares)))
+
+
+def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
+    """Return the run's configuration over the checkpoint, with the overrides and absolute paths.
+
+    Raises:
+        ConfigError: no such run, no checkpoint, no `data.val`, or a problem of the overrides.
+    """
+    changes = _read_overrides(overrides)
+    if problems := [
+        f"{key}: {remedy}" for key, remedy in _SET_BY_THE_COMMAND.items() if _sets(changes, key)
+    ]:
+        raise ConfigError(problems)
+    config = load_run(options.run, changes)
+    checkpoint = options.checkpoint or options.run / "checkpoint"
+    remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
+    problems = list(checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy))
+    if config.environment is not None:
+        problem = "run: it is of an environment, which vf-eval evaluates"
+        if not problems:
+            try:
+                problem += f"; {_instead(config, config.environment, checkpoint)}"
+            except ConfigError as error:  # it names the run's own key
+                problems = [f"checkpoint: {one.partition(': ')[2]}" for one in error.problems]
+        problems.append(problem)
+    elif config.data.val is None:
+        problems.append(
+            "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
+        )
+    if problems:
+        raise ConfigError(problems)
+    folders = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
+    return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **folders}))
+
+
+_OF_A_MODEL: Mapping[str, Any] = {
+    # What is asked of a model before there is a run: photographs, and some 60 objects.
+    "global_max_length": 8192,
+    "rollout_matching": {"max_new_tokens": 2048, "pipeline": EXAMPLE_PIPELINE},
+    "telemetry": {"name": "zero-shot", "run_dir": "outputs"},
+    # The schema asks for these, and nobody learns.
+    "custom": {"trainer_variant": "stage1_sft"},
+    "training": {"seed": 17, "max_steps": 1, "learning_rate": 1e-6},
+}
+
+
+def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of an evaluation without a run, with absolute paths.
+
+    The number type is float32 where the checkpoint's is, else bfloat16; sequences are no longer
+    than it has positions for; on CPU engines compile nothing.
+
+    Raises:
+        ConfigError: no checkpoint, or a problem of the overrides.
+    """
+    changes = _read_overrides(overrides)
+    problems = [
+        f"{key}: {remedy}"
+        for key, remedy in (
+            ("model.path", "the command decides it; use model=FOLDER"),
+            ("data.val", "the command decides it; use data=FILE.jsonl"),
+        )
+        if _sets(changes, key)
+    ]
+    remedy = "give a folder that save_pretrained wrote, such as a downloaded one"
+    problems += checkpoint_problems(options.model, key="model", remedy=remedy)
+    if problems:
+        raise ConfigError(problems)
+    file = options.model / "config.json"
+    try:
+        saved = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {file} cannot be read ({error}); {remedy}") from error
+    is_float32 = "float32" in (saved.get("dtype"), saved.get("torch_dtype"))
+    longest = _OF_A_MODEL["global_max_length"]
+    positions = saved.get("text_config", saved).get("max_position_embeddings") or longest
+    # Compiling for minutes does not pay for one report.
+    vllm = {"enforce_eager": device_here() is Device.CPU}
+    mapping = {
+        **_OF_A_MODEL,
+        "global_max_length": min(longest, positions),
+        "rollout_matching": {**_OF_A_MODEL["rollout_matching"], "vllm": vllm},
+        "model": {
+            "path": str(options.model),
+            "dtype": "float32" if is_float32 else "bfloat16",
+        },
+        "data": {"train": str(options.data), "val": str(options.data)},
+    }
+    return with_absolute_paths(changed_config(mapping, {**changes, **_BY_ACTORS_ALONE}))
+
+
+def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
+    """Write the two commands that evaluate a run of an environment. Raises ConfigError."""
+    from launch.checks.data import ImageNeeds
+    from launch.processes.engine_settings import settings_of_run
+    from launch.processes.placement import Placement
+
+    device = device_here()
+    devices = config.rollout_matching.vllm.actors.tensor_parallel_size
+    transport = choose_transport(device, device, Sharing.NOTHING)
+    placement = Placement((), (), devices, device, transport)
+    model = config.model.model_copy(update={"path": str(checkpoint)})
+    images = ImageNeeds(section.max_images_per_prompt)
+    settings = settings_of_run(config.model_copy(update={"model": model}), placement, images)
+    # It takes no weights: a checkpoint has its adapter merged.
+    settings = replace(settings, enable_lora=False)
+    serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
+    evaluate = _vf_eval_command(config, section)
+    instead = f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
+    if section.system_prompt is not None:
+        instead += (
+            "; vf_eval does not add environment.system_prompt: give it by `-a`, if load_environment"
+            " takes one"
+        )
+    return instead
+
+
+def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
+    command = ["python", "-m", "launch.tools.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
+    if section.args:
+        command += ["-a", json.dumps(masked(section.args))]
+    command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
+    command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
+    extra_body: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    if section.chat_template_args:
+        extra_body["chat_template_kwargs"] = section.chat_template_args
+    if stop := config.rollout_matching.decoding.stop:
+        sampling["stop"] = list(stop)
+        extra_body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    if extra_body:
+        command += ["-S", json.dumps({**sampling, "extra_body": extra_body})]
+    return shlex.join(command)
+
+
+def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:
+    """Return the folder of the report. Raises ConfigError when it exists."""
+    files = "_".join(source.name or source.path.stem for source in config.data.sources("val"))
+    name = options.name or f"{Path(config.model.path).name}_{files}"
+    folder = config.telemetry.run_dir / "evaluations" / name
+    if folder.exists():
+        raise ConfigError(
+            f"name: {folder} holds a report already; choose another with name=NAME, or move it"
+        )
+    return folder
+
+
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Read dotted keys and their values, as `launch.train` reads its command line."""
+    changes = {}
+    problems = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        try:
+            composed: Any = OmegaConf.from_dotlist([f"value={text}"])
+            changes[key] = OmegaConf.to_container(composed, resolve=True)["value"]  # type: ignore[index, call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            reason = " ".join(str(error).split())
+            problems.append(f"{key}: cannot read {text!r} ({reason}); quote it")
+    if problems:
+        raise ConfigError(problems)
+    return changes
+
+
+def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
+    """Tell whether the changes set this key, by itself or in a whole section."""
+    section, _, key = dotted.partition(".")
+    whole = changes.get(section)
+    return dotted in changes or (isinstance(whole, dict) and key in whole)
+
+
+if __name__ == "__main__":
+    main()

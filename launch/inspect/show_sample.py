@@ -1,0 +1,330 @@
+"""Shows one sample of a run as a page of HTML.
+
+    rollmatch show-sample run=outputs/demo step=7 position=3 [out=page.html]
+
+Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended
+text, and every token of the target coloured by what supervises it; of a run of an environment the
+dialogue, its rewards, and its tokens coloured by their advantage. Reads the run's `config.json` and
+`rollouts/`, `data.train` and the tokenizer of `model.path`. The same files give the same page.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from launch.cli import explained, read_arguments
+from launch.inspect.sample_pages.detection import Canvas, SamplePage
+from launch.inspect.sample_pages.rollout import RolloutPage, advantages
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.saved_run import load_run
+from learner.data.augment import Augmentation
+from learner.data.image_files import image_size
+from learner.data.samples import load_samples
+from learner.rollout_logs import samples as rollout_log
+from learner.rollout_logs import trajectories as trajectory_log
+from learner.rollout_logs.samples import RolloutRecord
+from learner.rollout_logs.trajectories import TrajectoryRecord
+from learner.rollout_logs.writer import step_path
+from shared.config import RunConfig
+from shared.config.base import ConfigPath, Section
+from shared.config.pipeline import Channel, PolicyGradientEntry
+from shared.errors import ConfigError, RecordError
+from shared.prompts import detection_messages
+from shared.records import ImageRef, Sample
+from shared.tokens.hf_codec import HFTokenCodec, token_pieces
+
+_RESTORE_MODEL = "restore the folder that the run began from"
+
+
+class ShowOptions(Section):
+    run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
+    """Folder of the run."""
+    step: Annotated[PositiveInt, Field(examples=[7])]
+    """Step, from 1, as the console and the name of its file in `rollouts` have it."""
+    position: Annotated[NonNegativeInt, Field(examples=[3])]
+    """Position of the sample, or the rollout, in the step, from 0."""
+    out: ConfigPath | None = None
+    """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
+
+
+RecordT = TypeVar("RecordT", RolloutRecord, TrajectoryRecord)
+
+
+def show_sample(options: ShowOptions) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        ConfigError: no such run, step or position; other data or another model; `out` not writable.
+        RecordError: a line of the log is damaged or of another version, or data or images are.
+    """
+    config = load_run(options.run)
+    if not config.algorithm.uses_environment:
+        html = _sample_page(options, config).html()
+    else:
+        html = _rollout_page(options, config).html()
+    name = f"step_{options.step:06d}_position_{options.position:03d}.html"
+    path = options.out or options.run / "samples" / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(html.encode())
+    except OSError as error:
+        unwritten = f"cannot write {path} ({error.strerror})"
+        raise ConfigError(f"out: {unwritten}; choose another file with out=") from error
+    return path
+
+
+def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
+    line = _find_line(options, config, rollout_log.read_step)
+    sample = _find_sample(config, line)
+    tokenizer = _load_tokenizer(config)
+    codec = _require_same_tokens(config, tokenizer, line)
+    messages = detection_messages(len(sample.images), *config.prompts.texts(sample))
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return SamplePage(
+        run=f"{config.telemetry.name}, {options.run}",
+        line=line,
+        canvas=Canvas(tuple(map(_image_file, sample.images)), sample.width, sample.height),
+        prompt=str(prompt),
+        objective=_objective(config, Channel(line["channel"])),
+        notes=_notes(config, sample, line),
+        codec=codec,
+    )
+
+
+def _rollout_page(options: ShowOptions, config: RunConfig) -> RolloutPage:
+    line = _find_line(options, config, trajectory_log.read_step)
+    return RolloutPage(
+        run=f"{config.telemetry.name}, {options.run}",
+        line=line,
+        pieces=_pieces(config, line),
+        objective=_objective(config, Channel.B),
+        notes=_rollout_notes(config, line),
+    )
+
+
+def _find_line(
+    options: ShowOptions, config: RunConfig, read_step: Callable[[Path], list[RecordT]]
+) -> RecordT:
+    folder = options.run / "rollouts"
+    path = step_path(folder, options.step)
+    try:
+        lines = read_step(path)
+    except FileNotFoundError as error:
+        matches = [
+            re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in folder.glob("step_*.jsonl")
+        ]
+        if steps := sorted(int(match[1]) for match in matches if match):
+            problem = f"has no step {options.step}; it has {_ranges(steps)}"
+            raise ConfigError(f"step: {options.run} {problem}") from error
+        why = "it ended before its first step, or an older version ran it"
+        if not config.telemetry.rollouts:
+            why = "train with telemetry.rollouts: true"
+        raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
+    except OSError as error:
+        unread = f"{path} cannot be read ({error.strerror})"
+        raise ConfigError(f"step: {unread}; permit reading it, or show another") from error
+    for line in lines:
+        if line["position"] == options.position:
+            return line
+    positions = _ranges(sorted(line["position"] for line in lines))
+    raise ConfigError(
+        f"position: step {options.step} of {options.run} has no position {options.position}; it"
+        f" has {positions or 'none: the run ended in this step'}"
+    )
+
+
+def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
+    """Return the line's sample with its images' bytes, changed as it was in the run."""
+    # One page needs no check of all images of the file.
+    data = config.data.model_copy(update={"check_images": False})
+    unchecked = config.model_copy(update={"data": data})
+    for source in config.data.sources("train"):
+        for sample in load_samples(unchecked, source):
+            if sample.sample_id == line["sample_id"]:
+                if "augmentation" not in line:
+                    return sample.with_image_data()
+                return Augmentation(**line["augmentation"]).applied(sample)
+    raise ConfigError(
+        f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
+        " what the run learned from"
+    )
+
+
+def _train_files(config: RunConfig) -> str:
+    return ", ".join(str(source.path) for source in config.data.sources("train"))
+
+
+def _image_file(image: ImageRef) -> bytes:
+    """Return the encoded bytes of an image. Raises RecordError where it cannot be decoded."""
+    assert image.data is not None
+    try:
+        image_size(image.data)
+    except ValueError as error:
+        problem = f"{image.path} is not a readable image ({error})"
+        raise RecordError(problem, field="images", remedy="restore the file") from error
+    return image.data
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    path = Path(config.model.path)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.path: {path} holds no tokenizer (no tokenizer.json); {_RESTORE_MODEL}"
+        )
+    from transformers import AutoTokenizer  # takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"model.path: the tokenizer of {path} cannot be loaded ({error}); {_RESTORE_MODEL}"
+        ) from error
+
+
+def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord) -> HFTokenCodec:
+    """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
+    problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
+    try:
+        codec = HFTokenCodec(
+            tokenizer,
+            coord_tokens=config.answer_format.coord_tokens,
+            markup_tokens=config.answer_format.markup_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{problem} ({error}); {_RESTORE_MODEL}") from error
+    is_same = line["target"]["token_ids"][-1] == codec.eos_token_id
+    if (rollout := line["rollout"]) is not None:
+        pieces = b"".join(map(codec.piece_bytes, rollout["response_token_ids"]))
+        is_same = is_same and pieces.decode(errors="replace") == rollout["text"]
+    if not is_same:
+        raise ConfigError(f"{problem}: the log's tokens mean another text; {_RESTORE_MODEL}")
+    return codec
+
+
+def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
+    """Return the text of every token of the examples. Raises ConfigError for another model."""
+    examples = line["examples"]
+    token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
+    if not token_ids:
+        return {}
+    tokenizer = _load_tokenizer(config)
+    from transformers import AutoConfig
+
+    path = config.model.path
+    try:
+        # Often more than the tokenizer has, and the engine may sample those without a text.
+        num_rows = int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+    except (ValueError, OSError) as error:
+        unread = f"{path} cannot be read ({error})"
+        raise ConfigError(f"model.path: {unread}; {_RESTORE_MODEL}") from error
+    size = max(len(tokenizer), num_rows)
+    if token_ids[-1] >= size:
+        unknown = f"{path} has no token {token_ids[-1]}, which the log has, but {size} of them"
+        raise ConfigError(f"model.path: {unknown}; {_RESTORE_MODEL}")
+    try:
+        table = token_pieces(tokenizer)
+    except ValueError:
+        # Not a byte-level tokenizer: then a token's text is what it is by itself.
+        return {
+            token_id: tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
+            for token_id in token_ids
+        }
+    return {token_id: table[token_id] if token_id < len(table) else b"" for token_id in token_ids}
+
+
+def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
+    """Describe the active modules: the weight and the settings that are not 0 or null."""
+    described = []
+    for entry in config.rollout_matching.pipeline.active(channel):
+        settings = [
+            f"{key} {f'{value:g}' if isinstance(value, (int, float)) else value}"
+            for key, value in dict(entry.config).items()
+            if value
+        ]
+        text = f"{entry.name} × {entry.weight:g}"
+        described.append(f"{text} ({', '.join(settings)})" if settings else text)
+    return tuple(described)
+
+
+def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str, ...]:
+    used = [(truth["kind"], tuple(truth["bins"]), truth["desc"]) for truth in line["ground_truth"]]
+    notes = []
+    if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
+        notes.append(
+            f"{_train_files(config)} has changed since the run: the ground truth here is the"
+            " run's, the images are today's."
+        )
+    if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
+        gate = config.maskiou_gate(line["step"] - 1)
+        notes.append(f"Pairs under mask IoU {gate:.4g} could not match (maskiou_gate_schedule).")
+    active = config.rollout_matching.pipeline.active(Channel(line["channel"]))
+    if not any(entry.name == "token_ce" for entry in active):
+        notes.append(
+            "token_ce is not active in this channel: text weights only say where text_gate applies."
+        )
+    return tuple(notes)
+
+
+def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]:
+    assert config.environment is not None, "runs of samples have other pages"
+    notes = []
+    for entry in config.rollout_matching.pipeline.active(Channel.B):
+        if not isinstance(entry, PolicyGradientEntry):
+            continue
+        if entry.config.advantage_std:
+            notes.append(
+                "Advantages are those of the log: advantage_std divides them by the standard"
+                " deviation of their group's rewards before they are learned."
+            )
+        if entry.config.advantage_baseline == "leave_one_out":
+            notes.append(
+                "Advantages are those of the log: leave_one_out multiplies them by n / (n - 1), n"
+                " being the rewards of their group, before they are learned."
+            )
+    if (teacher := config.environment.teacher) is not None:
+        notes.append(
+            "Advantages are those of the log: what is learned is"
+            f" {teacher.reward_weight:g} times them, and {teacher.weight:g} times the teacher's"
+            " log-probability of each token less the engine's."
+        )
+    if config.environment.drop_truncated:
+        notes.append("Nothing is learned of it if it is truncated (drop_truncated).")
+    values = [value for example in line["examples"] for value in advantages(example)]
+    if config.environment.drop_equal_groups and values and not any(values):
+        notes.append(
+            "Its advantages are 0: where all rollouts of its row have the same reward,"
+            " drop_equal_groups leaves them out of the step."
+        )
+    if config.environment.refill_rounds and values and not any(values):
+        notes.append(
+            "Its advantages are 0: where all rollouts of its row have the same reward, those of"
+            " another row take their place, in at most refill_rounds rounds."
+        )
+    return tuple(notes)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Join neighbours of ascending numbers: `0-17, 20`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(make_console(stderr=True)):
+        options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
+        print(escaped(str(show_sample(options))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+r"""Turns a stock Qwen-VL or InternVL checkpoint into one with the 1,000 coord tokens.
+
+    rollmatch add-coord-tokens model=models/Qwen3-VL-4B-Instruct \
+        out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
+
+It writes an ordinary checkpoint. The same arguments give the same bytes.
+
+Tensor names end in their shape: C the 1,000 bins, D hidden size, F frequencies, V rows of an
+embedding, W waves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoProcessor
+from transformers.image_utils import SizeDict
+from transformers.utils import logging
+
+from launch.checks.weights import weight_warnings
+from launch.cli import explained, read_arguments
+from launch.run_folder.console import escaped, make_console
+from launch.tools.demo.once import make_once
+from learner.model.checkpoint import CheckpointWeights, save_as_published
+from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
+from learner.model.loading import load_complete, model_type_problem
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError, StorageError
+from shared.model_families import END_OF_TURN
+from shared.tokens.fresh import FreshTokens
+from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
+from shared.tokens.pictures import Pictures, TiledPictures, pictures_of
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
+
+ROW_MULTIPLE = 128
+"""Of the rows of an embedding that had to grow: tensor-parallel engines split them."""
+NUM_FREQUENCIES = 32
+NUM_WAVES = 2 * NUM_FREQUENCIES
+
+CoordInit = Literal["spread", "mean"]
+
+
+class AddOptions(Section):
+    model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
+    """Folder of the stock checkpoint. It is read, not changed."""
+    out: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct-coord"])]
+    """Folder to make. It must not exist."""
+    init: CoordInit = "spread"
+    """First embeddings: spread (the digits' mean, neighbours near each other) or mean (of all)."""
+    seed: NonNegativeInt = 17
+    """Seed of init=spread."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are enlarged to it; null: as the checkpoint has it. Of InternVL whole tiles
+    count."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are reduced to it; null: as the checkpoint has it, often more than a row holds.
+    """
+
+
+def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
+    """Mix cosines and sines over the axis of bins, low frequencies strongest: [C, D].
+
+    Near bins get near rows. With 1,000 independent rows a model first has to learn that 499 lies
+    beside 500, bin by bin.
+    """
+    position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
+    frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
+    angle_FC = torch.pi * frequency_F[:, None] * position_C
+    waves_WC = torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)])
+    waves_WC = waves_WC / frequency_F.sqrt().repeat(2)[:, None]
+    return (mixture_DW @ waves_WC).T
+
+
+def coord_rows(
+    rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
+) -> torch.Tensor:
+    """Make the first rows of the coord tokens, float32 [C, D], from the rows of real tokens.
+
+    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
+    a number like any other, beside its neighbours. mean: the mean of all tokens, for every bin.
+    """
+    if init == "mean":
+        return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
+    digits = rows_VD[digit_ids].float()
+    centre_D = digits.mean(dim=0)
+    waves_CD = mixed_waves(torch.randn(rows_VD.shape[1], NUM_WAVES, generator=generator))
+    scale = ((digits - centre_D).square().mean() / waves_CD.square().mean()).sqrt()
+    return centre_D + waves_CD * scale
+
+
+def make_coord_model(options: AddOptions) -> list[str]:
+    """Write the checkpoint and return lines about it.
+
+    Raises:
+        ConfigError: every problem that shows before the weights are read.
+        StorageError: a full disk.
+    """
+    config, processor, warnings = _read_stock(options)
+    lines = [f"warning   {warning}" for warning in warnings]
+    settings = options.model_dump(mode="json", exclude={"out"}, exclude_none=True)
+
+    def make(folder: Path) -> None:
+        lines.extend(_make(config, processor, options, folder))
+
+    try:
+        make_once(options.out, settings, make)
+    except (OSError, SafetensorError) as error:
+        remedy = "free space or permit writing there, or choose another folder with out=FOLDER"
+        raise StorageError(str(options.out), str(error), remedy=remedy) from error
+    return [*lines, f"saved     {options.out}"]
+
+
+def _read_stock(options: AddOptions) -> tuple[Any, Any, list[str]]:
+    """Read configuration and processor of the stock checkpoint, and what to know of its weights."""
+    remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
+    problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
+    config = None
+    processor = None
+    if not problems:
+        try:
+            config = AutoConfig.from_pretrained(options.model)
+            if problem := model_type_problem(options.model, config, key="model"):
+                problems.append(problem)
+            else:
+                processor = AutoProcessor.from_pretrained(options.model)
+        except (ValueError, OSError) as error:
+            problems.append(
+                f"model: {options.model} cannot be loaded ({error}); give the folder of a complete"
+                " checkpoint"
+            )
+    if options.out.exists():
+        problems.append(f"out: {options.out} exists; remove it, or choose another folder")
+    warnings: list[str] = []
+    if processor is not None:
+        try:
+            warnings = weight_warnings(options.model, key="model")
+        except ConfigError as error:
+            problems += error.problems
+        if processor.chat_template is None:
+            problems.append(no_chat_template(options.model, key="model"))
+        problems += _token_problems(processor.tokenizer, options.model)
+        pictures = pictures_of(processor)
+        low, high = _pixel_limits(pictures, options)
+        least = pictures.resize.side**2
+        if high < least:
+            what = "tile" if isinstance(pictures, TiledPictures) else "image token"
+            problems.append(
+                f"max_pixels: {high} is less than one {what} ({least} pixels); raise it"
+            )
+        if low > high:
+            problems.append(
+                f"min_pixels: {low} is more than max_pixels, {high}; lower it, or raise max_pixels"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return config, processor, warnings
+
+
+def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
+    vocabulary = tokenizer.get_vocab()
+    num_present = sum(token in vocabulary for token in COORD_TOKENS)
+    if num_present == NUM_BINS:
+        yield f"model: {folder} has the coord tokens already; use it as model.path"
+    elif num_present:
+        yield (
+            f"model: {folder} has {num_present} of the {NUM_BINS} coord tokens; give the stock"
+            " checkpoint"
+        )
+    if END_OF_TURN not in vocabulary:
+        yield (
+            f"model: {folder} has no {END_OF_TURN}, which ends a response; give a chat (Instruct)"
+            " checkpoint"
+        )
+
+
+def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
+    """Return the fewest and the most pixels of an image."""
+    resize = pictures.resize
+    return options.min_pixels or resize.min_pixels, options.max_pixels or resize.max_pixels
+
+
+def _limit_pixels(processor: Any, options: AddOptions) -> str:
+    """Write the limits of an image into its processor."""
+    pictures = pictures_of(processor)
+    image_processor = processor.image_processor
+    low, high = _pixel_limits(pictures, options)
+    side = pictures.resize.side
+    if not isinstance(pictures, TiledPictures):
+        image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
+        tokens = high // side**2
+        return f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
+    few = max(1, low // side**2)
+    most = high // side**2
+    image_processor.min_patches = few
+    image_processor.max_patches = most
+    # What the processor does in any case, and engines read here.
+    image_processor.crop_to_patches = True
+    tile = processor.image_seq_length
+    if most == 1:
+        return f"images    one tile of {side} x {side} pixels, so {tile:,} tokens each"
+    return (
+        f"images    {few} to {most} tiles of {side} x {side} pixels and one of the whole, so at"
+        f" most {(most + 1) * tile:,} tokens each"
+    )
+
+
+def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Iterator[str]:
+    model, _ = load_complete(options.model, key="model", dtype="auto")
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    size = f"{numbers:,} parameters in {dtype}"
+    yield f"model     {config.model_type}, {size}, from {options.model}"
+    tokenizer = processor.tokenizer
+    num_stock_tokens = len(tokenizer)
+    digit_ids = sorted(set(tokenizer.encode("0123456789", add_special_tokens=False)))
+    add_coord_tokens(tokenizer)
+    coord_ids = _checked_ids(tokenizer)
+    yield (
+        f"tokens    {NUM_BINS:,} coord tokens, ids {coord_ids[0]} to {coord_ids[-1]}; each is one"
+        " token, inside JSON quotes too"
+    )
+    yield _make_room(model, num_stock_tokens, len(tokenizer))
+    yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
+    yield _limit_pixels(processor, options)
+    base = BaseFiles.read(options.model)
+    # Tokenizer and processor are not as they were.
+    kept = {name: base.files[name] for name in base.files if name == "generation_config.json"}
+    save_as_published(
+        model,
+        folder,
+        dict(CheckpointWeights(model).tensors()),
+        replace(base, files=kept),
+        vocab_size=model.config.get_text_config().vocab_size,
+    )
+    processor.save_pretrained(folder)
+    FreshTokens(coord_ids[0], NUM_BINS).save(folder)
+    # Check what was written, not what was meant to be.
+    assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
+
+
+def _checked_ids(tokenizer: Any) -> list[int]:
+    """Return the coord tokens' ids by bin, which are consecutive, and tokens in JSON too."""
+    codec = HFTokenCodec(tokenizer)
+    ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
+    if ids != list(range(ids[0], ids[0] + NUM_BINS)):
+        raise ConfigError(
+            f"model: its tokenizer gives coord tokens the ids {ids[0]} to {ids[-1]}, which are not"
+            f" {NUM_BINS} in a row; give the stock checkpoint"
+        )
+    quoted = codec.encode("[" + ", ".join(f'"{token}"' for token in COORD_TOKENS) + "]")
+    if [token_id for token_id in quoted if codec.coord_bin(token_id) is not None] != ids:
+        raise ConfigError(
+            "model: its tokenizer splits coord tokens inside JSON quotes; give a byte-level BPE"
+            " tokenizer as Qwen's is"
+        )
+    return ids
+
+
+def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
+    """Give the model as many rows as there are tokens."""
+    # Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first.
+    embeddings = model.get_input_embeddings()
+    num_rows = embeddings.weight.shape[0]
+    is_tied = model.get_output_embeddings().weight is embeddings.weight
+    free = f"{num_rows - num_stock_tokens} of {num_rows} embedding rows had no token"
+    if num_tokens <= num_rows:
+        return f"rows      {free}: enough, none were added"
+    wanted = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    model.resize_token_embeddings(wanted, mean_resizing=False)
+    assert (len(_embeddings(model)) == 1) == is_tied
+    assert model.config.get_text_config().vocab_size == wanted
+    with torch.no_grad():
+        for weight in _embeddings(model):
+            # Rows without a token can be sampled: they are like no token in particular.
+            weight[num_rows:] = weight[:num_stock_tokens].float().mean(dim=0).to(weight.dtype)
+    return f"rows      {free}, {NUM_BINS} are needed: now {wanted}, a multiple of {ROW_MULTIPLE}"
+
+
+def _initialise(
+    model: Any,
+    num_stock_tokens: int,
+    coord_ids: list[int],
+    digit_ids: list[int],
+    options: AddOptions,
+) -> str:
+    generator = torch.Generator().manual_seed(options.seed)
+    weights = _embeddings(model)
+    with torch.no_grad():
+        for weight in weights:
+            rows = coord_rows(weight[:num_stock_tokens], digit_ids, options.init, generator)
+            weight[coord_ids[0] : coord_ids[-1] + 1] = rows.to(weight.dtype)
+    how = "the mean of all tokens"
+    if options.init == "spread":
+        how = f"the digits' mean and waves around it, seed {options.seed}"
+    head = "the head tied to it"
+    if len(weights) > 1:
+        head = "of the head, which has weights of its own"
+    return f"init      {options.init} ({how}), of the embedding and {head}"
+
+
+def _embeddings(model: Any) -> list[torch.Tensor]:
+    """Return the input embedding and, where it is not the same tensor, the head."""
+    embeddings = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    return [embeddings] if head is embeddings else [embeddings, head]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(make_console(stderr=True)):
+        options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
+        logging.disable_progress_bar()
+        print(escaped("\n".join(make_coord_model(options))))
+
+
+if __name__ == "__main__":
+    main()

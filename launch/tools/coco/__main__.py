@@ -1,0 +1,146 @@
+r"""Turns COCO annotations into records, and an evaluation's predictions into COCO results.
+
+    rollmatch coco import annotations=instances.json images=FOLDER out=data/train.jsonl
+    rollmatch coco export predictions=RUN/.../predictions.jsonl \
+        categories=data/train.categories.json out=results.json
+
+`import` writes, beside `train.jsonl`, `train.categories.json` for the way back, and
+`train.import.json`, which counts what was left out or altered, and why: every annotation is in
+exactly one of `boxes`, `polygons` and `skipped`. The records appear when the ordinary loader has
+read them. `export` leaves out points and objects whose name is no category's, and counts them.
+Neither overwrites. `--help` behind `import` or `export` lists the keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from launch.cli import explained, read_arguments
+from launch.run_folder.console import escaped, make_console
+from launch.tools.import_data.__main__ import main as import_main
+from launch.tools.import_data.coco import CocoCategory
+from launch.tools.import_data.files import (
+    FileEntry,
+    parse_json,
+    read_bytes,
+    require_absent,
+    write_json,
+)
+from launch.tools.import_data.objects import SourceObject
+from launch.tools.import_data.source import counted
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError, RecordError
+from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
+
+
+class ExportOptions(Section):
+    predictions: Annotated[
+        ConfigPath, Field(examples=["outputs/demo/evaluation/predictions.jsonl"])
+    ]
+    """JSONL file of predictions, written by an evaluation."""
+
+    categories: Annotated[ConfigPath, Field(examples=["data/val.categories.json"])]
+    """JSON file of category ids and names, written by the import of the data."""
+
+    out: Annotated[ConfigPath, Field(examples=["results.json"])]
+    """JSON file of COCO results to write."""
+
+
+class _Metadata(FileEntry):
+    image_id: int
+    exif_orientation: Annotated[int, Field(ge=1, le=8)] = 1
+    """The orientation by which the import turned the annotations; 1: it did not."""
+
+
+class _PredictionRow(FileEntry):
+    width: int
+    height: int
+    metadata: _Metadata
+    objects: tuple[ScoredObject, ...]
+
+
+def read_predictions(path: Path) -> list[ImagePredictions]:
+    """Read a report's `predictions.jsonl`, one image per line.
+
+    Raises:
+        RecordError: names file, line and field, or an image that is predicted twice.
+    """
+    remedy = (
+        "only an evaluation of data that an import wrote can be exported: import the annotations"
+        " again (launch.tools.import_data), and evaluate those records (data.val=...)"
+    )
+    found: dict[int, ImagePredictions] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        row = parse_json(path, _PredictionRow.model_validate_json, line, remedy, number)
+        id, orientation = row.metadata.image_id, row.metadata.exif_orientation
+        if id in found:
+            twice = RecordError(
+                f"{id} occurs twice", field="metadata.image_id", remedy="keep one row per image"
+            )
+            raise twice.at(str(path), number)
+        found[id] = ImagePredictions(id, row.width, row.height, row.objects, orientation)
+    return list(found.values())
+
+
+def export_coco(options: ExportOptions) -> CocoResults:
+    """Write the results, and return them.
+
+    Raises:
+        RecordError: an input file is malformed.
+        ConfigError: `out` exists.
+    """
+    require_absent(options.out)
+    content = read_bytes(options.categories)
+    parse = TypeAdapter(list[CocoCategory]).validate_json
+    categories = parse_json(options.categories, parse, content, "import the annotations again")
+    category_ids = {category.name: category.id for category in categories}
+    predictions = read_predictions(options.predictions)
+    results = predictions_to_coco(predictions, category_ids)
+    _turn_back(results, predictions)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out, results.results)
+    return results
+
+
+def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) -> None:
+    """Bring results into the frame of annotations that are relative to stored pictures."""
+    turned = {image.image_id: image for image in predictions if image.orientation != 1}
+    for result in results.results:
+        if image := turned.get(result["image_id"]):
+            # A quarter turn is undone by the one the other way, every other turn by itself.
+            back = {6: 8, 8: 6}.get(image.orientation, image.orientation)
+            shown = SourceObject("", result["bbox"], result["segmentation"])
+            stored = shown.upright(back, image.width, image.height)
+            result.update(bbox=list(stored.box), segmentation=stored.rings)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(make_console(stderr=True)):
+        command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+        if command == "import":
+            import_main(["format=coco", *rest])
+        elif command == "export":
+            options = read_arguments(ExportOptions, rest)
+            exported = export_coco(options)
+            unknown = exported.unknown_names
+            print(f"results   {len(exported.results)} objects in {options.out}")
+            names = escaped(counted(unknown))
+            print(f"skipped   {sum(unknown.values())} objects of no category: {names}")
+            if exported.num_points:
+                points = f"{exported.num_points} points"
+                print(f"skipped   {points}, which COCO results have no place for")
+        elif command in ("-h", "--help"):
+            print(__doc__)
+        else:
+            raise ConfigError(f"{command!r} is no command; write `import` or `export` first")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Makes data and models: `rollmatch demo WHAT --out FOLDER`, where WHAT is data, crowded,
+model, crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a
+run, and `rollmatch demo compare RUN RUN` says which of several ended better.
+
+What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.cli import explained
+from launch.run_folder.console import escaped, make_console
+from launch.tools.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
+from launch.tools.demo.data import DemoGeometry, make_demo_data
+from launch.tools.demo.once import make_trained_start
+from shared.prompts import DEFAULT_USER_PROMPT
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.what == "picture":
+        from launch.tools.demo.picture import draw_run
+
+        with explained(make_console()):
+            print(f"picture   {draw_run(options.run, num_scenes=options.scenes)}")
+        return
+    if options.what == "compare":
+        from launch.tools.demo.picture import compare_runs
+
+        with explained(make_console()):
+            print(escaped("\n".join(compare_runs(options.runs))))
+        return
+    if options.what == "trained":
+        with explained(make_console()):
+            is_new = make_trained_start(options.out, options.overrides)
+        result = "trained start"
+    elif options.what == "data":
+        is_new = make_demo_data(
+            options.out,
+            seed=options.seed,
+            num_train=options.train,
+            num_val=options.val,
+            geometry=options.geometry,
+        )
+        result = f"demo data: {options.train} training and {options.val} validation scenes"
+    elif options.what == "crowded":
+        counts = {split: getattr(options, split) for split in SPLITS}
+        if not 0 < options.fewest <= options.most <= MAX_DIGITS:
+            sys.exit(
+                f"--fewest and --most: 1 to {MAX_DIGITS}, got {options.fewest}, {options.most}"
+            )
+        is_new = make_crowded_data(
+            options.out,
+            seed=options.seed,
+            counts=counts,
+            fewest=options.fewest,
+            most=options.most,
+            phrases=options.phrases,
+        )
+        made = ", ".join(f"{number} {split}" for split, number in counts.items())
+        result = f"crowded scenes ({made})"
+    else:
+        # Only the models need torch.
+        from transformers.utils import logging
+
+        from launch.tools.demo.language_model import make_demo_lm
+        from launch.tools.demo.model import make_demo_model
+
+        logging.disable_progress_bar()
+        if options.what == "model":
+            is_new = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
+            result = "demo model: Qwen3-VL architecture, random weights,"
+        elif options.what == "crowded-model":
+            from launch.tools.demo.crowded_model import make_crowded_model
+
+            is_new = make_crowded_model(
+                options.out,
+                seed=options.seed,
+                prompt=DEFAULT_USER_PROMPT,
+                steps=options.tower_steps,
+                report=lambda line: print(line, flush=True),
+            )
+            result = "model of crowded scenes: Qwen3-VL architecture, a tower that knows digits,"
+        else:
+            is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
+            result = "demo language model: Qwen3 architecture, random weights,"
+    print(f"{result} in {options.out}{'' if is_new else ' (there already)'}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rollmatch demo", description=__doc__)
+    commands = parser.add_subparsers(dest="what", required=True)
+    data = commands.add_parser("data", help="scenes of handwritten digits")
+    crowded = commands.add_parser("crowded", help="many digits among clutter; three splits")
+    model = commands.add_parser("model", help="a small random Qwen3-VL")
+    crowded_model = commands.add_parser(
+        "crowded-model", help="the same for crowded scenes, with a tower that has learned digits"
+    )
+    language_model = commands.add_parser("language-model", help="a small random Qwen3")
+    trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
+    trained.add_argument("overrides", nargs="+", help="as of launch.train: +experiment=demo_start")
+    folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
+    folders |= {crowded_model: "crowded_model", trained: "start"}
+    for command, folder in folders.items():
+        out = Path("outputs/demo") / folder
+        command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
+        command.add_argument("--seed", type=int, default=17)
+    picture = commands.add_parser("picture", help="held-out scenes before and after a run")
+    picture.add_argument("--run", type=Path, required=True, help="the run's folder")
+    picture.add_argument("--scenes", type=int, default=3, help="default: %(default)s")
+    compare = commands.add_parser("compare", help="which of some runs ended better")
+    compare.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
+    data.add_argument("--train", type=int, default=2000, help="training scenes")
+    data.add_argument("--val", type=int, default=256, help="validation scenes")
+    for split, number in (("train", 4000), ("val", 256), ("test", 512)):
+        crowded.add_argument(f"--{split}", type=int, default=number, help=f"{split} scenes")
+    crowded_model.add_argument(
+        "--tower-steps", type=int, default=600, help="updates of the tower; default: %(default)s"
+    )
+    for option, number in (("--fewest", MIN_DIGITS), ("--most", MAX_DIGITS)):
+        crowded.add_argument(option, type=int, default=number, help="digits; default: %(default)s")
+    crowded.add_argument(
+        "--phrases",
+        action="store_true",
+        help='each row asks for the digits of one name, as `data.prompts=["Find every {phrase}."]`',
+    )
+    geometries = list(DemoGeometry)
+    data.add_argument(
+        "--geometry",
+        type=DemoGeometry,
+        choices=geometries,
+        default=DemoGeometry.BOXES,
+        help="polygons: an outline of the ink in place of a box; mixed: for the odd digits",
+    )
+    language_model.add_argument(
+        "--tools",
+        action="store_true",
+        help="one that can call the tool of the environment hidden_digit",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The model of the crowded scenes: the demo's, with a vision tower that has learned the digits.
+
+From random weights a run learns places and no names: a name is right or wrong as a whole, and the
+loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
+labels for every image token: which digit lies there, how far its edges are, where the token lies,
+and the four coordinates that an answer has to write, as the model's own coord tokens. Linear heads
+read them from what the language model is going to be given, the tower's output and its deepstack
+features, and are thrown away. docs/evidence.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from launch.tools.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
+from launch.tools.demo.data import NAMES, load_all_digits
+from launch.tools.demo.model import HIDDEN, MERGE, PATCH, random_model
+from launch.tools.demo.once import make_once
+from shared.tokens.vocabulary import NUM_BINS, coord_token
+
+NOTHING = len(NAMES)
+"""Label of an image token that lies on no digit."""
+TOKENS = CANVAS // (PATCH * MERGE)
+"""Image tokens in a row of a scene."""
+TEXT_SETTINGS = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [12, 10, 10],
+        "mrope_interleaved": True,
+    },
+}
+"""Settings of the language model, which has to find one digit among many: more layers and wider
+heads than the demo's (docs/evidence.md)."""
+BATCH = 8
+"""Scenes of an update. It is the number of updates that counts (docs/evidence.md)."""
+LEARNING_RATE = 2e-3
+LR_WARMUP_STEPS = 30
+MIN_LR_RATIO = 0.05
+COORD_WEIGHT = 0.3
+COORD_SIGMA = 16.0
+"""Width of a coordinate's target, in bins: 2.6 pixels."""
+
+
+class DenseLabels(NamedTuple):
+    """The labels of a scene's image tokens, in their order."""
+
+    digit: np.ndarray
+    """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
+    edges: np.ndarray
+    """[TOKENS * TOKENS, 4] float32: from the token's middle to the digit's left, upper, right and
+    lower edge, in units of the largest digit's side."""
+
+
+def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
+    """Label every token with the digit whose middle is nearest, of those that it lies on."""
+    middle_T = (np.arange(TOKENS) + 0.5) * (CANVAS / TOKENS)
+    digit = np.full((TOKENS, TOKENS), NOTHING)
+    edges = np.zeros((TOKENS, TOKENS, 4), dtype=np.float32)
+    nearest = np.full((TOKENS, TOKENS), np.inf)
+    for placed in scene:
+        if not placed.name:
+            continue
+        right, bottom = placed.left + placed.size, placed.top + placed.size
+        x, y = middle_T[None, :], middle_T[:, None]
+        distance = (x - (placed.left + right) / 2) ** 2 + (y - (placed.top + bottom) / 2) ** 2
+        is_on = (x >= placed.left) & (x < right) & (y >= placed.top) & (y < bottom)
+        is_on &= distance < nearest
+        nearest[is_on] = distance[is_on]
+        digit[is_on] = NAMES.index(placed.name)
+        of_all = np.broadcast_arrays(x - placed.left, y - placed.top, right - x, bottom - y)
+        edges[is_on] = np.stack(of_all, axis=-1)[is_on] / max(SIZES)
+    return DenseLabels(digit.ravel(), edges.reshape(-1, 4))
+
+
+def make_crowded_model(
+    out: Path,
+    *,
+    seed: int,
+    prompt: str,
+    steps: int,
+    report: Callable[[str], None],
+) -> bool:
+    """Write the checkpoint into the folder `out`, as `make_once` does.
+
+    Args:
+        steps: updates of the tower, of `BATCH` new scenes of training digits each; 0: none.
+        report: is given a line now and then.
+    """
+
+    def make(folder: Path) -> None:
+        model, processor = random_model(seed, prompt, canvas=CANVAS, text_settings=TEXT_SETTINGS)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            first = processor.tokenizer.convert_tokens_to_ids(coord_token(0))
+            coord_CD = model.get_input_embeddings().weight[first : first + NUM_BINS].detach()
+            tower = model.model.visual
+            _teach_tower(tower, processor.image_processor, coord_CD, seed, steps, report)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    settings: dict[str, str | int] = {"scenes": "crowded", "seed": seed}
+    settings |= {"prompt": prompt, "tower_steps": steps}
+    return make_once(out, settings, make)
+
+
+def _teach_tower(
+    tower: nn.Module,
+    image_processor: Callable[..., dict[str, torch.Tensor]],
+    coord_CD: torch.Tensor,
+    seed: int,
+    steps: int,
+    report: Callable[[str], None],
+) -> None:
+    head = nn.Linear(HIDDEN, NOTHING + 1 + 4 + 2)
+    to_coord_tokens = nn.Linear(HIDDEN, 4 * HIDDEN)
+    bin_C = torch.arange(NUM_BINS, dtype=torch.float32)
+    middle_T = (torch.arange(TOKENS) + 0.5) / TOKENS
+    middle = torch.cartesian_prod(middle_T, middle_T).repeat(BATCH, 1)
+    parameters = [*tower.parameters(), *head.parameters(), *to_coord_tokens.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
+    train = scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
+    # Most tokens lie on nothing.
+    weight_of_digit = torch.ones(NOTHING + 1)
+    weight_of_digit[NOTHING] = 0.5
+    for step in range(steps):
+        fall = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+        rate = min(1.0, (step + 1) / LR_WARMUP_STEPS) * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * fall)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * rate
+        batch = [next(train) for _ in range(BATCH)]
+        labels = [dense_labels(scene) for scene in batch]
+        digit = torch.from_numpy(np.concatenate([one.digit for one in labels]))
+        edges = torch.from_numpy(np.concatenate([one.edges for one in labels]))
+        inputs = image_processor([draw(scene) for scene in batch], return_tensors="pt")
+        seen = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        given = torch.stack([seen.pooler_output, *seen.deepstack_features]).sum(dim=0)
+        names, sides, places = head(given).split([NOTHING + 1, 4, 2], dim=1)
+        is_on = digit != NOTHING
+        side_error = nn.functional.l1_loss(sides[is_on], edges[is_on])
+        loss = nn.functional.cross_entropy(names, digit, weight=weight_of_digit) + side_error
+        loss += nn.functional.l1_loss(places, middle)
+        # As the language model will write them: by the product with its coord tokens.
+        logits = to_coord_tokens(given[is_on]).view(-1, 4, HIDDEN) @ coord_CD.T
+        outward = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+        sides_px = CANVAS * middle[is_on][:, [1, 0, 1, 0]] + max(SIZES) * outward * edges[is_on]
+        # A box ends with its last pixel.
+        sides_px -= torch.tensor([0.0, 0.0, 1.0, 1.0])
+        distance = bin_C - (NUM_BINS - 1) / (CANVAS - 1) * sides_px[..., None]
+        target = torch.softmax(-0.5 * (distance / COORD_SIGMA) ** 2, dim=-1)
+        loss += COORD_WEIGHT * nn.functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(0, 1)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            right = (names[is_on].argmax(dim=1) == digit[is_on]).float().mean()
+            report(
+                f"tower     {step + 1}/{steps}  names right under {right:.2f} of the tokens,"
+                f" edges {max(SIZES) * side_error.item():.1f} pixels off"
+            )

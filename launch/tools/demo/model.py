@@ -1,0 +1,254 @@
+"""The demo's model: Qwen3-VL's architecture with about three million random parameters.
+
+`AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without this project. The same
+arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from launch.tools.add_coord_tokens import NUM_WAVES, mixed_waves
+from launch.tools.demo.data import CANVAS, GRID, NAMES
+from launch.tools.demo.once import make_once
+from shared.grounding.serialize import serialize_objects
+from shared.records import GeometryKind, GroundTruthObject
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, coord_token
+
+PATCH = GRID
+MERGE = 2
+TEMPORAL_PATCH = 2
+HIDDEN = 128
+INITIALIZER_RANGE = 0.06
+"""Near 1 / sqrt(HIDDEN): from transformers' 0.02 the weights would first have to grow."""
+MAX_LENGTH = 4096
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
+SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
+
+# A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run
+# of anything else. As in Qwen's vocabulary, the brace that ends an object is one token with what
+# the model goes on to: `}}` or `},`.
+PIECES = r" ?[\p{L}\p{N}_]+|\{\}|\}[},]?|[^\p{L}\p{N}_}]+"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type in ('image', 'image_url') %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type in ('video', 'video_url') %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- else %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def tokenizer_texts(prompt: str) -> Iterator[str]:
+    """Yield everything that the model reads and writes, each geometry and order of fields once."""
+    yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
+    box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
+    triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")
+    for shape, field_order in product((box, triangle), ("desc_first", "geometry_first")):
+        objects = [GroundTruthObject(kind=shape.kind, bins=shape.bins, desc=name) for name in NAMES]
+        yield serialize_objects(objects, field_order=field_order)
+
+
+def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE in which every word of `tokenizer_texts` is one token.
+
+    The special tokens follow, then the coord tokens in order.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    # No limit on the vocabulary: training ends when every word is one token.
+    trainer = trainers.BpeTrainer(
+        vocab_size=100_000,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (piece for text in tokenizer_texts(prompt) for piece in re.split(r"<\|\w+\|>", text)),
+        trainer,
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    # Ordinary tokens, so that decoding without special tokens keeps them.
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[token for token in SPECIAL_TOKENS if token not in (PAD, END)],
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> Qwen3VLProcessor:
+    # Every image is brought to the pixels of one scene, here and not per request, so that the
+    # learner and the engines agree.
+    scene = canvas * canvas
+    common = {
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    images = Qwen2VLImageProcessor(size={"shortest_edge": scene, "longest_edge": scene}, **common)
+    videos = Qwen3VLVideoProcessor(
+        size={"shortest_edge": scene, "longest_edge": 4 * scene},
+        min_frames=2,
+        max_frames=4,
+        cap_pixels_per_frame=False,
+        **common,
+    )
+    return Qwen3VLProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=videos,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_config(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    canvas: int = CANVAS,
+    text_settings: Mapping[str, Any] = NO_SETTINGS,
+) -> Qwen3VLConfig:
+    """Return the architecture. `text_settings` replace those of the language model."""
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 3 * HIDDEN,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LENGTH,
+        # Half a head is rotated pairs: shared by time, height and width.
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END),
+        "tie_word_embeddings": True,
+        "initializer_range": INITIALIZER_RANGE,
+        **text_settings,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": (canvas // PATCH) ** 2,
+        "deepstack_visual_indexes": [0, 1, 2],
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_PAD),
+        video_token_id=tokenizer.convert_tokens_to_ids(VIDEO_PAD),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids(VISION_START),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids(VISION_END),
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def _order_coord_embeddings(
+    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Give near bins near embeddings, at the scale of the others."""
+    # With 1,000 independent rows the demo ends before the model knows their order.
+    embeddings = model.get_input_embeddings().weight
+    first = tokenizer.convert_tokens_to_ids(coord_token(0))
+    mixed_CD = mixed_waves(torch.randn(HIDDEN, NUM_WAVES))
+    with torch.no_grad():
+        embeddings[first : first + NUM_BINS] = mixed_CD * (embeddings.std() / mixed_CD.std())
+
+
+def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
+    """Write the checkpoint into the folder `out`, as `make_once` does."""
+
+    def make(folder: Path) -> None:
+        model, processor = random_model(seed, prompt, canvas=CANVAS)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    return make_once(out, {"seed": seed, "prompt": prompt}, make)
+
+
+def random_model(
+    seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, Any] = NO_SETTINGS
+) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
+    """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs.
+
+    `text_settings`: as of `make_config`.
+    """
+    tokenizer = make_tokenizer(prompt)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = make_config(tokenizer, canvas=canvas, text_settings=text_settings)
+        model = Qwen3VLForConditionalGeneration(config)
+        _order_coord_embeddings(model, tokenizer)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+    )
+    return model, make_processor(tokenizer, canvas=canvas)

@@ -1,0 +1,129 @@
+"""Folders that are made once, from stated settings, and never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from learner.model.checkpoint_folder import open_as_folder
+from shared.config import RunConfig
+from shared.errors import ConfigError
+
+DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
+    {
+        Path("outputs/demo") / name: tuple(arguments.split())
+        for name, arguments in {
+            "model": "model",
+            "data": "data",
+            "data_polygons": "data --geometry mixed",
+            "few_digits": "crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0",
+            "crowded": "crowded",
+            "crowded_model": "crowded-model",
+            "start": "trained +experiment=demo_start data.val=null",
+            "stage1_polygons": "trained +experiment=stage1_polygons",
+            "lm": "language-model",
+            "lm_tools": "language-model --tools",
+        }.items()
+    }
+)
+"""Models and data of the shipped experiments: the arguments of `rollmatch demo` that make them."""
+SETTINGS_FILE = "made_from.json"
+"""The settings that a folder was made from, inside it."""
+
+
+def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
+    """Fill the folder `out` by `make(folder)`, unless it exists, made from the same settings.
+
+    `make` works in a folder beside `out` which is renamed at the end, so `out` is complete whenever
+    it exists. Returns whether it was made now.
+
+    Raises:
+        ConfigError: `out` holds something else: other settings, or none at all.
+    """
+    if out.exists():
+        _require_made_from(out, settings)
+        return False
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.with_name(f".{out.name}-unfinished-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process of that number that was killed
+    folder.mkdir()
+    try:
+        make(folder)
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        open_as_folder(*(path for path in folder.rglob("*") if path.is_file()))
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # exists only where `make` was interrupted
+    return True
+
+
+def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
+    """Put a run of `launch.train` with these overrides into the folder `out`, as `make_once` does.
+
+    Raises:
+        ConfigError: the run failed. It has printed why.
+    """
+
+    def train(folder: Path) -> None:
+        _run(
+            "launch.train", *overrides, f"telemetry.run_dir={folder}", f"telemetry.name={out.name}"
+        )
+
+    return make_once(out, {"overrides": " ".join(overrides)}, train)
+
+
+def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> None:
+    """Make the model and the data of a shipped experiment if their folders do not exist.
+
+    Paths of the user's own are never made: only those of `DEMO_FOLDERS`, as `conf/` writes them.
+
+    Args:
+        show: is given a line before a folder is made.
+
+    Raises:
+        ConfigError: a command failed. It has printed why.
+    """
+    model = Path(config.model.path)
+    paths = [source.path for split in ("train", "val") for source in config.data.sources(split)]
+    # A trained model is the checkpoint in the folder of its run.
+    folders = {model, model.parent, *(path.parent for path in paths)}
+    for folder in sorted(folders & DEMO_FOLDERS.keys()):
+        if not folder.exists():
+            words = ("launch.tools.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
+            command = f"python -m {' '.join(words)}"
+            show(f"demo      {folder} does not exist and is made now: {command}")
+            _run(*words)
+
+
+def _run(*words: str) -> None:
+    """Run a module in a process of its own, because this one loads neither torch nor transformers.
+
+    Raises ConfigError if it fails.
+    """
+    status = subprocess.run([sys.executable, "-m", *words], check=False).returncode
+    if status != 0:
+        raise ConfigError(
+            f"`python -m {' '.join(words)}` ended with status {status}; correct what it printed,"
+            " and give the command again"
+        )
+
+
+def _require_made_from(out: Path, settings: Mapping[str, str | int]) -> None:
+    try:
+        found = json.loads((out / SETTINGS_FILE).read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{out}: exists, but was not made by this command; choose another folder or remove it"
+        ) from None
+    if found != settings:
+        different = sorted({key for key, _ in found.items() ^ settings.items()})
+        raise ConfigError(
+            f"{out}: was made from another {', '.join(different)}; remove it to make it again, or"
+            " choose another folder"
+        )

@@ -1,0 +1,61 @@
+"""Turns annotations of other formats into records.
+
+    rollmatch import-data format=yolo source=FOLDER out=data/train.jsonl
+
+Formats: coco, lvis, refcoco, yolo, voc, swift, hf; `format=NAME --help` lists the keys of one.
+Beside `train.jsonl` there is `train.import.json` afterwards, which counts what was left out or
+altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`; and
+`train.categories.json`, with which `rollmatch coco export` makes COCO results of predictions. The
+records appear when the ordinary loader has read them. Nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from launch.cli import explained, read_arguments
+from launch.run_folder.console import escaped, make_console
+from launch.tools.import_data.coco import CocoImport, LvisImport
+from launch.tools.import_data.hugging_face import HuggingFaceImport
+from launch.tools.import_data.records import import_data
+from launch.tools.import_data.refcoco import RefcocoImport
+from launch.tools.import_data.source import ImportOptions
+from launch.tools.import_data.swift import SwiftImport
+from launch.tools.import_data.voc import VocImport
+from launch.tools.import_data.yolo import YoloImport
+from shared.errors import ConfigError
+
+# The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along
+# and does not say what it leaves out.
+FORMATS: dict[str, type[ImportOptions]] = {
+    "coco": CocoImport,
+    "lvis": LvisImport,
+    "refcoco": RefcocoImport,
+    "yolo": YoloImport,
+    "voc": VocImport,
+    "swift": SwiftImport,
+    "hf": HuggingFaceImport,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(make_console(stderr=True)):
+        words = sys.argv[1:] if arguments is None else arguments
+        formats = [word for word in words if word.startswith("format=")]
+        if not formats and {"-h", "--help"} & set(words):
+            print(__doc__)
+            return
+        name = formats[0].removeprefix("format=") if len(formats) == 1 else None
+        if name not in FORMATS:
+            got = ", ".join(formats) or "nothing"
+            known = ", ".join(FORMATS)
+            raise ConfigError(f"format: must be one of {known}, got {got}; write format=NAME once")
+        rest = [word for word in words if word not in formats]
+        options = read_arguments(FORMATS[name], rest)
+        report = import_data(options)
+        print(escaped(f"records   {options.records}\n{report.describe()}"))
+
+
+if __name__ == "__main__":
+    main()

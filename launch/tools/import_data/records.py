@@ -1,0 +1,272 @@
+"""Turns what a reader finds into records, and counts what cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.tools.import_data.boxes import PIXELS_XYWH, BoxReading, BoxUnit, is_in_parts
+from launch.tools.import_data.files import (
+    files_by_suffix,
+    find_file,
+    require_absent,
+    write_json,
+    written_once,
+)
+from launch.tools.import_data.objects import Converted, Ignored, ObjectSkip, SourceObject, convert
+from launch.tools.import_data.source import (
+    EXIF_REMEDY,
+    ExifFrame,
+    ImageSkip,
+    ImportOptions,
+    ImportReport,
+    Orphans,
+    SourceImage,
+    counted,
+)
+from learner.data.image_files import header_size, image_size
+from shared.data.annotations import Annotation, IgnoredRegion
+from shared.dataset import load_dataset
+from shared.errors import RecordError
+from shared.grounding.coco import number_categories
+from shared.records import GeometryKind, PictureSize, read_image
+
+
+def import_data(options: ImportOptions) -> ImportReport:
+    """Write the records and the files beside them; count what cannot be used.
+
+    Raises:
+        RecordError: the source is malformed, or gives no record.
+        ConfigError: a file exists already, or a folder of the source does not.
+    """
+    records = options.records
+    categories = records.with_suffix(".categories.json")
+    counts = records.with_suffix(".import.json")
+    require_absent(records, categories, counts)
+    files_by_suffix.cache_clear()  # of an earlier import in this process
+    report = ImportReport()
+    source = options.read()
+    report.notes = source.notes
+    records.parent.mkdir(parents=True, exist_ok=True)
+    with _removed_on_failure(source.written), written_once(records) as lines:
+        for record in _records(source.images, options, report):
+            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+        lines.flush()
+        if options.check_boxes:
+            report.boxes.require_fitting(source.file)
+        _require_records(report, options, source.file)
+        load_dataset(
+            lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
+        )
+        report.no_coco_results = options.no_coco_results(report)
+        if report.no_coco_results is None:
+            numbered = number_categories(report.names).items()
+            by_name = [{"id": id, "name": name} for name, id in numbered]
+            write_json(categories, by_name if source.categories is None else source.categories)
+        write_json(counts, report.as_json())
+    return report
+
+
+@contextmanager
+def _removed_on_failure(folder: Path | None) -> Iterator[None]:
+    """Remove the folder of pictures that a refused import has made."""
+    is_new = folder is not None and not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder is not None and is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _require_records(report: ImportReport, options: ImportOptions, file: Path) -> None:
+    """Raise RecordError where no image became a record."""
+    if report.images["written"]:
+        return
+    first = [
+        f"{reason}: first {where}"
+        for reason, where in report.first.items()
+        if reason is not ImageSkip.NO_OBJECTS
+    ]
+    raise RecordError(
+        f"gives no record; images skipped: {counted(report.images_skipped)}; objects skipped:"
+        f" {counted(report.objects_skipped)}"
+        f" ({', '.join(first) or 'there is no image with an object'})",
+        field="images",
+        remedy=EXIF_REMEDY
+        if report.images_skipped[ImageSkip.ROTATED]
+        else f"correct {options.source_key}=... or the file names, or set keep_empty=true",
+        file=str(file),
+    )
+
+
+def _records(
+    images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
+) -> Iterator[dict[str, Any]]:
+    """Yield one record per usable image, in the source's order, and count everything."""
+    for image in images:
+        if isinstance(image, Orphans):
+            report.objects["read"] += image.num_annotations
+            report.skip_objects(image.reason, image.num_annotations, str(image.file))
+            continue
+        report.images["read"] += 1
+        report.objects["read"] += len(image.objects)
+        # Rows about one image, or none, are told apart by their id.
+        path = find_file(image.path)
+        where = f"{path} (sample {image.sample_id})"
+        frame = _frame(image, path, options)
+        skip = frame if isinstance(frame, ImageSkip) else None
+        # Of an image that is not opened, these are reasons.
+        results: list[Converted | Ignored | ObjectSkip] = [
+            found for found in image.objects if not isinstance(found, SourceObject)
+        ]
+        converted: list[Converted] = []
+        if isinstance(frame, _Frame):
+            for found in image.objects:
+                if isinstance(found, SourceObject) and not found.is_turned:
+                    report.boxes.add(image.reading, found.box, frame.annotated_size, where)
+            results = [_converted(found, frame, options) for found in image.objects]
+            converted = [result for result in results if isinstance(result, Converted)]
+            if not converted and not options.keep_empty:
+                skip = ImageSkip.NO_OBJECTS
+            elif options.max_objects is not None and len(converted) > options.max_objects:
+                skip = ImageSkip.TOO_MANY_OBJECTS
+        if skip is not None:
+            report.skip_image(skip, len(image.objects), where)
+        if skip in (None, ImageSkip.NO_OBJECTS):
+            for found, result in zip(image.objects, results, strict=True):
+                report.add_object(found, result, where)
+        if skip is not None or isinstance(frame, ImageSkip):
+            continue
+        # Answers list objects from top to bottom, then from left to right.
+        converted.sort(key=lambda one: (min(one.object.bins[1::2]), min(one.object.bins[::2])))
+        report.add_record(image, path, converted, where)
+        report.images["turned_by_exif"] += frame.is_turned
+        ignored = _ignored_regions(results, image.unlabelled, frame.size)
+        yield {
+            "sample_id": image.sample_id,
+            "images": [Path(os.path.relpath(path, options.records.parent)).as_posix()],
+            "width": frame.size[0],
+            "height": frame.size[1],
+            "objects": [
+                {str(one.object.kind): one.object.bins, "desc": one.object.desc}
+                for one in converted
+            ],
+            "annotated": [_annotation(one).as_json() for one in converted],
+            **({"ignore": ignored} if ignored else {}),
+            # For the way back (`rollmatch coco export`): annotations were turned with their picture.
+            **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
+            "image_id": report.images["read"],
+            **image.keys,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The size of a record's picture, and how annotations become relative to it."""
+
+    size: tuple[int, int]
+    """Width and height as the picture is displayed."""
+    is_turned: bool = False
+    """Its EXIF orientation turns the picture."""
+    orientation: int = 1
+    """The orientation by which annotations are turned; 1: they are relative to `size`."""
+    reading: BoxReading = PIXELS_XYWH
+    """The meaning of the annotations' numbers."""
+
+    @property
+    def annotated_size(self) -> tuple[int, int]:
+        """Width and height of the picture that annotations are relative to."""
+        return self.size[::-1] if self.orientation >= 5 else self.size
+
+    def upright(self, found: SourceObject) -> SourceObject:
+        """Return an annotation in pixels of the picture as it is displayed."""
+        width, height = self.annotated_size
+        is_pixels = self.reading.unit is BoxUnit.PIXELS
+        scale = self.reading.pixels_per_unit((width, height))
+        pixels = found if is_pixels else found.scaled(*scale)
+        if self.orientation == 1:
+            return pixels
+        return pixels.upright(self.orientation, width, height)
+
+
+def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | ImageSkip:
+    """Read the picture's size and orientation, or tell why the image cannot be used.
+
+    A stated size that fits the picture as it is displayed, and not as it is stored, tells what the
+    annotations are relative to; else `exif` does.
+    """
+    if image.skip is not None:
+        return image.skip
+    if not path.is_file():
+        return ImageSkip.MISSING_FILE
+    if not options.keep_empty and not any(isinstance(one, SourceObject) for one in image.objects):
+        return ImageSkip.NO_OBJECTS  # its file is not read
+    stated = image.size
+    try:
+        seen = image_size(read_image(path)) if options.check_images else header_size(path)
+    except (OSError, ValueError):
+        if options.check_images or stated is None:
+            return ImageSkip.UNREADABLE
+        seen = PictureSize(*stated)
+    size = seen.displayed
+    is_upright = seen.orientation == 1
+    if is_upright and stated is not None and not options.check_images:
+        size = stated  # whoever uses the sample compares it
+    elif stated not in (None, size, seen.stored):
+        return ImageSkip.SIZE_MISMATCH
+    if min(size) < 2:
+        return ImageSkip.NO_SCALE
+    tells = stated == seen.displayed != seen.stored
+    if not is_upright and not tells and options.exif is None:
+        return ImageSkip.ROTATED
+    is_stored = not is_upright and not tells and options.exif is ExifFrame.STORED
+    orientation = seen.orientation if is_stored else 1
+    return _Frame(size, not is_upright, orientation, image.reading)
+
+
+def _annotation(converted: Converted) -> Annotation:
+    """Return what is kept of an object's annotation: its box, and the ring of a polygon."""
+    is_polygon = converted.object.kind is GeometryKind.POLY
+    return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
+
+
+def _ignored_regions(
+    results: Sequence[Converted | Ignored | ObjectSkip],
+    unlabelled: Sequence[str],
+    size: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """Return ignored annotations; and of LVIS the whole picture for each unlabelled class."""
+    whole = Annotation((0.0, 0.0, float(size[0]), float(size[1])))
+    found = [
+        IgnoredRegion(
+            Annotation(one.region.box, one.region.rings or None), one.region.desc, one.is_crowd
+        )
+        for one in results
+        if isinstance(one, Ignored)
+    ]
+    found += [IgnoredRegion(whole, name, is_crowd=True) for name in unlabelled]
+    return [region.as_json() for region in found]
+
+
+def _converted(
+    found: SourceObject | Ignored | ObjectSkip, frame: _Frame, options: ImportOptions
+) -> Converted | Ignored | ObjectSkip:
+    if isinstance(found, ObjectSkip):
+        return found
+    if isinstance(found, Ignored):
+        region = frame.upright(found.region)
+        is_region = min(region.box[2:]) > 0 and bool(region.desc.strip())
+        return replace(found, region=region) if is_region else found.reason
+    if found.skip is not None:
+        return found.skip
+    is_checked = options.check_boxes and frame.reading.unit is BoxUnit.PIXELS
+    if is_checked and not found.is_turned and is_in_parts(frame.reading.numbers(found.box)):
+        return ObjectSkip.MALFORMED  # a single box; `BoxEvidence` judges the whole file
+    return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)

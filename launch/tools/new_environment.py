@@ -1,0 +1,74 @@
+"""Writes an environment to begin with: `rollmatch new-environment NAME [--out FOLDER]`.
+
+Three files: `NAME.py`, which works as it stands, its test, and an experiment that trains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.cli import explained
+from launch.run_folder.console import make_console
+from rollout_actors.environments.loading import environment_names
+from shared.errors import ConfigError
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+FILES = {
+    "environment.py.txt": "NAME.py",
+    "environment_test.py.txt": "test_NAME.py",
+    "environment.yaml.txt": "experiment/NAME.yaml",
+}
+"""Templates, and where in the folder each goes."""
+
+
+def write_environment(name: str, folder: Path) -> list[Path]:
+    """Write the files and return their paths.
+
+    Raises:
+        ConfigError: the name is no module's or is taken, or a file is there already.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"NAME: {name!r} is no name of a module; use letters, digits and _")
+    if name in sys.stdlib_module_names:
+        raise ConfigError(
+            f"NAME: {name} is a module of Python, which it would hide; choose another"
+        )
+    if name in environment_names():
+        raise ConfigError(f"NAME: there is an environment {name} already; choose another")
+    # Absolute: training finds the file from any folder.
+    paths = [folder.resolve() / path.replace("NAME", name) for path in FILES.values()]
+    if there := [str(path) for path in paths if path.exists()]:
+        raise ConfigError(f"--out: {', '.join(there)} is there already; name another folder")
+    values = {"NAME": name, "PATH": json.dumps(str(paths[0]))}
+    for template, path in zip(FILES, paths, strict=True):
+        text = (TEMPLATES / template).read_text(encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # All at once: a name may have PATH in it.
+        text = re.sub("NAME|PATH", lambda found: values[found[0]], text)
+        path.write_text(text, encoding="utf-8")
+    return paths
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("rollmatch new-environment", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="of the environment, and of its module")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: here")
+    options = parser.parse_args(arguments)
+    with explained(make_console(stderr=True)):
+        environment, test, experiment = write_environment(options.name, options.out)
+    print(f"environment  {environment}: `vf-eval {environment}` evaluates a model in it")
+    print(f"test         {test}: `python -m pytest {test}`")
+    train = (
+        f"python -m launch.train --config-dir {experiment.parents[1]} +experiment={options.name}"
+    )
+    print(f"experiment   {experiment}: `{train}`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The endpoint that `vf-eval` asks: its address and key, and a probe of it before the start."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import openai
+from openai.pagination import AsyncPage
+from tqdm import tqdm
+
+from launch.run_folder.console import escaped
+from launch.tools.vf_eval.arguments import KEY_VARIABLE
+from rollout_actors.server.token_file import find_token
+from shared.config.rollout import is_loopback
+from shared.errors import ConfigError, UnreachableError
+
+T = TypeVar("T")
+
+URL_VARIABLE = "OPENAI_BASE_URL"
+OPENAI_URL = "https://api.openai.com/v1"
+LIST_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
+"""Timeout of a call for one token."""
+START_S = 600.0
+"""The longest that a server which answers 503 is waited for: it loads its model."""
+START_PAUSE_S = 2.0
+"""Pause between two questions to it."""
+_NUM_SHOWN = 10
+
+
+def say(text: str) -> None:
+    """Print a remark, above a progress bar where there is one."""
+    tqdm.write(escaped(text), file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Example: `Endpoint("http://127.0.0.1:8000/v1", "none", "OPENAI_API_KEY")` needs no key."""
+
+    url: str
+    key: str
+    """The text `none` where no key is sent."""
+    key_variable: str
+
+    def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
+        """Return a client, to be closed; it does not try again: rollouts do, and say so."""
+        # A proxy of the environment is no way to this machine's own address.
+        http_client = None
+        if is_loopback(urlsplit(self.url).hostname or ""):
+            http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+        return openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self.key,
+            default_headers=headers,
+            http_client=http_client,
+            max_retries=0,
+        )
+
+
+def find_endpoint(
+    url: str | None, key_variable: str | None, environ: Mapping[str, str]
+) -> Endpoint:
+    """Return the endpoint that the options and the environment's variables name.
+
+    Raises:
+        ConfigError: the address is none, or a key is needed and its variable is not set.
+    """
+    chosen = url or environ.get(URL_VARIABLE) or OPENAI_URL
+    parts = urlsplit(chosen)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"-b: {chosen!r} is no address of an endpoint; write it like http://127.0.0.1:8000/v1"
+        )
+    if parts.username or parts.password or parts.query:
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        raise ConfigError(
+            f"-b: the address of {bare} holds a name, a password or a query, which would be kept"
+            " with the results; write the address alone, and give secrets by a variable (-k) or by"
+            " --header, which are not kept"
+        )
+    name = key_variable or KEY_VARIABLE
+    is_local = _is_local(parts.hostname)
+    # The key of somebody's account is sent to a server of this network only when that is asked for.
+    if is_local and key_variable is None:
+        # Of `rollmatch serve`, where the user has started one there.
+        if token := find_token(chosen):
+            return Endpoint(chosen, token, "its token file")
+        return Endpoint(chosen, "none", name)
+    if key := environ.get(name):
+        return Endpoint(chosen, key, name)
+    if is_local:
+        raise ConfigError(
+            f"-k: was given, and the variable {name} is not set; leave -k out, or `export"
+            f" {name}=...`"
+        )
+    remedy = f"`export {name}=...`, or name another variable with -k"
+    if chosen == OPENAI_URL:
+        remedy += f", or name an endpoint of your own with -b or {URL_VARIABLE}"
+    raise ConfigError(f"-k: the variable {name} is not set, and {chosen} needs a key; {remedy}")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host or host.endswith((".local", ".internal", ".localhost"))
+    return address.is_loopback or address.is_private or address.is_link_local
+
+
+async def find_model(
+    client: openai.AsyncOpenAI, endpoint: Endpoint, model: str | None, message_type: str
+) -> str:
+    """Return the name of the model, once the endpoint is known to have it.
+
+    It is asked for its list of models, and where that leaves a doubt, for one token. A server that
+    answers 503 is still starting, and is asked again for `START_S`.
+
+    Args:
+        model: None for the only one that it serves.
+
+    Raises:
+        UnreachableError: nothing answers, or nothing that speaks OpenAI's protocol.
+        ConfigError: the key is refused, or the model is not there.
+    """
+    served = await _once_started(partial(list_models, client, endpoint), endpoint)
+    if model is not None:
+        if served is None or model not in served:
+            ask = partial(_ask_for_a_token, client, endpoint, model, message_type, served)
+            await _once_started(ask, endpoint)
+        return model
+    if served is not None and len(served) == 1:
+        return served[0]
+    answer = "has no list of models (does -b end in /v1?)"
+    if served is not None:
+        answer = f"serves {_joined(served)}"
+    raise ConfigError(f"-m: which model? {endpoint.url} {answer}; name one with -m")
+
+
+async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> T:
+    """Ask until the answer is no 503, or `START_S` is over. Raises as `find_model`."""
+    until_s = time.monotonic() + START_S
+    has_said = False
+    while True:
+        try:
+            return await ask()
+        except UnreachableError as error:
+            cause = error.__cause__
+            starts = isinstance(cause, openai.APIStatusError) and cause.status_code == 503
+            if not starts or time.monotonic() > until_s:
+                raise
+        if not has_said:
+            limit = f"is waited for up to {START_S:g} s"
+            say(f"{endpoint.url} answers 503, as a server that is starting does, and {limit}")
+            has_said = True
+        await asyncio.sleep(START_PAUSE_S)
+
+
+async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:
+    """Return the names of the models, None where there is no list. Raises as `find_model`."""
+    try:
+        with _translated_errors(endpoint):
+            page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()
+    except ConfigError:
+        raise  # it is a ValueError too
+    except openai.APIStatusError:
+        return None
+    # openai's client raises the last two at an answer that is no list but, perhaps, a page
+    except (openai.APIError, ValueError, AttributeError) as error:
+        problem = f"answers, but not as the OpenAI API does ({error})"
+        raise _not_an_endpoint(endpoint, problem) from error
+    if not isinstance(page, AsyncPage) or not isinstance(page.data, list):
+        raise _not_an_endpoint(endpoint, "answers, but not as the OpenAI API does")
+    return [model.id for model in page.data]
+
+
+async def _ask_for_a_token(
+    client: openai.AsyncOpenAI,
+    endpoint: Endpoint,
+    model: str,
+    message_type: str,
+    served: list[str] | None,
+) -> None:
+    patient = client.with_options(timeout=CALL_TIMEOUT_S)
+    try:
+        with _translated_errors(endpoint):
+            if message_type == "completion":
+                await patient.completions.create(model=model, prompt="1", max_tokens=1)
+            else:
+                await patient.chat.completions.create(
+                    model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1
+                )
+    except openai.NotFoundError as error:
+        if served is None:
+            problem = f"has neither a list of models nor {model!r} ({_short(error)})"
+            raise _not_an_endpoint(endpoint, problem) from error
+        raise ConfigError(
+            f"-m: {endpoint.url} has no model {model!r}; it serves {_joined(served)}"
+        ) from error
+    except openai.APIStatusError:
+        # The model is there, and has something against this call; rollouts say what of theirs.
+        return
+
+
+@contextmanager
+def _translated_errors(endpoint: Endpoint) -> Iterator[None]:
+    """Raise what is wrong with the key as ConfigError, with the connection as UnreachableError."""
+    try:
+        yield
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        remedy = "no key was sent; name its variable with -k"
+        if endpoint.key != "none":
+            remedy = (
+                f"the key in {endpoint.key_variable} is not accepted; correct it, or name another"
+                " with -k"
+            )
+        answer = f"answered {error.status_code} ({_short(error)})"
+        raise ConfigError(f"-k: {endpoint.url} {answer}: {remedy}") from error
+    except (openai.APIConnectionError, openai.InternalServerError) as error:
+        cause = error.__cause__
+        reason = f"{type(cause).__name__}: {cause}" if cause and str(cause) else _short(error)
+        problem = f"no answer ({reason}); check that it runs, and the address (-b)"
+        raise UnreachableError(problem, actor=endpoint.url, phase="check") from error
+
+
+def _not_an_endpoint(endpoint: Endpoint, problem: str) -> UnreachableError:
+    return UnreachableError(f"{problem}; does -b end in /v1?", actor=endpoint.url, phase="check")
+
+
+def _short(error: openai.APIError) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _joined(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(names[:_NUM_SHOWN]) + more if names else "none"

@@ -1,0 +1,216 @@
+"""The results of an evaluation: as a dataset's rows, and in numbers for the console."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launch.run_folder.console import escaped
+from launch.tools.vf_eval.record import EvaluationSettings
+from launch.tools.vf_eval.results_file import FinishedRollout
+from rollout_actors.environments.answers.parsers import text_of
+from rollout_actors.environments.clients.openai import merged
+from rollout_actors.environments.datasets import GenerateOutputs, mean
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.generate import metadata_of
+from rollout_actors.environments.rewards import compare_rollouts
+from rollout_actors.environments.types import Messages, State
+
+_NUM_ERRORS_SHOWN = 3
+_PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def results_of(
+    rollouts: Sequence[FinishedRollout],
+    evaluation: EvaluationSettings,
+    environment: Environment,
+    *,
+    wall_s: float,
+    date: str,
+) -> GenerateOutputs:
+    """Return what `Environment.evaluate` would have of rollouts made by one call or several.
+
+    States hold what was kept of them.
+    """
+    states = [rollout.state() for rollout in rollouts]
+    groups: dict[str, list[State]] = {}
+    for state in states:
+        groups.setdefault(repr((state["task"], state["example_id"])), []).append(state)
+    for group in groups.values():
+        compare_rollouts(group)
+    sampling = merged(environment.sampling_args, evaluation.sampling_args)
+    metadata = replace(
+        metadata_of(environment, str(evaluation.model), sampling, states),
+        env_args=evaluation.env_args,
+        num_examples=len({rollout.example for rollout in rollouts}),
+        rollouts_per_example=evaluation.rollouts_per_example,
+        time_ms=1000 * wall_s,
+        date=date,
+        state_columns=list(evaluation.state_columns),
+    )
+    return GenerateOutputs.from_states(states, metadata)
+
+
+def show_rollout(rollout: FinishedRollout, console: Console) -> None:
+    """Print prompt, completion and reward."""
+    completion = rollout.completion or ""
+    for title, messages in (("prompt", rollout.prompt), ("completion", completion)):
+        console.print(Text(f"{title} of example {rollout.example_id}", style="bold"))
+        console.print(Text(escaped(_transcript(messages))))
+    end = f"reward {rollout.reward}, answer {rollout.answer!r}, ended by {rollout.stop_condition}"
+    if rollout.error:
+        end += f", error {rollout.error}"
+    console.print(Text(escaped(end), style="bold"))
+
+
+def _transcript(messages: Messages) -> str:
+    if isinstance(messages, str):
+        return messages
+    lines = []
+    for message in messages:
+        line = f"[{message.get('role', '?')}] {text_of(message)}"
+        for call in message.get("tool_calls") or ():
+            function: dict[str, Any] = call.get("function") or {}
+            line += f" -> {function.get('name', '?')}({function.get('arguments', '')})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+class ScoreSummary(NamedTuple):
+    """A reward or a metric in numbers."""
+
+    mean: float
+    error: float | None
+    """Standard error of the mean, over the examples' own means; None of a single example.
+
+    Rollouts of one example are no independent samples.
+    """
+    least: float
+    most: float
+
+    @classmethod
+    def from_values(cls, values: Sequence[Sequence[float]]) -> ScoreSummary:
+        """Summarise the values of each example's rollouts, at least one in all.
+
+        Examples may have none: their rollouts failed, or are of another environment of a group.
+        """
+        flat = [value for of_example in values for value in of_example]
+        means = [mean(of_example) for of_example in values if of_example]
+        error = None
+        if len(means) > 1:
+            centre = mean(means)
+            squares = math.fsum((one - centre) ** 2 for one in means)
+            error = math.sqrt(squares / (len(means) - 1) / len(means))
+        return cls(mean(flat), error, min(flat), max(flat))
+
+
+def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
+    """Return the chance that one of `k` rollouts solves an example, without bias.
+
+    `solved` has each example's number of solved rollouts, and of all (at least k).
+    """
+    return mean([1 - math.comb(total - good, k) / math.comb(total, k) for good, total in solved])
+
+
+def summary_tables(
+    rollouts: Sequence[FinishedRollout], *, solved_at: float, wall_s: float
+) -> list[Table]:
+    """Return the scores of the rollouts, at least one, that did not fail, and further facts."""
+    groups: dict[int, list[FinishedRollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.example, []).append(rollout)
+    examples = list(groups.values())
+    scores = {}
+    if any(rollout.error is None for rollout in rollouts):
+        scores["reward"] = ScoreSummary.from_values(
+            [[one.reward or 0.0 for one in group if one.error is None] for group in examples]
+        )
+    tasks = list(dict.fromkeys(one.task for one in rollouts if one.error is None))
+    for task in tasks if len(tasks) > 1 else ():
+        scores[f"reward of {task}"] = ScoreSummary.from_values(
+            [
+                [one.reward or 0.0 for one in group if one.error is None and one.task == task]
+                for group in examples
+            ]
+        )
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
+        label = "reward (metric)" if name == "reward" else name
+        # Rollouts of the other environments of a group do not have it.
+        scores[label] = ScoreSummary.from_values(
+            [[one.metrics[name] for one in group if name in one.metrics] for group in examples]
+        )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for head in ("mean", "std. error", "least", "most"):
+        table.add_column(head, justify="right")
+    for name, score in scores.items():
+        figures = ("-" if figure is None else f"{figure:.4f}" for figure in score)
+        table.add_row(Text(escaped(name)), *figures)
+    return [table, _facts(examples, rollouts, solved_at, wall_s)]
+
+
+def _facts(
+    examples: Sequence[Sequence[FinishedRollout]],
+    rollouts: Sequence[FinishedRollout],
+    solved_at: float,
+    wall_s: float,
+) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+
+    def add(name: str, fact: str) -> None:
+        table.add_row(name, Text(escaped(fact)))
+
+    add("rollouts", f"{len(rollouts)}, of {len(examples)} examples")
+    fewest = min(map(len, examples))
+    if fewest > 1:
+        # A rollout that failed has not solved its example.
+        solved = []
+        for group in examples:
+            rewards = [one.reward or 0.0 for one in group if one.error is None]
+            solved.append((sum(reward >= solved_at - 1e-9 for reward in rewards), len(group)))
+        for k in [*(k for k in _PASS_AT if k < fewest), fewest]:
+            remark = f"  (reward of {solved_at:g} or more)" if k == 1 else ""
+            add(f"pass@{k}", f"{pass_at(k, solved):.4f}{remark}")
+    errors = Counter(one.error for one in rollouts if one.error is not None)
+    add("errors", f"{errors.total()}, not in the means" if errors else "0")
+    for text, count in errors.most_common(_NUM_ERRORS_SHOWN):
+        add("", f"{count} x {_short(text)}")
+    if len(errors) > _NUM_ERRORS_SHOWN:
+        add("", f"and {len(errors) - _NUM_ERRORS_SHOWN} others")
+    failed = Counter(name for one in rollouts for name in one.reward_errors)
+    for name, count in failed.most_common():
+        first = next(one.reward_errors[name] for one in rollouts if name in one.reward_errors)
+        add("reward errors", f"{count} x {name}, not in its mean: {_short(first)}")
+    given_up = Counter(name for one in rollouts for name in one.given_up)
+    if given_up:
+        names = ", ".join(f"{count} x {name}" for name, count in given_up.most_common())
+        add("given up", f"{names}: plain functions that ran past a limit")
+    add("truncated", str(sum(one.is_truncated for one in rollouts)))
+    stops = Counter(one.stop_condition for one in rollouts if one.stop_condition is not None)
+    add("ended by", ", ".join(f"{name} {count}" for name, count in stops.most_common()))
+    counted = [
+        (one.prompt_tokens, one.completion_tokens)
+        for one in rollouts
+        if one.prompt_tokens is not None and one.completion_tokens is not None
+    ]
+    if counted:
+        num_read, num_sampled = (sum(column) for column in zip(*counted, strict=True))
+        each = f"{num_read / len(counted):.1f} and {num_sampled / len(counted):.1f}"
+        add("tokens", f"{num_read} read, {num_sampled} sampled; a rollout {each}")
+    for name in ("generation", "scoring"):
+        mean_ms = mean([one.timing.get(f"{name}_ms", 0.0) for one in rollouts])
+        add(name, f"{mean_ms / 1000:.3f} s a rollout")
+    add("wall time", f"{wall_s:.1f} s")
+    return table
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:200]}..."

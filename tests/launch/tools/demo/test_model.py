@@ -1,0 +1,148 @@
+"""Both of the demo's models are ordinary checkpoints; this is the one that sees."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from launch.tools.demo.language_model import make_demo_lm
+from launch.tools.demo.model import make_demo_model
+from shared.grounding.serialize import serialize_objects
+from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
+from shared.records import GeometryKind, GroundTruthObject
+
+
+def make_detector(out: Path, *, seed: int) -> bool:
+    return make_demo_model(out, seed=seed, prompt=DEFAULT_USER_PROMPT)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "model"
+    assert make_detector(out, seed=17)
+    return out
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint):
+    return AutoProcessor.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(processor):
+    return processor.tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return AutoModelForImageTextToText.from_pretrained(checkpoint)
+
+
+def scene(count: int) -> list[GroundTruthObject]:
+    shapes = [(100 * i, 5, 100 * i + 99, 999) for i in range(count)]
+    return [GroundTruthObject(GeometryKind.BBOX, bins, "seven") for bins in shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_detector, make_demo_lm])
+def test_a_seed_gives_the_same_bytes_each_time_and_leaves_torch_s_own_random_state_alone(
+    make, tmp_path
+):
+    before = torch.random.get_rng_state()
+    folders = [tmp_path / "first", tmp_path / "again", tmp_path / "other"]
+    for folder, seed in zip(folders, (17, 17, 18), strict=True):
+        assert make(folder, seed=seed)
+    assert not make(folders[0], seed=17), "it exists"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    first, again, other = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders
+    )
+    assert first == again
+    assert first["model.safetensors"] != other["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture"),
+    [(make_detector, "Qwen3VLForConditionalGeneration"), (make_demo_lm, "Qwen3ForCausalLM")],
+)
+def test_the_checkpoint_names_the_architecture_and_the_stop_token_that_vllm_reads(
+    make, architecture, tmp_path
+):
+    make(tmp_path / "model", seed=17)
+
+    def read(name):
+        return json.loads((tmp_path / "model" / name).read_text())
+
+    assert read("config.json")["architectures"] == [architecture]
+    added = read("tokenizer.json")["added_tokens"]
+    (stop,) = (token["id"] for token in added if token["content"] == "<|im_end|>")
+    assert read("generation_config.json")["eos_token_id"] == stop
+
+
+def test_it_has_two_to_four_million_float32_parameters_and_tied_embeddings(model):
+    assert 2_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 4_000_000
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_the_tokenizer_has_1000_coord_tokens_in_order_and_the_model_an_embedding_for_each_token(
+    tokenizer, model
+):
+    ids = tokenizer.convert_tokens_to_ids([f"<|coord_{k}|>" for k in range(1000)])
+    assert ids == list(range(ids[0], ids[0] + 1000))
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == ids[-1] + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        serialize_objects(scene(4)),
+        "{}",
+        'naïve 漢字 \x00 }}} {"a"}\n\t é😀',
+        "<|im_start|>user\nHello<|im_end|>",
+    ],
+)
+def test_text_survives_encoding_and_decoding(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_coord_tokens_survive_decoding_without_special_tokens(tokenizer):
+    text = serialize_objects(scene(1))
+    token_ids = tokenizer.encode(text + "<|im_end|>")
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+
+
+def test_an_object_costs_18_tokens_whatever_its_index_and_its_brace_is_fused_as_in_qwens_vocabulary(
+    tokenizer,
+):
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode(serialize_objects(scene(9))))
+    assert len(pieces) == 9 * 18
+    assert [piece for piece in pieces if "}" in piece] == [*["},"] * 8, "}}"]
+    assert tokenizer.tokenize("{}") == ["{}"]
+
+
+def test_an_image_becomes_36_tokens_whatever_its_size(processor):
+    messages = detection_messages(1, system_prompt=None, user_prompt=DEFAULT_USER_PROMPT)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    asked = f"<|im_start|>user\n{image}{DEFAULT_USER_PROMPT}<|im_end|>\n"
+    assert text == f"{asked}<|im_start|>assistant\n"
+    for size in (96, 32, 300):
+        picture = Image.new("RGB", (size, size))
+        encoded = processor(text=[text], images=[picture], return_tensors="pt")
+        assert int((encoded.input_ids == processor.image_token_id).sum()) == 36
+
+
+def test_the_answer_depends_on_the_image(processor, model):
+    text = "<|vision_start|><|image_pad|><|vision_end|>{"
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8))
+    logits = []
+    for image in (Image.new("RGB", (96, 96)), noise):
+        encoded = processor(text=[text], images=[image], return_tensors="pt")
+        with torch.no_grad():
+            logits.append(model(**encoded).logits[0, -1])
+    assert float((logits[0] - logits[1]).abs().max()) > 1e-3

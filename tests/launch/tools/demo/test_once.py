@@ -1,0 +1,119 @@
+import json
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from safetensors.numpy import save_file
+
+from launch.tools.demo.__main__ import main
+from launch.tools.demo.once import DEMO_FOLDERS, SETTINGS_FILE, make_missing_demo_files, make_once
+from shared.errors import ConfigError
+from tests.fixtures.config_changes import load
+
+LANGUAGE_MODEL = {
+    "model.path": "outputs/demo/lm",
+    "data.train": "own/train.jsonl",
+    "data.val": None,
+}
+
+
+def test_an_interrupted_run_leaves_nothing_that_could_be_taken_for_complete(tmp_path):
+    def interrupted(folder):
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_once(tmp_path / "out", {"seed": 1}, interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_user_is_never_taken_over(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="was not made by this command"):
+        make_once(tmp_path, {"seed": 1}, lambda folder: None)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_exists_is_not_made_again_and_refused_where_its_settings_were_others(tmp_path):
+    folders = []
+    settings = {"seed": 1, "train": 40, "val": 12}
+    assert make_once(tmp_path / "out", settings, folders.append)
+    assert not make_once(tmp_path / "out", settings, folders.append)
+    changed = {"seed": 2, "train": 41, "val": 12, "geometry": "mixed"}
+    with pytest.raises(ConfigError, match="was made from another geometry, seed, train; remove it"):
+        make_once(tmp_path / "out", changed, folders.append)
+    assert len(folders) == 1
+
+
+@pytest.mark.slow
+def test_what_a_shipped_experiment_needs_is_made_once_before_its_first_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(LANGUAGE_MODEL)
+    shown = []
+    make_missing_demo_files(config, shown.append)
+    folder = tmp_path / "outputs/demo/lm"
+    assert json.loads((folder / SETTINGS_FILE).read_text()) == {"seed": 17}
+    assert (folder / "model.safetensors").is_file()
+    made_at = folder.stat().st_mtime_ns
+    make_missing_demo_files(config, shown.append)
+    assert len(shown) == 1 and "rollmatch demo language-model" in shown[0]
+    assert folder.stat().st_mtime_ns == made_at
+
+
+def test_a_trained_start_is_made_for_the_checkpoint_in_it_and_only_kept_whole(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    outcomes = [1, 0]
+    runs = []
+
+    def run(command, check):
+        if "launch.tools.demo" in command:
+            main(command[command.index("launch.tools.demo") + 1 :])
+            return Mock(returncode=0)
+        runs.append(command[3:])
+        return Mock(returncode=outcomes.pop(0))
+
+    monkeypatch.setattr("subprocess.run", run)
+    config = load(LANGUAGE_MODEL | {"model.path": "outputs/demo/start/checkpoint"})
+    with pytest.raises(SystemExit):
+        make_missing_demo_files(config, lambda line: None)
+    assert list((tmp_path / "outputs/demo").iterdir()) == []
+    make_missing_demo_files(config, lambda line: None)
+    assert (tmp_path / "outputs/demo/start" / SETTINGS_FILE).is_file()
+    _, *overrides = DEMO_FOLDERS[Path("outputs/demo/start")]
+    assert [list(words[: len(overrides)]) for words in runs] == [overrides, overrides]
+
+
+def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(
+        {
+            "model.path": str(tmp_path / "outputs/demo/lm"),
+            "data.train": "train.jsonl",
+            "data.val": None,
+        }
+    )
+    make_missing_demo_files(config, pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_cannot_make_them_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").write_text("a file where a folder has to be")
+    config = load(LANGUAGE_MODEL)
+    with pytest.raises(
+        ConfigError, match=r"launch\.demo language-model --out outputs/demo/lm.*status"
+    ):
+        make_missing_demo_files(config, lambda line: None)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_what_is_made_follows_the_umask_whoever_wrote_it(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        make_once(tmp_path / "out", {"seed": 1}, lambda folder: save_file({}, folder / "a"))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {mode}

@@ -1,0 +1,98 @@
+"""A run's picture shows its first scenes before and after it, beside the ground truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from launch.tools.demo.crowded import make_crowded_data
+from launch.tools.demo.picture import TITLE, compare_runs, draw_run
+from shared.dataset import load_dataset
+from shared.errors import ConfigError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose first report found nothing, and whose last one found everything."""
+    make_crowded_data(tmp_path / "data", seed=1, counts={"train": 0, "val": 2, "test": 0})
+    val = tmp_path / "data" / "val.jsonl"
+    run = tmp_path / "run"
+    for step in (0, 5):
+        report = run / "evaluations" / f"step_{step:06d}"
+        report.mkdir(parents=True)
+        rows = []
+        samples = load_dataset(val, on_bad_row="error", sort_objects=True, check_images=False)
+        for sample, line in zip(samples, val.read_text().splitlines(), strict=True):
+            found = [
+                {"kind": "bbox_2d", "bins": one["bbox_2d"], "desc": one["desc"], "score": 0.5}
+                for one in json.loads(line)["objects"]
+            ]
+            row = {"sample_id": sample.sample_id, "objects": found if step else []}
+            rows.append(json.dumps(row))
+        (report / "predictions.jsonl").write_text("\n".join(rows) + "\n")
+        detection = {"detection": [{"class_aware": {"f1": float(bool(step))}}]}
+        (report / "report.json").write_text(json.dumps(detection))
+    (run / "config.json").write_text(json.dumps({"data": {"val": str(val), "on_bad_row": "skip"}}))
+    return run
+
+
+def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
+    with Image.open(draw_run(run, num_scenes=2)) as picture:
+        width, height = picture.width // 3, picture.height
+        before, after, truth = (
+            picture.crop(
+                (place * picture.width // 3, TITLE, place * picture.width // 3 + 400, height)
+            )
+            for place in range(3)
+        )
+    assert height > 2 * width, "one scene below the other"
+    assert ImageChops.difference(before, after).getbbox(), "objects were found"
+    assert after.getcolors(1 << 20) != truth.getcolors(1 << 20)
+
+
+def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
+    """The first scene's picture could not be read then, and a row behind it is no record."""
+    for predictions in run.glob("evaluations/*/predictions.jsonl"):
+        predictions.write_text(predictions.read_text().splitlines()[1] + "\n")
+    val = Path(json.loads((run / "config.json").read_text())["data"]["val"])
+    val.write_text(val.read_text() + "{}\n")
+    with Image.open(draw_run(run, num_scenes=2)) as picture:
+        assert picture.height < 2 * picture.width // 3, "one scene alone"
+
+
+def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
+    (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
+    with pytest.raises(ConfigError, match="a picture needs two held-out reports, found 1"):
+        draw_run(run, num_scenes=1)
+
+
+def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None:
+    runs = []
+    for name, scores, step_s in (("demo", (0.5, 0.625), 2.0), ("control", (0.5, 0.75), 1.0)):
+        run = tmp_path / name
+        run.mkdir()
+        config = {"telemetry": {"name": name}, "model": {"path": "start"}, "data": {"val": "val"}}
+        (run / "config.json").write_text(json.dumps(config))
+        (run / "metrics.jsonl").write_text(f"{json.dumps({'time/step_s': step_s})}\n" * 3)
+        report = {"weight_version": 1, "num_samples": 2, "headline": "F1@0.5", "score": 0.9}
+        (run / "evaluations.jsonl").write_text(
+            "".join(
+                json.dumps(report | {"step": step, "val/class_f1": score}) + "\n"
+                for step, score in enumerate(scores)
+            )
+        )
+        runs.append(run)
+    assert compare_runs(runs) == [
+        f"demo      F1 with names 0.500 -> 0.625 in 3 updates, 6 s of steps ({runs[0]})",
+        f"control   F1 with names 0.500 -> 0.750 in 3 updates, 3 s of steps ({runs[1]})",
+        "ahead     control, at 0.750",
+    ]
+    (runs[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "another"}}))
+    with pytest.raises(ConfigError, match=r"control: has .*another"):
+        compare_runs(runs)
+    (runs[0] / "evaluations.jsonl").unlink()
+    with pytest.raises(ConfigError, match="demo: has no held-out report of objects"):
+        compare_runs(runs)
