@@ -63,6 +63,8 @@ from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
 from shared.config.pipeline import Channel
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import LearnerSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.model_families import ModelPart
@@ -163,7 +165,7 @@ def preflight(
     expected = None
     if nodes is not None and placement is not None:
         report.lines += _describe(config, placement, nodes)
-        report.attempt(lambda: _require_offload(config, placement))
+        report.attempt(lambda: _require_offload(config.rollout_matching, config.learner, placement))
         if shape is not None:
             report.collect(engine_family_problems(config, placement.device))
             memory = memory_of(placement.device)
@@ -248,12 +250,14 @@ def _learnable(
     return [one.samples for one in fitting], [one.samples for one in held_out]
 
 
-def _require_offload(config: RunConfig, placement: Placement) -> None:
+def _require_offload(
+    rollouts: RolloutMatchingSection, learner: LearnerSection, placement: Placement
+) -> None:
     import torch
 
     from learner.model.offload import require_offload
 
-    require_offload(config, torch.device(placement.device))
+    require_offload(rollouts, learner, torch.device(placement.device))
 
 
 def _require_objectives(config: RunConfig) -> None:

@@ -80,7 +80,19 @@ class WeightPublisher:
             proves_adapter=offers_adapter,
             run_dir=config.telemetry.run_dir,
         )
-        sender = make_sender(config, place, parallel)
+        sender = None
+        if place.rank == 0:
+            servers = config.rollout_matching.servers
+            bucket_bytes = config.rollout_matching.vllm.sync.bucket_bytes
+            sender = WeightSender(
+                parallel.weights,
+                transport=place.transport,
+                receivers=place.receivers,
+                host=place.address,
+                timeout_s=config.timeouts.sync_phase_s,
+                join=None if servers is None else servers.answer_limit,
+                bucket_bytes=bucket_bytes or BUCKET_BYTES[place.transport],
+            )
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
     def offer(self, again: bool = False) -> WeightOffer | None:
@@ -222,23 +234,6 @@ class WeightPublisher:
         """Leave the groups of the weight sync."""
         if self.sender is not None:
             self.sender.close()
-
-
-def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> WeightSender | None:
-    """Return the sender of full weights on rank 0; None on the other ranks."""
-    if place.rank != 0:
-        return None
-    servers = config.rollout_matching.servers
-    bucket_bytes = config.rollout_matching.vllm.sync.bucket_bytes
-    return WeightSender(
-        parallel.weights,
-        transport=place.transport,
-        receivers=place.receivers,
-        host=place.address,
-        timeout_s=config.timeouts.sync_phase_s,
-        join=None if servers is None else servers.answer_limit,
-        bucket_bytes=bucket_bytes or BUCKET_BYTES[place.transport],
-    )
 
 
 def adapter_to_offer(model: Any) -> AdapterFiles:
