@@ -214,9 +214,9 @@ def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
         if read != int(token_id):
             raise ConfigError(
                 f"model.path: {config} says that {token['content']} is token {token_id}, and"
-                f" transformers reads it as {read}; of a Rex-Omni checkpoint `python -m"
-                f" launch.tools.rex_omni model={path}` writes the tokenizer.json that is missing, any"
-                " other needs a tokenizer.json of its own"
+                f" transformers reads it as {read}; of a Rex-Omni checkpoint `rollmatch"
+                f" rex-omni model={path}` writes the tokenizer.json that is missing, any other"
+                " needs a tokenizer.json of its own"
             )
 
 
