@@ -62,6 +62,7 @@ from learner.model.parts import model_part, target_problem
 from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
+from shared.config.job import ClusterSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import LearnerSection
@@ -128,7 +129,7 @@ def main(composed: DictConfig) -> None:
 def preflight(
     config: RunConfig,
     *,
-    nodes_of: Callable[[RunConfig], list[Resources]] = cluster_nodes,
+    nodes_of: Callable[[ClusterSection, float], list[Resources]] = cluster_nodes,
     memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
     waits_for_servers: bool = False,
 ) -> PreflightReport:
@@ -143,7 +144,7 @@ def preflight(
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
-    report.collect(missing_packages(config))
+    report.collect(missing_packages(config.telemetry.loggers))
     report.collect(_optimizer_problems(config))
     report.collect(path_problems(config))
     report.collect(port_problems(config))
@@ -160,7 +161,8 @@ def preflight(
         report.collect(position_problems(config))
         report.collect(teacher_problems(config, waits=waits_for_servers))
 
-    nodes = report.attempt(lambda: nodes_of(config))
+    start_s = config.timeouts.start_s
+    nodes = report.attempt(lambda: nodes_of(config.cluster, start_s))
     placement = None if nodes is None else report.attempt(lambda: plan_placement(config, nodes))
     expected = None
     if nodes is not None and placement is not None:

@@ -4,8 +4,6 @@
 
 import json
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from ray.exceptions import ObjectLostError
 
 from launch.checks.data import ImageNeeds
-from launch.cli import as_mapping, read_arguments
+from launch.cli import as_mapping
 from launch.driver import evaluate
 from launch.inspect.evaluate import (
     EvaluateOptions,
@@ -32,8 +30,6 @@ from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Resources, plan_placement
 from launch.reports.detection import make_report
 from launch.reports.page import write_report
-from launch.tools.serve import ServeOptions, settings_of
-from launch.tools.vf_eval.arguments import read_options
 from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
@@ -215,88 +211,12 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     assert no_data in problems
 
 
-@pytest.mark.parametrize(("images", "devices"), [(0, 1), (3, 2)])
-def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
-    tmp_path, demo_checkpoint, images, devices
-):
-    """As the run's own held-out reports: its arguments, greedily, by a server that is started as
-    its engines were.
-    """
-    folder = tmp_path / "my run"
-    shutil.copytree(demo_checkpoint, folder / "checkpoint")
-    environment = {
-        "id": "guess_number",
-        "args": {"largest": 9},
-        "tool_call_parser": "hermes",
-        "num_eval_examples": 12,
-        "rollouts_per_example": 4,
-        "chat_template_args": {"enable_thinking": False},
-        "max_images_per_prompt": images,
-    }
-    config = trajectory_config(
-        demo_checkpoint,
-        folder,
-        environment=environment,
-        rollout_matching__repeat_terminate={"enabled": True},
-        rollout_matching__decoding={"temperature": 1.0, "stop": ["</answer>"]},
-        rollout_matching__vllm={"mode": "actors", "actors": {"tensor_parallel_size": devices}},
-    )
-    (folder / "config.json").write_text(config.model_dump_json())
-    serve, evaluate = (shlex.split(one) for one in refused(folder).split("`")[1::2])
-    options = read_arguments(ServeOptions, serve[3:])
-    settings = settings_of(options)
-    assert (options.model, options.tool_call_parser) == (folder / "checkpoint", "hermes")
-    matching = config.rollout_matching
-    assert settings.repeat_guard == matching.repeat_terminate.settings()
-    gpus = 8 if settings.device == "cuda" else 0
-    placement = plan_placement(config, [Resources(cpus=32, gpus=gpus)])
-    of_the_run = settings_of_run(config, placement, ImageNeeds(max(images, 1)))
-    copied = {"model_path": str(options.model), "max_lora_rank": settings.max_lora_rank}
-    assert settings == replace(of_the_run, **copied)
-    sizes = (settings.max_model_len, settings.tensor_parallel_size, settings.max_num_seqs)
-    assert sizes == (48, devices, devices * matching.decode_batch_size)
-    asked = read_options(evaluate[3:])
-    assert (asked.environment, asked.env_args) == ("guess_number", {"largest": 9})
-    assert (asked.num_examples, asked.rollouts_per_example) == (12, 1)
-    assert asked.sampling_args == {
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "stop": ["</answer>"],
-        "extra_body": {
-            "chat_template_kwargs": {"enable_thinking": False},
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        },
-    }
-    assert asked.base_url == f"http://{options.host}:{options.port}/v1"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        pytest.param(
-            lambda file: file.write_text('{"model_type": "qwen3"}'), "checkpoint: ", id="damaged"
-        ),
-        pytest.param(
-            lambda file: file.unlink(),
-            "checkpoint: {} holds no checkpoint (no config.json); let the run end with"
-            " checkpoint.save_final: true",
-            id="none",
-        ),
-    ],
-)
-def test_a_run_of_an_environment_without_a_sound_checkpoint_is_refused_for_both(
-    make_run, tmp_path, demo_checkpoint, spoil, problem
-):
-    folder = make_run(trajectory_config(demo_checkpoint, tmp_path / "run"))
-    checkpoint = folder / "checkpoint"
-    shutil.copytree(demo_checkpoint, checkpoint, dirs_exist_ok=True)
-    spoil(checkpoint / "config.json")
-    problems = refused(folder).splitlines()
-    # Without a command that serves it: nothing can be served.
-    assert "run: it is of an environment, which vf-eval evaluates" in problems
-    (found,) = (one for one in problems if one.startswith(problem.format(checkpoint)))
-    assert str(checkpoint) in found
+def test_a_run_of_an_environment_is_refused_with_the_command_that_evaluates_it(make_run, tmp_path):
+    folder = make_run(trajectory_config(tmp_path / "model", tmp_path / "run"))
+    assert "run: it is of an environment; start `rollmatch serve`" in refused(folder)
+    (folder / "checkpoint" / "config.json").unlink()
+    both = refused(folder)
+    assert "run: it is of an environment" in both and "checkpoint: " in both
 
 
 @pytest.mark.parametrize(
