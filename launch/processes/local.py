@@ -43,7 +43,13 @@ class ThreadRank:
         self.rank = LearnerRank(shelf, lambda boxes: [box.result() for box in boxes])
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
-    def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:  # noqa: ARG002
+    def ask(
+        self,
+        rank: int,  # noqa: ARG002
+        name: str,  # noqa: ARG002
+        task: Callable[..., object],
+        *arguments: object,
+    ) -> Future[Any]:
         def run() -> object:
             values = (one.result() if isinstance(one, Future) else one for one in arguments)
             return task(self.rank, *values)
@@ -64,6 +70,7 @@ class ThreadRank:
 
     def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
         ((name, answer),) = asked
+        assert isinstance(answer, Future), "what `ask` returned"
         wait([answer], timeout=None if call.limit is None else call.limit.seconds)
         if not answer.done():
             raise call.timeout_error([name])

@@ -301,5 +301,9 @@ def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs
         " 'rollmatch[tensorboard]'`, or leave tensorboard out"
     )
     assert len(problems) == 4
-    monkeypatch.setattr(sink, "version", lambda name: {"mlflow-skinny": "3.17.2"}[name])
+
+    def only_skinny_is(name: str) -> str:
+        return "3.17.2" if name == "mlflow-skinny" else nothing_is(name)
+
+    monkeypatch.setattr(sink, "version", only_skinny_is)
     assert list(missing_packages(("jsonl", "mlflow"))) == []
