@@ -105,10 +105,6 @@ def test_1_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
     assert len({rollout.response_token_ids for rollout in jobs[0].rollouts}) > 12
 
 
-def test_two_runs_of_the_same_configuration_give_the_same_losses(job, greedy_jobs):
-    assert_same([job(3), greedy_jobs[3]])
-
-
 STALE = {
     "rollout_matching__max_staleness": 1,
     "rollout_matching__decode_batch_size": 2,
