@@ -154,8 +154,8 @@ def run(
     from launch.preflight import engine_family_problems, position_problems
     from launch.processes.cluster import Cluster
     from launch.processes.ray_connection import cluster_nodes
-    from launch.reports.detection import answer_line, make_report, report_tables
-    from launch.reports.page import write_report
+    from launch.reports.detection import make_report
+    from launch.reports.page import answer_line, report_tables, write_report
     from learner.held_out import HeldOut
     from learner.model.loading import load_tokens
 

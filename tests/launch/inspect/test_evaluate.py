@@ -8,12 +8,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from config_support import configuration, trajectory_config
 from hydra import compose, initialize_config_dir
-from ray.exceptions import ObjectLostError
 
 from launch.checks.data import ImageNeeds
 from launch.cli import as_mapping
@@ -33,11 +31,9 @@ from launch.reports.page import write_report
 from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from rollout_actors.engine import ray_calls
 from shared.config import load_config
 from shared.config.checks.general import cross_check
-from shared.config.job import TimeoutsSection
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError
 from shared.weight_sync.phases import sync_weights
 
 ROOT = Path(__file__).parents[3]
@@ -297,49 +293,3 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
     assert content["detection"][0]["f1"] == report.counts.f1
     assert len(list((tmp_path / "report" / "pictures").iterdir())) == len(content["worst_scenes"])
     assert len((tmp_path / "report" / "predictions.jsonl").read_text().splitlines()) == 16
-
-
-LOST = ObjectLostError("ab" * 28, None, "")
-
-
-class Scores:
-    """The part of `HeldOut` that `LocalHeldOut` uses."""
-
-    def score(self, rollouts):
-        return [f"scene of {rollout}" for rollout in rollouts]
-
-
-@pytest.fixture
-def score(monkeypatch):
-    """Scores two references with these answers of Ray's; None is late."""
-
-    def score(*answers):
-        def wait(refs, *, timeout):
-            assert 0 < timeout <= 7
-            return [ref for ref in refs if answers[ref] is not None][-1:], refs
-
-        def get(ref):
-            if isinstance(answers[ref], Exception):
-                raise answers[ref]
-            return answers[ref]
-
-        monkeypatch.setattr(ray_calls, "ray", SimpleNamespace(wait=wait, get=get))
-        return LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[0, 1]])
-
-    return score
-
-
-def test_the_shares_are_scored_in_order_within_the_timeout(score):
-    assert score(["a", "b"], ["c"]) == ["scene of a", "scene of b", "scene of c"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (None, r"no answer from .* after timeouts\.generate_s = 7 s; check that every actor's"),
-        (LOST, r"a finished answer was lost \(.*\); check that every actor's"),
-    ],
-)
-def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(score, answer, message):
-    with pytest.raises(RolloutError, match=f"(?s)collect on rollout engines: {message}"):
-        score(["a", "b"], answer)
