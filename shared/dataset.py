@@ -336,21 +336,14 @@ class RowStream:
     def __init__(
         self, num_rows: int, mixture: Sequence[Sequence[int]], seed: int, shuffle: bool
     ) -> None:
-        """Begin. Without a mixture it draws as `SampleStream`, else as `MixedStream`."""
-        sizes = [size for size, _ in mixture] or [num_rows]
+        """Begin. Without a mixture all rows are one part."""
+        sizes, weights = zip(*(mixture or [(num_rows, 1)]), strict=True)
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._stream: SampleStream | MixedStream
-        if mixture:
-            self._stream = MixedStream(sizes, [weight for _, weight in mixture], seed, shuffle)
-        else:
-            self._stream = SampleStream(num_rows, seed, shuffle)
+        self._stream = MixedStream(sizes, weights, seed, shuffle)
 
     def take(self, n: int) -> list[int]:
         """Return the next `n` rows."""
-        return [
-            self._starts[one.source] + one.row if isinstance(one, Draw) else one
-            for one in self._stream.take(n)
-        ]
+        return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:
         """Go on behind the first `position` draws."""
