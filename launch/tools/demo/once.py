@@ -126,7 +126,7 @@ def with_untrained_model(config: RunConfig, show: Callable[[str], None]) -> RunC
         return config
     show(
         f"demo      {folder} does not exist: the run trains it first, in some minutes, as"
-        f" `{_command(folder)}` does. Checked with {UNTRAINED[folder]}, untrained, of the same shape"
+        f" `{_command(folder)}` does. Checked is {UNTRAINED[folder]}, untrained, of the same shape"
     )
     model = config.model.model_copy(update={"path": str(UNTRAINED[folder])})
     return config.model_copy(update={"model": model})
