@@ -140,8 +140,7 @@ def test_the_learners_log_probabilities_of_sampled_tokens_agree_with_the_engines
         assert report.metrics["rollout/num_compared_tokens"] > 0
         assert 0 < report.metrics["rollout/logprob_max_abs"] < 1e-4
     assert all(
-        len(rollout.logprobs) == len(rollout.response_token_ids)
-        for rollout in greedy_job.rollouts
+        len(rollout.logprobs) == len(rollout.response_token_ids) for rollout in greedy_job.rollouts
     )
 
 
