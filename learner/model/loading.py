@@ -33,6 +33,8 @@ from learner.model.checkpoint_folder import (
 )
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
+from shared.config.model import DataSection
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -167,7 +169,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     _require_ids_as_written(path, tokenizer)
-    if of_prompts := list(_prompt_problems(config, tokenizer)):
+    if of_prompts := list(_prompt_problems(config.data, config.environment, tokenizer)):
         raise ConfigError(of_prompts)
     banned: list[int] = []
     if model_config.model_type in TILED_MODEL_TYPES:
@@ -184,13 +186,14 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
 
 
-def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+def _prompt_problems(
+    data: DataSection, environment: EnvironmentSection | None, tokenizer: Any
+) -> Iterator[str]:
     """Yield why the run's own texts cannot be asked; rows are checked as they are encoded."""
-    data = config.data
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
     texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
-    if config.environment is not None:
-        texts["environment.system_prompt"] = config.environment.system_prompt
+    if environment is not None:
+        texts["environment.system_prompt"] = environment.system_prompt
     tokens = control_tokens(tokenizer).values()
     for key, text in texts.items():
         if text and (token := find_control_token(text, tokens)):
@@ -211,9 +214,9 @@ def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
         if read != int(token_id):
             raise ConfigError(
                 f"model.path: {config} says that {token['content']} is token {token_id}, and"
-                f" transformers reads it as {read}; of a Rex-Omni checkpoint `python -m"
-                f" launch.tools.rex_omni model={path}` writes the tokenizer.json that is missing, any"
-                " other needs a tokenizer.json of its own"
+                f" transformers reads it as {read}; of a Rex-Omni checkpoint `rollmatch"
+                f" rex-omni model={path}` writes the tokenizer.json that is missing, any other"
+                " needs a tokenizer.json of its own"
             )
 
 
