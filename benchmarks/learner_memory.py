@@ -30,8 +30,9 @@ from benchmarks.logit_memory import PIPELINE
 from benchmarks.segments import MERGE, PATCH, ImageIds, random_segment
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
-from launch.checks.model_shape import ModelShape
+from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
+from learner.checks import LogprobTolerance
 from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
@@ -187,7 +188,8 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     """Return the most bytes of torch's allocator during the steps of a learner rank."""
     loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
-        config,
+        config.rollout_matching.pipeline,
+        LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
         loaded,
         parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),
@@ -254,7 +256,8 @@ def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunCon
 
 def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
     images = sizes.tokens // sizes.segment * sizes.image**2
-    return learner_estimate(config, ModelShape.read(Path(config.model.path)), image_tokens=images)
+    run = RunSizes.of(config, ModelShape.read(Path(config.model.path)))
+    return learner_estimate(run, image_tokens=images)
 
 
 def measure_case(config: RunConfig, sizes: Sizes) -> int:
