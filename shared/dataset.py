@@ -156,8 +156,6 @@ def load_dataset(
             of all. With "skip" only for a file that cannot be read or has no usable row, and for
             objects of a geometry that the run does not learn.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
     path = Path(path)
     rules = RowRules(sort_objects, check_images, geometry, source)
     table = TableBuilder()
@@ -225,16 +223,10 @@ class SampleStream(Iterator[int]):
 
     Args:
         number: of the stream, among several of the same seed.
-
-    Raises:
-        ValueError: the data set is empty, or the seed negative.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int = 0) -> None:
-        if num_samples < 1:
-            raise ValueError("there is no sample to draw from; give a dataset with a row")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; use 0 or more")
+        assert num_samples > 0, "a data set has a usable row"
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
