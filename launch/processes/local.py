@@ -124,7 +124,7 @@ class LocalRun:
         """
         config = self._config
         placement = plan_placement(config, cluster_nodes(config.cluster, config.timeouts.start_s))
-        require_vllm(config, placement.transport)
+        require_vllm(config.rollout_matching, placement.transport)
         with self._start_up.stage("the learner with an engine, in this process"):
             rollouts = start_ranks(
                 *(config, self._learner, placement, self._images, self._examples),

@@ -32,7 +32,7 @@ from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from shared.config import load_config
-from shared.config.checks.general import cross_check
+from shared.config.load import cross_check
 from shared.errors import ConfigError
 from shared.weight_sync.phases import sync_weights
 
