@@ -113,12 +113,6 @@ def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(sampling
     assert message in problem
 
 
-def test_all_of_it_is_said_at_once():
-    with pytest.raises(ConfigError) as caught:
-        check_sampling({"top_k": 3, "messages": [], "n": 4}, "completion")
-    assert len(caught.value.problems) == 3
-
-
 NEEDS_A_KEY = "is not set, and https://api.openai.com/v1 needs a key"
 ANOTHER = "or name another variable with -k, or name an endpoint of your own with -b or"
 
