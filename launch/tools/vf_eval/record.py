@@ -69,7 +69,7 @@ class EvaluationSettings:
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None
-        settings: dict[str, tuple[Any, Any]] = {
+        settings: dict[str, tuple[object, object]] = {
             "ENVIRONMENT": (options.environment, self.environment),
             "-a": (masked(options.env_args), masked(self.env_args)),
             "-m": (options.model, self.model),
@@ -179,5 +179,5 @@ def _sampling(options: EvalOptions) -> dict[str, Any]:
     return merged(RETURNS_TOKENS if options.tokens else None, options.sampling_args)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else json.dumps(value, ensure_ascii=False)

@@ -82,16 +82,17 @@ def require_roles(messages: Any, where: str) -> None:
 
 def copied(value: T) -> T:
     """Return a deep copy, several times as fast as `copy.deepcopy` for what JSON has."""
+    original: Any = value
     copy: Any = value
-    if type(value) is dict:
-        copy = value.copy()
+    if type(original) is dict:
+        copy = original.copy()
         for key, item in copy.items():
             if type(item) not in _ATOMS:  # nearly all there is in a message is text
                 copy[key] = copied(item)
-    elif type(value) is list:
-        copy = [item if type(item) in _ATOMS else copied(item) for item in value]
-    elif type(value) not in _ATOMS:
-        copy = deepcopy(value)
+    elif type(original) is list:
+        copy = [item if type(item) in _ATOMS else copied(item) for item in original]
+    elif type(original) not in _ATOMS:
+        copy = deepcopy(original)
     result: T = copy
     return result
 
