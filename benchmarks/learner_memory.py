@@ -30,7 +30,7 @@ from benchmarks.logit_memory import PIPELINE
 from benchmarks.segments import MERGE, PATCH, ImageIds, random_segment
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
-from launch.checks.model_shape import ModelShape
+from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
 from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
@@ -254,7 +254,8 @@ def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunCon
 
 def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
     images = sizes.tokens // sizes.segment * sizes.image**2
-    return learner_estimate(config, ModelShape.read(Path(config.model.path)), image_tokens=images)
+    run = RunSizes.of(config, ModelShape.read(Path(config.model.path)))
+    return learner_estimate(run, image_tokens=images)
 
 
 def measure_case(config: RunConfig, sizes: Sizes) -> int:

@@ -15,5 +15,5 @@ if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
         " (`make setup` makes it)"
     )
 
-# `python -m launch.NAME` also finds the commands that are in a folder.
+# `rollmatch NAME` and `python -m launch.NAME` find the commands in these folders, too.
 __path__ += [f"{__path__[0]}/{_folder}" for _folder in ("inspect", "tools", "run_folder")]

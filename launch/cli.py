@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -57,9 +56,7 @@ COMMANDS = {
     "train": "run the job: engines, learner, every step, the reports",
     "vf-eval": "evaluate a model in an environment",
 }
-"""The commands of `rollmatch`, and what each does."""
-FOLDERS = ("", "inspect.", "tools.", "run_folder.")
-"""Where in `launch` the module of a command may be, named as the command with `_` for `-`."""
+"""The commands of `rollmatch`, and what each does. `launch.__path__` finds their modules."""
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
 """Seconds in which a second SIGINT is the first one once more."""
@@ -168,7 +165,7 @@ def _absolute(files: Path | Sequence[SourceSection] | None) -> Any:
 
 
 def run_command() -> None:
-    """Run `rollmatch NAME ...`, as `python -m` runs its module; exit status 2 for no such NAME."""
+    """Run `rollmatch NAME ...`, as `python -m launch.NAME` runs; exit status 2 for no such NAME."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
         width = max(map(len, COMMANDS))
@@ -186,13 +183,7 @@ def run_command() -> None:
     sys.path.append(str(Path.cwd()))
     sys.argv[1:] = arguments
     # As `-m` does it, `__main__` and all: spawned processes import the command by its name.
-    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
-
-
-def module_of(command: str) -> str:
-    """Return the module that a command of `COMMANDS` runs."""
-    modules = (f"launch.{folder}{command.replace('-', '_')}" for folder in FOLDERS)
-    return next(module for module in modules if find_spec(module) is not None)
+    runpy.run_module(f"launch.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:

@@ -34,7 +34,7 @@ from launch.checks.memory import (
     shared_device_estimate,
     synced_bytes,
 )
-from launch.checks.model_shape import ModelShape, is_linear
+from launch.checks.model_shape import ModelShape, RunSizes, is_linear
 from launch.checks.proposals import proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.checks.weights import weight_warnings
@@ -63,6 +63,8 @@ from rollout_actors.engine.settings import family_problems
 from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
 from shared.config.pipeline import Channel
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import LearnerSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.model_families import ModelPart
@@ -163,7 +165,7 @@ def preflight(
     expected = None
     if nodes is not None and placement is not None:
         report.lines += _describe(config, placement, nodes)
-        report.attempt(lambda: _require_offload(config, placement))
+        report.attempt(lambda: _require_offload(config.rollout_matching, config.learner, placement))
         if shape is not None:
             report.collect(engine_family_problems(config, placement.device))
             memory = memory_of(placement.device)
@@ -248,12 +250,14 @@ def _learnable(
     return [one.samples for one in fitting], [one.samples for one in held_out]
 
 
-def _require_offload(config: RunConfig, placement: Placement) -> None:
+def _require_offload(
+    rollouts: RolloutMatchingSection, learner: LearnerSection, placement: Placement
+) -> None:
     import torch
 
     from learner.model.offload import require_offload
 
-    require_offload(config, torch.device(placement.device))
+    require_offload(rollouts, learner, torch.device(placement.device))
 
 
 def _require_objectives(config: RunConfig) -> None:
@@ -367,22 +371,20 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     return [*lines, f"weights   travel by {placement.transport}"]
 
 
-def _needs(
-    config: RunConfig, placement: Placement, shape: ModelShape, memory: DeviceMemory
-) -> Needs:
+def _needs(run: RunSizes, placement: Placement, memory: DeviceMemory) -> Needs:
     """Estimate a run's processes on devices of this memory."""
     transport = placement.transport
-    learner = learner_estimate(config, shape, placement.device, transport)
+    learner = learner_estimate(run, placement.device, transport)
     engine = None
     shared = None
     num_engine_devices = 0
-    if config.rollout_matching.starts_engines:
+    if run.rollouts.starts_engines:
         devices = placement.devices_per_engine
         num_engine_devices = devices * len(placement.engines or placement.ranks)
-        engine = engine_estimate(config, shape, devices, memory.device, memory.total, transport)
+        engine = engine_estimate(run, devices, memory.device, memory.total, transport)
         if not placement.engines and memory.device is not Device.CPU:
-            shared = shared_device_estimate(config, shape, learner, engine, transport)
-    synced = synced_bytes(config, placement, shape)
+            shared = shared_device_estimate(run, learner, engine, transport)
+    synced = synced_bytes(run, placement)
     return Needs(learner, len(placement.ranks), engine, num_engine_devices, shared, synced)
 
 
@@ -399,7 +401,8 @@ def _memory(
     Where there is too little, `lines` say with which settings there would be enough.
     """
     num_nodes = len(nodes)
-    learner = learner_estimate(config, shape, placement.device, placement.transport)
+    sizes = RunSizes.of(config, shape)
+    learner = learner_estimate(sizes, placement.device, placement.transport)
     lines.append(f"memory    {learner.describe()}")
     if memory is None:
         lines.append(
@@ -412,11 +415,11 @@ def _memory(
         lines.append("note      model.activation_offload: no effect on CPU")
     if on_cpu and config.training.optimizer == "adamw_offload":
         lines.append("note      training.optimizer: adamw_offload saves nothing on CPU")
-    needs = _needs(config, placement, shape, memory)
+    needs = _needs(sizes, placement, memory)
     if (engine := needs.engine) is not None:
         key = "rollout_matching.vllm.kv_cache_memory_bytes"
         devices = placement.devices_per_engine
-        fit = sequences_in_cache(config, shape, engine, devices)
+        fit = sequences_in_cache(sizes, engine, devices)
         decoded = config.rollout_matching.decode_batch_size * devices
         line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded"
         if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
@@ -430,14 +433,14 @@ def _memory(
         lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(needs.synced)}")
     machine = device_memory(Device.CPU)
 
-    def exceeds_host(changed: RunConfig, num_ranks: int) -> bool:
-        needed = host_estimate(changed, shape).total * num_ranks
+    def exceeds_host(changed: RunSizes, num_ranks: int) -> bool:
+        needed = host_estimate(changed).total * num_ranks
         return num_nodes == 1 and machine is not None and needed > machine.total
 
-    if not on_cpu and (host := host_estimate(config, shape)).total:
+    if not on_cpu and (host := host_estimate(sizes)).total:
         lines.append(f"memory    {host.describe()}")
         num_ranks = len(placement.ranks)
-        if machine is not None and exceeds_host(config, num_ranks):
+        if machine is not None and exceeds_host(sizes, num_ranks):
             key, remedy = "model.activation_offload", "set it to false"
             if config.training.optimizer == "adamw_offload":
                 key, remedy = "training.optimizer", "set it to adamw_bnb_8bit"
@@ -461,12 +464,13 @@ def _memory(
         def fitting(changed: RunConfig) -> Estimate | None:
             try:
                 place = plan_placement(changed, nodes)
-                needs = _needs(changed, place, shape, memory)
+                other = RunSizes.of(changed, shape)
+                needs = _needs(other, place, memory)
             except ConfigError:
                 return None  # not enough GPUs for as many ranks
             if memory.problems(needs) or memory.warnings(needs):
                 return None
-            if not on_cpu and exceeds_host(changed, len(place.ranks)):
+            if not on_cpu and exceeds_host(other, len(place.ranks)):
                 return None
             return needs.shared or needs.learner
 

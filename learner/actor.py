@@ -37,9 +37,9 @@ class EngineHost:
         """Raises ConfigError where `rollout_matching.offload` asks for what cannot be done here."""
         from learner.model.offload import require_offload
 
-        self._config = config
+        self._rollouts = config.rollout_matching
         self._learner = learner
-        require_offload(config, learner.loaded.device)
+        require_offload(config.rollout_matching, config.learner, learner.loaded.device)
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class EngineHost:
 
         learner = self._learner
         return offloaded(
-            self._config,
+            self._rollouts,
             learner.loaded.model,
             learner.optimizer,
             learner.loaded.device,

@@ -12,15 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from launch.checks.model_shape import (
-    BYTES,
-    ModelShape,
-    adapted_shapes,
-    embeddings_with_rows,
-    shapes_in_4_bits,
+    RunSizes,
 )
 from launch.processes.placement import Placement
 from learner.host_memory import container_limits, in_gib
-from shared.config import RunConfig
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
@@ -93,19 +88,17 @@ class Estimate:
         return f"{self.what}: {in_gib(self.total)} = {' + '.join(parts)}"
 
 
-def bucket_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
-    if not config.may_send_full:
+def bucket_bytes(run: RunSizes, transport: TransportKind) -> int:
+    if not run.may_send_full:
         return 0
-    size = BYTES[config.model.dtype]
     # The tensor that takes a bucket past its size closes it.
-    bucket = config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]
-    bucket += size * max(map(math.prod, shape.parameters.values()))
-    return COPIES[transport] * min(bucket, shape.num_parameters * size)
+    bucket = run.rollouts.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]
+    bucket += run.size * max(map(math.prod, run.shape.parameters.values()))
+    return COPIES[transport] * min(bucket, run.shape.num_parameters * run.size)
 
 
 def engine_estimate(
-    config: RunConfig,
-    shape: ModelShape,
+    run: RunSizes,
     devices: int,
     device: Device,
     device_bytes: int,
@@ -116,17 +109,17 @@ def engine_estimate(
     On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction leaves of itself.
     Else a canary's log-probabilities and CUDA graphs are left to the reserve.
     """
-    size = BYTES[config.model.dtype]
-    vllm = config.rollout_matching.vllm
+    shape = run.shape
+    vllm = run.rollouts.vllm
     # One layer is computed at a time; of an engine over several devices it is counted whole.
     numbers = shape.layer_numbers_per_token
     if (vision := shape.vision) is not None:
         numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
-    sequences = config.rollout_matching.decode_batch_size * devices
-    tokens = min(BATCHED_TOKENS[vllm.mode], sequences * _longest(config))
+    sequences = run.rollouts.decode_batch_size * devices
+    tokens = min(BATCHED_TOKENS[vllm.mode], sequences * run.longest_request)
     parts = {
-        "weights": shape.num_parameters * size // devices,
-        "activations of a forward": numbers * tokens * size,
+        "weights": shape.num_parameters * run.size // devices,
+        "activations of a forward": numbers * tokens * run.size,
         CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
     }
     cache = vllm.kv_cache_memory_bytes
@@ -135,35 +128,31 @@ def engine_estimate(
         planned = math.floor(vllm.resolved_gpu_memory_utilization * device_bytes)
         cache = max(0, planned - sum(parts.values()))
     elif cache is None:
-        cache = batch_cache_bytes(config, shape, devices)
-    parts |= {CACHE: cache, BUCKETS: bucket_bytes(config, shape, transport)}
+        cache = batch_cache_bytes(run, devices)
+    parts |= {CACHE: cache, BUCKETS: bucket_bytes(run, transport)}
     return Estimate("engine device", parts, holds_reserve=is_fraction)
 
 
-def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
+def batch_cache_bytes(run: RunSizes, devices: int) -> int:
     """Count the cache on CPU, per device, for the longest sequences that are decoded at a time."""
-    sequences = config.rollout_matching.decode_batch_size * devices
-    blocks = 1 + -(-_longest(config) // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
+    shape = run.shape
+    sequences = run.rollouts.decode_batch_size * devices
+    blocks = 1 + -(-run.longest_request // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
     heads = max(1, -(-shape.kv_heads // devices))
     numbers = CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim
-    return blocks * numbers * BYTES[config.model.dtype]
+    return blocks * numbers * run.size
 
 
-def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
+def sequences_in_cache(run: RunSizes, engine: Estimate, devices: int) -> int:
     """Count the longest sequences that an engine's cache holds at the same time."""
+    shape = run.shape
     cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
-    return cache // (numbers * BYTES[config.model.dtype] * _longest(config))
-
-
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest sequence that an engine takes."""
-    return config.rollout_matching.vllm.max_model_len or config.global_max_length
+    return cache // (numbers * run.size * run.longest_request)
 
 
 def shared_device_estimate(
-    config: RunConfig,
-    shape: ModelShape,
+    run: RunSizes,
     learner: Estimate,
     engine: Estimate,
     transport: TransportKind = TransportKind.INPROC,
@@ -174,31 +163,28 @@ def shared_device_estimate(
     the engine works, the rank is without activations and what `rollout_matching.offload` moves
     away, save that full weights are read where they lie, or were merged or gathered.
     """
-    matching = config.rollout_matching
-    sends_full = config.may_send_full
-    moves_model = matching.offload.moves_model
-    moves_optimizer = matching.offload.moves_optimizer
-    # Where there are masters, the gradients are theirs.
-    moves_gradients = moves_optimizer if learner.parts["master weights"] else moves_model
+    offload = run.rollouts.offload
+    sends_full = run.may_send_full
+    has_masters = learner.parts["master weights"] > 0  # the gradients are theirs then
     moved = {
-        "weights": moves_model and not sends_full,
-        "master weights": moves_optimizer,
-        "gradients": moves_gradients,
-        "optimizer": moves_optimizer,
-        REFERENCE: moves_model,
+        "weights": offload.moves_model and not sends_full,
+        "master weights": offload.moves_optimizer,
+        "gradients": offload.moves_optimizer if has_masters else offload.moves_model,
+        "optimizer": offload.moves_optimizer,
+        REFERENCE: offload.moves_model,
         CONTEXT: False,
     }
     of_engine = {f"{ENGINES}{name}": size for name, size in engine.parts.items()}
     learning = dict(learner.parts)
-    if not matching.vllm.sleep:
+    if not run.rollouts.vllm.sleep:
         learning |= of_engine
     elif CONTEXT in engine.parts:
         learning[f"{ENGINES}{CONTEXT}"] = engine.parts[CONTEXT]
     working = {
         name: size for name, size in learner.parts.items() if name in moved and not moved[name]
     }
-    working["weights made for the sync"] = _made_bytes(config, shape) if sends_full else 0
-    working[BUCKETS] = bucket_bytes(config, shape, transport)
+    working["weights made for the sync"] = _made_bytes(run) if sends_full else 0
+    working[BUCKETS] = bucket_bytes(run, transport)
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
         Estimate("learner rank and engine on one GPU, while the engine works", working | of_engine),
@@ -206,28 +192,26 @@ def shared_device_estimate(
     )
 
 
-def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
+def _made_bytes(run: RunSizes) -> int:
     """Count the weights that are on a device for a sync alone: merged, or back from the host."""
-    size = BYTES[config.model.dtype]
-    if config.learner.is_sharded:
+    if run.learner.is_sharded:
         # Gathered into host memory, they return one by one.
-        return size * max(map(math.prod, shape.parameters.values()))
-    if config.model.adapter is None:
+        return run.size * max(map(math.prod, run.shape.parameters.values()))
+    if run.model.adapter is None:
         return 0
-    merged = shapes_in_4_bits(config, shape) or adapted_shapes(config, shape)
-    merged += embeddings_with_rows(config, shape)
-    return size * sum(map(math.prod, merged))
+    merged = run.shapes_in_4_bits() or run.adapted_shapes()
+    return run.size * sum(map(math.prod, merged + run.shapes_with_rows()))
 
 
-def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:
+def synced_bytes(run: RunSizes, placement: Placement) -> int:
     """Count the weights that the learner keeps in memory which engines of its machine read."""
-    section = config.rollout_matching.servers
+    section = run.rollouts.servers
     if section is None:
         reads_here = bool(placement.engines)
     else:
         reads_here = any(server.is_loopback for server in section.servers)
-    if reads_here and placement.transport is TransportKind.GLOO and config.may_send_full:
-        return shape.num_parameters * BYTES[config.model.dtype]
+    if reads_here and placement.transport is TransportKind.GLOO and run.may_send_full:
+        return run.shape.num_parameters * run.size
     return 0
 
 

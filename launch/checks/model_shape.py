@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint, from its files' headers, and what a configuration trains of them."""
+"""The sizes of a checkpoint, from its files' headers, and what a run trains and keeps of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from learner.model.parts import model_part, part_settings
 from shared.config import RunConfig
+from shared.config.model import ModelSection
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import LearnerSection, TrainingSection
 from shared.errors import ConfigError
 from shared.model_families import (
     TILED_MODEL_TYPES,
@@ -216,67 +219,118 @@ def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
     return [folder / name for name in named]
 
 
-def num_trainable(config: RunConfig, shape: ModelShape) -> int:
-    """Count the values that have gradients and optimizer state."""
-    adapter = config.model.adapter
-    if adapter is None:
-        return sum(
-            math.prod(sizes)
-            for name, sizes in shape.parameters.items()
-            if not part_settings(model_part(name), config.training.parts).frozen
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """All that the memory of a run's processes follows from."""
+
+    shape: ModelShape
+    model: ModelSection
+    training: TrainingSection
+    learner: LearnerSection
+    rollouts: RolloutMatchingSection
+    tokens: int
+    """Of the longest row."""
+    adapted_parts: tuple[ModelPart, ...]
+    num_fresh_tokens: int
+    """Rows of the embedding and the head that are trained with an adapter."""
+    may_send_full: bool
+    """Whether a sync may be of full weights."""
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> RunSizes:
+        fresh = config.tokens_beside_adapter
+        return cls(
+            shape=shape,
+            model=config.model,
+            training=config.training,
+            learner=config.learner,
+            rollouts=config.rollout_matching,
+            tokens=config.global_max_length,
+            adapted_parts=config.adapted_parts,
+            num_fresh_tokens=0 if fresh is None else fresh.count,
+            may_send_full=config.may_send_full,
         )
-    values = sum(
-        adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
-        for sizes in adapted_shapes(config, shape)
-    )
-    tokens = config.tokens_beside_adapter
-    if tokens is None:
-        return values
-    return values + tokens.count * sum(sizes[1] for sizes in embeddings_with_rows(config, shape))
 
+    @property
+    def size(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return BYTES[self.model.dtype]
 
-def has_gradients(config: RunConfig, part: ModelPart) -> bool:
-    """Tell whether the part, or an adapter in it, is trained."""
-    if config.model.adapter is not None:
-        return part in config.adapted_parts
-    return not part_settings(part, config.training.parts).frozen
+    @property
+    def weight_size(self) -> int:
+        """Bytes of a weight in a rank: shards are float32, whatever a forward computes in."""
+        return BYTES["float32"] if self.learner.is_sharded else self.size
 
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest sequence that an engine takes."""
+        return self.rollouts.vllm.max_model_len or self.tokens
 
-def adapted_shapes(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
-    adapter = config.model.adapter
-    assert adapter is not None, "the caller knows that there is one"
-    return [
-        sizes
-        for name, sizes in shape.parameters.items()
-        # Another part has modules of the same names, which are not adapted.
-        if len(sizes) == 2
-        and name.split(".")[-2] in adapter.target_modules
-        and model_part(name) in config.adapted_parts
-    ]
+    @property
+    def num_trainable(self) -> int:
+        """The number of values that have gradients and optimizer state."""
+        adapter = self.model.adapter
+        if adapter is None:
+            return sum(
+                math.prod(sizes)
+                for name, sizes in self.shape.parameters.items()
+                if not self.is_frozen(name)
+            )
+        values = sum(
+            adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
+            for sizes in self.adapted_shapes()
+        )
+        return values + self.num_fresh_tokens * sum(sizes[1] for sizes in self.shapes_with_rows())
 
+    @property
+    def trains_text(self) -> bool:
+        """Whether the language model's own weights have gradients."""
+        return self.model.adapter is None and not self.training.parts.language_model.frozen
 
-def shapes_in_4_bits(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of what `model.adapter.quantize` packs."""
-    if not config.model.is_quantized:
-        return []
-    return [
-        sizes
-        for name, sizes in shape.parameters.items()
-        if len(sizes) == 2 and is_linear(name) and model_part(name) in config.adapted_parts
-    ]
+    def has_gradients(self, part: ModelPart) -> bool:
+        """Tell whether the part, or an adapter in it, is trained."""
+        if self.model.adapter is not None:
+            return part in self.adapted_parts
+        return not part_settings(part, self.training.parts).frozen
+
+    def is_frozen(self, name: str) -> bool:
+        """Tell whether `training.parts` freezes the tensor's part."""
+        return part_settings(model_part(name), self.training.parts).frozen
+
+    def adapted_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the matrices that have an adapter."""
+        adapter = self.model.adapter
+        assert adapter is not None, "the caller knows that there is one"
+        return [
+            sizes
+            for name, sizes in self.shape.parameters.items()
+            # Another part has modules of the same names, which are not adapted.
+            if len(sizes) == 2
+            and name.split(".")[-2] in adapter.target_modules
+            and model_part(name) in self.adapted_parts
+        ]
+
+    def shapes_in_4_bits(self) -> list[tuple[int, ...]]:
+        """Return the shapes of what `model.adapter.quantize` packs."""
+        if not self.model.is_quantized:
+            return []
+        return [
+            sizes
+            for name, sizes in self.shape.parameters.items()
+            if len(sizes) == 2 and is_linear(name) and model_part(name) in self.adapted_parts
+        ]
+
+    def shapes_with_rows(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the embedding and the head, if rows of them are trained."""
+        if not self.num_fresh_tokens:
+            return []
+        return [
+            sizes
+            for name, sizes in self.shape.parameters.items()
+            if name.split(".")[-2] in ("embed_tokens", "lm_head")
+        ]
 
 
 def is_linear(name: str) -> bool:
     """Tell whether a matrix of this name is a linear layer that an adapter may be in."""
     return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")
-
-
-def embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of the embedding and the head of which rows are trained with an adapter."""
-    if config.tokens_beside_adapter is None:
-        return []
-    return [
-        sizes
-        for name, sizes in shape.parameters.items()
-        if name.split(".")[-2] in ("embed_tokens", "lm_head")
-    ]

@@ -344,14 +344,14 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
     instead = f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
     if section.system_prompt is not None:
         instead += (
-            "; vf_eval does not add environment.system_prompt: give it by `-a`, if load_environment"
-            " takes one"
+            "; `vf-eval` does not add environment.system_prompt: give it by `-a`, if"
+            " load_environment takes one"
         )
     return instead
 
 
 def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
-    command = ["python", "-m", "launch.tools.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
+    command = ["vf-eval", section.id, "-b", f"{_SERVED_AT}/v1"]
     if section.args:
         command += ["-a", json.dumps(masked(section.args))]
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.checks.data import ImageNeeds
 from launch.checks.memory import batch_cache_bytes
-from launch.checks.model_shape import ModelShape
+from launch.checks.model_shape import ModelShape, RunSizes
 from launch.processes.placement import Placement
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
 from rollout_actors.warm import warm_python
@@ -26,7 +26,8 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
     devices = placement.devices_per_engine
     cache = vllm.kv_cache_memory_bytes
     if cache is None and placement.device is Device.CPU:
-        cache = batch_cache_bytes(config, ModelShape.read(Path(config.model.path)), devices)
+        shape = ModelShape.read(Path(config.model.path))
+        cache = batch_cache_bytes(RunSizes.of(config, shape), devices)
     return EngineSettings(
         model_path=config.model.path,
         dtype=config.model.dtype,

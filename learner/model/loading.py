@@ -19,6 +19,10 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from learner.collate import RopeIndex
@@ -33,6 +37,8 @@ from learner.model.checkpoint_folder import (
 )
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
+from shared.config.model import DataSection
 from shared.errors import ConfigError
 from shared.model_families import (
     HYBRID_MODEL_TYPES,
@@ -80,9 +86,9 @@ def project_patches_as_matrix(model: nn.Module) -> None:
 class LoadedTokens:
     """A checkpoint without its weights: enough to ask a model and to read its answers."""
 
-    processor: Any
+    processor: ProcessorMixin | PreTrainedTokenizerBase
     """What is saved with the weights; of a text model its tokenizer."""
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there."""
@@ -94,7 +100,7 @@ class LoadedTokens:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
-    model: Any
+    model: PreTrainedModel
     """transformers' image-text-to-text or causal model, in training mode; it has no dropout."""
     device: torch.device
     coord_ids_C: torch.Tensor
@@ -113,7 +119,7 @@ class LoadedModel(LoadedTokens):
 
 def model_type_problem(
     folder: Path,
-    model_config: Any,
+    model_config: PreTrainedConfig,
     *,
     key: str = "model.path",
     types: tuple[str, ...] = VISION_MODEL_TYPES,
@@ -167,7 +173,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     _require_ids_as_written(path, tokenizer)
-    if of_prompts := list(_prompt_problems(config, tokenizer)):
+    if of_prompts := list(_prompt_problems(config.data, config.environment, tokenizer)):
         raise ConfigError(of_prompts)
     banned: list[int] = []
     if model_config.model_type in TILED_MODEL_TYPES:
@@ -184,13 +190,14 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
 
 
-def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+def _prompt_problems(
+    data: DataSection, environment: EnvironmentSection | None, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     """Yield why the run's own texts cannot be asked; rows are checked as they are encoded."""
-    data = config.data
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
     texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
-    if config.environment is not None:
-        texts["environment.system_prompt"] = config.environment.system_prompt
+    if environment is not None:
+        texts["environment.system_prompt"] = environment.system_prompt
     tokens = control_tokens(tokenizer).values()
     for key, text in texts.items():
         if text and (token := find_control_token(text, tokens)):
@@ -200,7 +207,7 @@ def _prompt_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
             )
 
 
-def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
+def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
     # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
     # them all, and the model has learned other ids.
@@ -211,9 +218,9 @@ def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
         if read != int(token_id):
             raise ConfigError(
                 f"model.path: {config} says that {token['content']} is token {token_id}, and"
-                f" transformers reads it as {read}; of a Rex-Omni checkpoint `python -m"
-                f" launch.tools.rex_omni model={path}` writes the tokenizer.json that is missing, any"
-                " other needs a tokenizer.json of its own"
+                f" transformers reads it as {read}; of a Rex-Omni checkpoint `rollmatch"
+                f" rex-omni model={path}` writes the tokenizer.json that is missing, any other"
+                " needs a tokenizer.json of its own"
             )
 
 
@@ -289,7 +296,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
 def load_complete(
     folder: Path, *, key: str = "model.path", **options: Any
-) -> tuple[Any, tuple[str, ...]]:
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Load a checkpoint's model by transformers, and require that its files hold all weights.
 
     A head in the files that is another matrix than the embedding is the model's head, although

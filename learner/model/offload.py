@@ -14,17 +14,19 @@ import torch
 from torch import nn
 
 from learner.model.optimizer import Optimizer
-from shared.config import RunConfig
 from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import LearnerSection
 from shared.errors import ConfigError, LearnerError
 
 CPU = torch.device("cpu")
 SECTION = "rollout_matching.offload"
 
 
-def require_offload(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError where offload is asked for and cannot be had."""
-    if not offloads(config.rollout_matching):
+def require_offload(
+    rollouts: RolloutMatchingSection, learner: LearnerSection, device: torch.device
+) -> None:
+    """Raise ConfigError if offload is asked for and cannot be had."""
+    if not offloads(rollouts):
         return
     problems = []
     if device.type == "cpu":
@@ -32,7 +34,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
             f"{SECTION}.enabled: the learner runs on the CPU already; set it to false, or lower"
             " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
-    if config.learner.is_sharded:
+    if learner.is_sharded:
         problems.append(
             f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be moved away; set it to"
             " false, set learner.parallel: ddp, or rollout_matching.vllm.mode: actors"
@@ -90,7 +92,7 @@ def offloaded_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def offloaded(
-    config: RunConfig,
+    rollouts: RolloutMatchingSection,
     model: nn.Module,
     optimizer: Optimizer,
     device: torch.device,
@@ -103,10 +105,10 @@ def offloaded(
     A `reference` of its own goes where models go. On a GPU the memory is given back to the driver,
     because the engine is another process.
     """
-    if not offloads(config.rollout_matching):
+    if not offloads(rollouts):
         yield
         return
-    section = config.rollout_matching.offload
+    section = rollouts.offload
     with ExitStack() as stack:
         if section.moves_optimizer:
             stack.enter_context(offloaded_optimizer(optimizer, device))

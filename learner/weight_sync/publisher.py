@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from learner.model.adapters import adapter_files
-from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
+from learner.model.checkpoint import (
+    CheckpointContent,
+    CheckpointWeights,
+    WeightSource,
+    require_same_config,
+)
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, is_of_collective
@@ -25,6 +30,7 @@ from learner.segments import Segment
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.sender import WeightSender
 from shared.config import RunConfig
+from shared.config.rollout import RolloutMatchingSection
 from shared.errors import LEARNER, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
@@ -80,7 +86,10 @@ class WeightPublisher:
             proves_adapter=offers_adapter,
             run_dir=config.telemetry.run_dir,
         )
-        sender = make_sender(config, place, parallel)
+        sender = None
+        if place.rank == 0:
+            limit_s = config.timeouts.sync_phase_s
+            sender = make_sender(parallel.weights, place, config.rollout_matching, limit_s)
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
     def offer(self, again: bool = False) -> WeightOffer | None:
@@ -224,24 +233,22 @@ class WeightPublisher:
             self.sender.close()
 
 
-def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> WeightSender | None:
-    """Return the sender of full weights on rank 0; None on the other ranks."""
-    if place.rank != 0:
-        return None
-    servers = config.rollout_matching.servers
-    bucket_bytes = config.rollout_matching.vllm.sync.bucket_bytes
+def make_sender(
+    weights: WeightSource, place: RankTopology, rollouts: RolloutMatchingSection, timeout_s: float
+) -> WeightSender:
+    """Return rank 0's sender of full weights. `timeout_s`: of each phase."""
     return WeightSender(
-        parallel.weights,
+        weights,
         transport=place.transport,
         receivers=place.receivers,
         host=place.address,
-        timeout_s=config.timeouts.sync_phase_s,
-        join=None if servers is None else servers.answer_limit,
-        bucket_bytes=bucket_bytes or BUCKET_BYTES[place.transport],
+        timeout_s=timeout_s,
+        join=None if rollouts.servers is None else rollouts.servers.answer_limit,
+        bucket_bytes=rollouts.vllm.sync.bucket_bytes or BUCKET_BYTES[place.transport],
     )
 
 
-def adapter_to_offer(model: Any) -> AdapterFiles:
+def adapter_to_offer(model: PreTrainedModel) -> AdapterFiles:
     """Return the model's adapter as it is sent by itself.
 
     Where the model is sharded, all ranks call it at once. Raises WeightSyncError where it cannot be

@@ -83,7 +83,7 @@ def serve_command(
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
     if tool_call_parser is not None:
         arguments.append(f"tool_call_parser={tool_call_parser}")
-    return shlex.join(["python", "-m", "launch.tools.serve", *arguments])
+    return shlex.join(["rollmatch", "serve", *arguments])
 
 
 def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:

@@ -108,8 +108,8 @@ class TelemetrySection(Section):
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
     rollouts: bool = True
-    """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `rollmatch show-sample` and
-    `rollmatch replay`."""
+    """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `rollmatch show-sample`
+    and `rollmatch replay`."""
     rollout_images: bool = True
     """Keep the pictures of an environment's rollouts, each once, in `rollouts/images/`, without
     which `rollmatch replay` learns no step that has some."""

@@ -24,8 +24,8 @@ from shared.prompts import DEFAULT_USER_PROMPT
 class AdapterSection(Section):
     """Low-rank adaptation (peft) of linear layers; everything else is frozen.
 
-    They are those of the language model, and of parts with `training.parts.*.adapted`. Where
-    `rollmatch add-coord-tokens` has made the checkpoint, the embeddings of its tokens are trained too.
+    They are those of the language model, and of parts with `training.parts.*.adapted`. If
+    `rollmatch add-coord-tokens` made the checkpoint, the embeddings of its tokens are trained too.
     """
 
     kind: Literal["lora", "dora"]

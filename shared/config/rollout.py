@@ -304,8 +304,8 @@ class VllmSection(Section):
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where; of other modes, those of `rollmatch evaluate`. In all modes:
-    how often what is lost may come back."""
+    """Mode `actors`: how many, and where; of other modes, those of `rollmatch evaluate`. In all
+    modes: how often what is lost may come back."""
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""
     sync: SyncSection = SyncSection()

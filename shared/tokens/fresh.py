@@ -1,8 +1,8 @@
 """Tokens whose embeddings were made and not learned: a file that a checkpoint's folder holds.
 
-`rollmatch add-coord-tokens` writes it. A run with an adapter, which leaves the embeddings as they are,
-trains these rows beside its matrices, and a run that trains the embeddings needs no file. So the
-checkpoints of the first have it too, and those of the second do not.
+`rollmatch add-coord-tokens` writes it. A run with an adapter, which leaves the embeddings as they
+are, trains these rows in addition to its matrices. A run that trains the embeddings needs no file.
+So the checkpoints of the first have it too, and those of the second do not.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def sorts_at_last(call: Call) -> str:
 
 def test_every_text_of_the_page_in_python_is_a_file_and_every_command_is_one_of_this_project():
     assert list(FILES) == ["sort_words.py", "look.py", "convert_units.py", "both.py"]
-    assert all(re.match(r"python -m launch\.(vf_eval|train) ", command) for command in COMMANDS)
+    assert all(re.match(r"vf-eval |python -m launch\.train ", command) for command in COMMANDS)
 
 
 def test_the_file_of_the_page_is_an_environment(folder):
@@ -117,7 +117,7 @@ def replies(text: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for line in COMMANDS if "launch.tools.vf_eval" in line])
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "vf-eval" in line])
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
     environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_support import module_and_arguments
 from hydra import compose, initialize_config_dir
 
 from launch.cli import CONF, as_mapping, as_schema_overrides
@@ -26,13 +27,14 @@ def test_the_commands_of_the_page_find_its_objective(tmp_path, monkeypatch):
         file = tmp_path / "mine" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0])
-    checked, trained = re.findall(r"-m (launch\.\w+) (.+)", PAGE)
+    block = PAGE.partition("Then check and train")[2].split("```")[1]
+    checked, trained = map(module_and_arguments, block.strip().splitlines())
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
     # Python looks into the folder that `python -m` was started from.
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        overrides = as_schema_overrides(checked[1].split())
+        overrides = as_schema_overrides(checked[1])
         config = load_config(as_mapping(compose("train", overrides=overrides)))
     try:
         built = build_objectives(config.rollout_matching.pipeline, Channel.B, torch.arange(1000))

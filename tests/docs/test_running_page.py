@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
+from command_support import module_and_arguments
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tiny_qwen import make_stock_model
@@ -28,9 +28,7 @@ def commands(models: Path) -> list[tuple[str, list[str]]]:
     block = section.split("```")[1].replace("/models", str(models))
     (job,) = re.findall(r'^JOB="(.*)"$', block, re.MULTILINE)
     lines = re.findall(r"^(\.venv.*)$", block, re.MULTILINE)
-    commands = [shlex.split(line.replace("$JOB", job), comments=True) for line in lines]
-    assert all(words[:2] == [".venv/bin/python", "-m"] for words in commands)
-    return [(words[2], words[3:]) for words in commands]
+    return [module_and_arguments(line.replace("$JOB", job)) for line in lines]
 
 
 @pytest.mark.slow
@@ -62,9 +60,9 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_p
     *steps, checked, trained = commands(tmp_path / "models")
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
     adding, *importing = steps
-    assert adding[0] == "launch.tools.add_coord_tokens"
+    assert adding[0] == "launch.add_coord_tokens"
     add_coord_tokens.main(adding[1])
-    assert [module for module, _ in importing] == ["launch.tools.coco"] * 2
+    assert [module for module, _ in importing] == ["launch.coco"] * 2
     for _, arguments in importing:
         coco.main(arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [
     shlex.split(line)
     for block in BLOCKS
-    for line in re.findall(r"^(?:vf-eval|python -m) .*$", block, re.MULTILINE)
+    for line in re.findall(r"^(?:vf-eval|rollmatch) .*$", block, re.MULTILINE)
 ]
 
 
@@ -32,12 +32,12 @@ def url(tmp_path, monkeypatch):
 
 
 def test_the_page_has_commands_and_each_is_one_of_this_project():
-    assert [command[0] for command in COMMANDS] == ["vf-eval", "python", "vf-eval"]
-    assert COMMANDS[1][1:3] == ["-m", "launch.tools.serve"]
+    assert [command[0] for command in COMMANDS] == ["vf-eval", "rollmatch", "vf-eval"]
+    assert COMMANDS[1][1] == "serve"
 
 
 def test_the_server_of_the_page_takes_its_arguments():
-    assert read_arguments(ServeOptions, COMMANDS[1][3:]).tool_call_parser == "hermes"
+    assert read_arguments(ServeOptions, COMMANDS[1][2:]).tool_call_parser == "hermes"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command_support import Started, adopted_orphans, commands
+from command_support import Started, adopted_orphans, commands, module_and_arguments
 from hydra import compose, initialize_config_dir
 from tiny_qwen import make_stock_model
 
@@ -30,11 +30,9 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if not line.
 
 def words_of(command: str) -> tuple[str, list[str]]:
     """Return the module that a line runs, and its arguments."""
-    words = shlex.split(command)
-    if words[:2] == ["sbatch", "deploy/slurm.sbatch"]:  # it hands its words on
-        return "launch.train", words[2:]
-    assert words[:2] == [".venv/bin/python", "-m"]
-    return words[2], words[3:]
+    if command.startswith("sbatch deploy/slurm.sbatch "):  # it hands its words on
+        return "launch.train", shlex.split(command)[2:]
+    return module_and_arguments(command)
 
 
 @cache
@@ -59,16 +57,16 @@ def test_every_command_that_is_listed_composes(command, stock, tmp_path):
                 write_environment(words[1], tmp_path)
                 words[:2] = [f"hydra.searchpath=[file://{tmp_path}]"]
             run_of(*words)
-        case "launch.inspect.evaluate":
+        case "launch.evaluate":
             first, data, *overrides = words
             assert first.startswith("model=/models/")
             model_config(read_arguments(ModelOptions, [f"model={stock}", data]), overrides)
-        case "launch.tools.import_data":
+        case "launch.import_data":
             first, *rest = words
             read_arguments(FORMATS[first.removeprefix("format=")], rest)
-        case "launch.tools.rex_omni":
+        case "launch.rex_omni":
             read_arguments(RexOmniOptions, words)
-        case "launch.tools.new_environment":
+        case "launch.new_environment":
             name, option, _ = words
             assert option == "--out"
             assert write_environment(name, tmp_path)
@@ -87,7 +85,7 @@ def test_rows_that_ask_and_several_sources_are_read_as_they_are_written():
 
 
 def test_every_format_has_a_line_and_every_page_that_is_named_is_there():
-    imported = [words_of(line)[1][0] for line in COMMANDS if "launch.tools.import_data" in line]
+    imported = [words_of(line)[1][0] for line in COMMANDS if " import-data " in line]
     assert imported == [f"format={name}" for name in FORMATS]
     for path in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "examples" / path).exists(), path

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -304,14 +305,14 @@ def test_the_commands_say_so_and_end(
 
 
 def test_rollmatch_has_every_command_of_launch():
-    """Each module of launch itself that is a program, and each package with a `__main__`."""
-    launch = ROOT / "launch"
+    """Each module of launch that is a program; of a package its `__main__`."""
     programs = {
         path.parent.name if path.stem == "__main__" else path.stem
-        for path in [*launch.glob("*.py"), *launch.rglob("__main__.py")]
-        if '\nif __name__ == "__main__":' in path.read_text()
+        for path in (ROOT / "launch").rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text() and path.name != "process.py"
     }
     assert {name.replace("-", "_") for name in cli.COMMANDS} == programs
+    assert all(find_spec(f"launch.{name}") for name in programs)
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 0), (["--help"], 0), (["trian", "--help"], 2)])

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from launch.checks.host import path_problems, version_problems
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import DeviceMemory
-from launch.checks.model_shape import ModelShape
+from launch.checks.model_shape import ModelShape, RunSizes
 from launch.checks.servers import (
     ask_servers,
     port_problems,
@@ -606,8 +606,8 @@ GPU = Resources(cpus=16, gpus=4)
 @pytest.mark.slow
 def test_where_memory_is_too_little_settings_that_fit_are_named(config):
     run = config(global_max_length=4096)
-    shape = ModelShape.read(Path(run.model.path))
-    needed = learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL).total
+    sizes = RunSizes.of(run, ModelShape.read(Path(run.model.path)))
+    needed = learner_estimate(sizes, Device.CUDA, TransportKind.NCCL).total
 
     def findings(total):
         sizes = {"memory_of": lambda device: DeviceMemory(device, total)}

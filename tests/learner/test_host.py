@@ -88,7 +88,9 @@ def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_b
     @contextmanager
     def away() -> Iterator[None]:
         before, loaded = addresses(moving), moving.loaded
-        with offloaded(asked, loaded.model, moving.optimizer, loaded.device, with_model=True):
+        with offloaded(
+            asked.rollout_matching, loaded.model, moving.optimizer, loaded.device, with_model=True
+        ):
             assert all(a != b for a, b in zip(addresses(moving), before, strict=True))
             yield
 

@@ -160,7 +160,7 @@ def _records(
             ],
             "annotated": [_annotation(one).as_json() for one in converted],
             **({"ignore": ignored} if ignored else {}),
-            # For the way back (`rollmatch coco export`): annotations were turned with their picture.
+            # For `rollmatch coco export`: annotations were turned with their picture.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             "image_id": report.images["read"],
             **image.keys,

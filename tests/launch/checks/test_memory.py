@@ -22,7 +22,7 @@ from launch.checks.memory import (
     shared_device_estimate,
     synced_bytes,
 )
-from launch.checks.model_shape import ModelShape, VisionShape, num_trainable
+from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
 from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Resources, plan_placement
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
@@ -45,20 +45,26 @@ def config(demo_checkpoint, tmp_path):
     return lambda **changes: configuration(*folders, global_max_length=512, **changes)
 
 
+@pytest.fixture
+def sizes(config, shape):
+    """What the memory of a run with these changes follows from."""
+    return lambda of=shape, **changes: RunSizes.of(config(**changes), of)
+
+
 @pytest.fixture(scope="module")
 def shape(demo_checkpoint):
     return ModelShape.read(demo_checkpoint)
 
 
 @pytest.fixture
-def learner_parts(config, shape):
+def learner_parts(sizes):
     """Bytes of a learner rank's parts, of a configuration with these changes."""
-    return lambda of=shape, **changes: learner_estimate(config(**changes), of).parts
+    return lambda *of, **changes: learner_estimate(sizes(*of, **changes)).parts
 
 
-def engine_parts(run, shape, device=Device.CUDA, transport=TransportKind.GLOO):
+def engine_parts(run, device=Device.CUDA, transport=TransportKind.GLOO):
     """Bytes of an engine's parts, over one device of 16 GiB."""
-    return engine_estimate(run, shape, 1, device, 16 * GIB, transport).parts
+    return engine_estimate(run, 1, device, 16 * GIB, transport).parts
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -90,11 +96,11 @@ FROZEN_TOWER = {"training__parts": {"vision_tower": {"frozen": True}}}
 )
 def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, changes):
     run = configuration(stock, tmp_path / "data", tmp_path / "run", **changes)
-    shape = ModelShape.read(stock)
+    sizes = RunSizes.of(run, ModelShape.read(stock))
     parameters = list(load_model(run, torch.device("cpu")).model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    assert num_trainable(run, shape) == trained
-    parts = learner_estimate(run, shape).parts
+    assert sizes.num_trainable == trained
+    parts = learner_estimate(sizes).parts
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     if "model__adapter" not in changes:
         assert parts["weights"] == sum(parameter.nbytes for parameter in parameters)
@@ -173,7 +179,7 @@ def test_a_reference_is_a_second_model_where_there_is_no_adapter(demo_lm, tmp_pa
 
     def parts(reference=REFERENCE, **changes):
         run = trajectory_config(demo_lm, tmp_path, reference=reference, **changes)
-        return learner_estimate(run, of).parts
+        return learner_estimate(RunSizes.of(run, of)).parts
 
     weights = parts()["weights"]
     assert parts(None)["reference model"] == 0
@@ -268,14 +274,14 @@ def test_with_attention_by_mask_a_packed_row_has_one_of_its_length_squared_and_i
 
 
 def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syncs_buckets(
-    config, shape
+    sizes,
 ):
     """vLLM's fraction holds what its process needs, and what allocators leave unused."""
     card = DeviceMemory(Device.CUDA, 80 * GIB)
 
     def told(**vllm):
-        run = config(rollout_matching__vllm={"mode": "actors", **vllm})
-        engine = engine_estimate(run, shape, 1, Device.CUDA, card.total, TransportKind.NCCL)
+        run = sizes(rollout_matching__vllm={"mode": "actors", **vllm})
+        engine = engine_estimate(run, 1, Device.CUDA, card.total, TransportKind.NCCL)
         needs = Needs(Estimate("learner rank", {"weights": 1}), 1, engine, 1)
         return card.problems(needs), card.warnings(needs)
 
@@ -295,14 +301,14 @@ def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syn
 
 @pytest.mark.parametrize(("mode", "most"), [("actors", 2048), ("colocate", 16384)])
 def test_an_engine_needs_a_layers_activations_in_a_forward_of_what_vllm_batches(
-    config, shape, mode, most
+    sizes, shape, mode, most
 ):
     """In the vision tower: hidden 128, intermediate 512, 4 patches to a token, float32."""
 
     def activations(size, of):
         vllm = {"rollout_matching__vllm": {"mode": mode}}
-        run = config(**vllm, **NO_QUEUE, rollout_matching__decode_batch_size=size)
-        return engine_parts(run, of)["activations of a forward"]
+        run = sizes(of, **vllm, **NO_QUEUE, rollout_matching__decode_batch_size=size)
+        return engine_parts(run)["activations of a forward"]
 
     assert activations(64, shape) == (10 * 128 + 4 * 512) * 4 * most * 4
     text = replace(shape, vision=None)
@@ -310,10 +316,10 @@ def test_an_engine_needs_a_layers_activations_in_a_forward_of_what_vllm_batches(
 
 
 @pytest.mark.parametrize(("device", "size"), [(Device.CPU, 0), (Device.CUDA, CUDA_CONTEXT)])
-def test_on_a_gpu_cuda_takes_its_part_of_every_process(config, shape, device, size):
-    run = config(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
-    assert learner_estimate(run, shape, device).parts["CUDA context"] == size
-    assert engine_parts(run, shape, device)["CUDA context"] == size
+def test_on_a_gpu_cuda_takes_its_part_of_every_process(sizes, device, size):
+    run = sizes(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
+    assert learner_estimate(run, device).parts["CUDA context"] == size
+    assert engine_parts(run, device)["CUDA context"] == size
 
 
 @pytest.mark.parametrize(
@@ -325,20 +331,19 @@ def test_on_a_gpu_cuda_takes_its_part_of_every_process(config, shape, device, si
     ],
 )
 def test_both_ends_of_a_sync_between_gpus_hold_copies_of_buckets(
-    config, shape, transport, device, copies
+    sizes, shape, transport, device, copies
 ):
     """At most 256 MiB and the largest tensor; a small model fits into one."""
-    run = config()
     everything = 4 * shape.num_parameters
-    assert engine_parts(run, shape, device, transport)[BUCKETS] == copies * everything
-    small = config(rollout_matching__vllm__sync={"bucket_bytes": 1 << 16})
+    assert engine_parts(sizes(), device, transport)[BUCKETS] == copies * everything
+    small = sizes(rollout_matching__vllm__sync={"bucket_bytes": 1 << 16})
     bucket = (1 << 16) + max(4 * math.prod(sizes) for sizes in shape.parameters.values())
-    assert engine_parts(small, shape, device, transport)[BUCKETS] == copies * bucket
+    assert engine_parts(small, device, transport)[BUCKETS] == copies * bucket
 
 
-def test_the_sender_of_buckets_has_no_row_meanwhile(config, shape):
+def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
     def parts(of):
-        return learner_estimate(config(), of, Device.CUDA, TransportKind.NCCL).parts
+        return learner_estimate(sizes(of), Device.CUDA, TransportKind.NCCL).parts
 
     assert parts(shape)[BUCKETS] == 0, "the row's activations are more"
     layers = {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)}
@@ -360,7 +365,7 @@ def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_
     vision = VisionShape(1024, 24, 4096, 4)
     model = ModelShape(weights, 2560, 36, 9728, 32, 8, 128, 152_936, vision)
     assert model.num_parameters == pytest.approx(4.44e9, rel=1e-3)
-    learner = learner_estimate(run, model, Device.CUDA, TransportKind.NCCL)
+    learner = learner_estimate(RunSizes.of(run, model), Device.CUDA, TransportKind.NCCL)
     extra = sum(
         size
         for name, size in learner.parts.items()
@@ -385,13 +390,13 @@ def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_
     assert problem.startswith("learner.gpus: learner rank: ") and "tried" not in problem
 
 
-def test_the_cache_holds_as_many_sequences_as_its_bytes_allow(config, shape):
-    run = config(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
-    engine = engine_estimate(run, shape, 1, Device.CUDA, 16 * GIB)
+def test_the_cache_holds_as_many_sequences_as_its_bytes_allow(sizes):
+    run = sizes(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
+    engine = engine_estimate(run, 1, Device.CUDA, 16 * GIB)
     assert engine.parts["key-value cache"] == 2**20
     # Keys and values, 3 layers, 2 heads of 32, float32.
-    assert sequences_in_cache(run, shape, engine, 1) == 2**20 // (2 * 3 * 2 * 32 * 4 * 512)
-    fraction = engine_estimate(config(), shape, 1, Device.CUDA, 16 * GIB)
+    assert sequences_in_cache(run, engine, 1) == 2**20 // (2 * 3 * 2 * 32 * 4 * 512)
+    fraction = engine_estimate(sizes(), 1, Device.CUDA, 16 * GIB)
     assert fraction.total == int(0.85 * 16 * GIB)
 
 
@@ -400,15 +405,16 @@ def test_on_cpu_a_cache_without_a_size_holds_the_longest_sequences_that_are_deco
     config, shape, devices
 ):
     run = config()
-    engine = engine_estimate(run, shape, devices, Device.CPU, 16 * GIB)
+    sizes = RunSizes.of(run, shape)
+    engine = engine_estimate(sizes, devices, Device.CPU, 16 * GIB)
     asked = run.rollout_matching.decode_batch_size * devices
-    assert asked <= sequences_in_cache(run, shape, engine, devices) <= asked + 1
+    assert asked <= sequences_in_cache(sizes, engine, devices) <= asked + 1
 
     def cache_bytes(gpus):
         placement = plan_placement(run, [Resources(cpus=16, gpus=gpus)])
         return settings_of_run(run, placement, ImageNeeds()).kv_cache_memory_bytes
 
-    of_one_device = engine_estimate(run, shape, 1, Device.CPU, 0)
+    of_one_device = engine_estimate(sizes, 1, Device.CPU, 0)
     assert cache_bytes(gpus=0) == of_one_device.parts["key-value cache"]
     assert cache_bytes(gpus=4) is None
 
@@ -442,23 +448,23 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
     ],
 )
 def test_a_learner_and_an_engine_on_one_gpu_need_the_most_that_either_leaves_there_beside_the_other(
-    config, shape, vllm, offload, total
+    sizes, vllm, offload, total
 ):
     colocate = {"rollout_matching__vllm": {"mode": "colocate", **vllm}, **NO_QUEUE}
-    run = config(**colocate, rollout_matching__offload=offload)
-    assert shared_device_estimate(run, shape, LEARNER, ENGINE).total == total
+    run = sizes(**colocate, rollout_matching__offload=offload)
+    assert shared_device_estimate(run, LEARNER, ENGINE).total == total
 
 
 def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_while_weights_pass(
-    config, shape
+    sizes, shape
 ):
-    run = config(**COLOCATE)
+    run = sizes(**COLOCATE)
     engine = replace(ENGINE, parts={**ENGINE.parts, "CUDA context": 7})
     learner = replace(LEARNER, parts={**LEARNER_PARTS, "CUDA context": 7})
     long_row = replace(learner, parts={**learner.parts, ROW: 10**12})
-    learning = shared_device_estimate(run, shape, long_row, engine)
+    learning = shared_device_estimate(run, long_row, engine)
     assert learning.total == 10**12 + 90 + 7 + 7
-    working = shared_device_estimate(run, shape, learner, engine, TransportKind.IPC)
+    working = shared_device_estimate(run, learner, engine, TransportKind.IPC)
     assert working.parts[BUCKETS] == 4 * shape.num_parameters
     assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
 
@@ -473,7 +479,7 @@ def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
 
     def row_bytes(reference):
         run = trajectory_config(demo_lm, tmp_path, reference=reference, model__dtype=dtype)
-        parts = learner_estimate(run, shape).parts
+        parts = learner_estimate(RunSizes.of(run, shape)).parts
         return parts["what a backward has for a moment"], run
 
     top = {"estimator": "top", "top_tokens": 20}
@@ -484,25 +490,23 @@ def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
 
 
 @pytest.mark.parametrize("moves_model", [True, False])
-def test_a_reference_leaves_the_gpu_to_the_engine_where_models_do(config, shape, moves_model):
-    run = config(**COLOCATE, rollout_matching__offload=OFFLOAD | {"offload_model": moves_model})
+def test_a_reference_leaves_the_gpu_to_the_engine_where_models_do(sizes, moves_model):
+    run = sizes(**COLOCATE, rollout_matching__offload=OFFLOAD | {"offload_model": moves_model})
     learner = replace(LEARNER, parts={**LEARNER_PARTS, "reference model": 10**6})
     engine = replace(ENGINE, parts={"weights": 10**7})
-    working = shared_device_estimate(run, shape, learner, engine)
+    working = shared_device_estimate(run, learner, engine)
     assert ("reference model" in working.parts) is not moves_model
 
 
-def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):
+def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(sizes, shape):
     name = "weights made for the sync"
     adapter = {"kind": "dora", "rank": 4, "target_modules": ["q_proj"]}
-    merged = shared_device_estimate(
-        config(**COLOCATE, model__adapter=adapter), shape, LEARNER, ENGINE
-    )
+    merged = shared_device_estimate(sizes(**COLOCATE, model__adapter=adapter), LEARNER, ENGINE)
     # 3 layers, hidden 128, 4 heads of 32, float32.
     assert merged.parts[name] == 3 * 128 * 4 * 32 * 4
     assert name in merged.describe()
-    sharded = config(**COLOCATE, learner__world_size=2, learner__parallel="fsdp")
-    shards = shared_device_estimate(sharded, shape, LEARNER, ENGINE)
+    sharded = sizes(**COLOCATE, learner__world_size=2, learner__parallel="fsdp")
+    shards = shared_device_estimate(sharded, LEARNER, ENGINE)
     # Gathered into host memory, they return one by one.
     assert shards.parts[name] == max(map(math.prod, shape.parameters.values())) * 4
 
@@ -579,7 +583,8 @@ def test_weights_are_shared_with_engines_of_the_same_machine_that_may_take_all_o
     if "enable_lora" in vllm:
         changes["model__adapter"] = {"kind": "lora", "rank": 4}
     run = config(**changes, **NO_QUEUE)
-    synced = synced_bytes(run, plan_placement(run, [Resources(cpus=8, gpus=0)]), shape)
+    placement = plan_placement(run, [Resources(cpus=8, gpus=0)])
+    synced = synced_bytes(RunSizes.of(run, shape), placement)
     assert synced == (4 * shape.num_parameters if is_shared else 0)
 
 

@@ -52,7 +52,7 @@ def printed_commands() -> list[tuple[str, ...]]:
     names = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text().replace("\\\n", " ")
-        for command in re.findall(r"launch\.serve (model=[^&`]+)&", text):
+        for command in re.findall(r"rollmatch serve (model=[^&`]+)&", text):
             names.append(page.name)
             words = [re.sub(r"\$\w+", "1", word) for word in shlex.split(command)]
             commands.add(tuple(word for word in words if not word.startswith("model=")))
@@ -163,8 +163,8 @@ def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     }
     expected = EngineSettings(model_path=str(model), **fields | changes)
     assert settings(*serve_arguments(expected, port=8001)) == expected
-    python, _, module, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
-    assert (python, module) == ("python", "launch.tools.serve")
+    rollmatch, command, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
+    assert (rollmatch, command) == ("rollmatch", "serve")
     assert read_arguments(ServeOptions, arguments).port == 8001
 
 

@@ -192,7 +192,7 @@ def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
 ) -> None:
     config = configured(**ON | {"rollout_matching__offload": section})
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with offloaded(config, model, optimizer, CPU, with_model=with_model):
+    with offloaded(config.rollout_matching, model, optimizer, CPU, with_model=with_model):
         assert held.expired() == moves_model
         assert optimizer.moves == moves[:1]
     assert optimizer.moves == moves
@@ -203,7 +203,9 @@ def test_a_reference_goes_where_models_go_also_while_the_model_is_read(
 ) -> None:
     config, reference = configured(**ON), Tied()
     held = StorageWeakRef(reference.turned.untyped_storage())
-    with offloaded(config, model, SpyOptimizer(), CPU, with_model=False, reference=reference):
+    with offloaded(
+        config.rollout_matching, model, SpyOptimizer(), CPU, with_model=False, reference=reference
+    ):
         assert held.expired()
     assert all(torch.isfinite(parameter).all() for parameter in reference.parameters())
 
@@ -213,7 +215,7 @@ def test_enabled_alone_moves_the_model_and_the_optimizer(
 ) -> None:
     config = configured(**ON | {"rollout_matching__offload": {"enabled": True}})
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with offloaded(config, model, optimizer, CPU, with_model=True):
+    with offloaded(config.rollout_matching, model, optimizer, CPU, with_model=True):
         assert held.expired()
     assert optimizer.moves == [CPU, CPU]
 
@@ -231,8 +233,8 @@ def test_everywhere_else_the_section_is_ignored(
 ) -> None:
     config, optimizer = configured(**ON | changes), SpyOptimizer()
     held = StorageWeakRef(model.turned.untyped_storage())
-    require_offload(config, CPU)
-    with offloaded(config, model, optimizer, CPU, with_model=True):
+    require_offload(config.rollout_matching, config.learner, CPU)
+    with offloaded(config.rollout_matching, model, optimizer, CPU, with_model=True):
         assert not held.expired()
     assert not offloads(config.rollout_matching)
     assert optimizer.moves == []
@@ -241,10 +243,11 @@ def test_everywhere_else_the_section_is_ignored(
 def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(
     configured: Configured,
 ) -> None:
+    config = configured(**ON)
     message = r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"
     with pytest.raises(ConfigError, match=message):
-        require_offload(configured(**ON), CPU)
-    require_offload(configured(**ON), GPU)
+        require_offload(config.rollout_matching, config.learner, CPU)
+    require_offload(config.rollout_matching, config.learner, GPU)
 
 
 def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(
@@ -253,4 +256,4 @@ def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(
     sharded = configured(**ON, learner__world_size=2, learner__parallel="fsdp")
     message = r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"
     with pytest.raises(ConfigError, match=message):
-        require_offload(sharded, GPU)
+        require_offload(sharded.rollout_matching, sharded.learner, GPU)

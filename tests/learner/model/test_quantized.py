@@ -13,7 +13,7 @@ from config_support import configuration
 from transformers import AutoModelForImageTextToText
 
 from launch.checks.learner_memory import learner_estimate
-from launch.checks.model_shape import ModelShape
+from launch.checks.model_shape import ModelShape, RunSizes
 from learner.model.adapters import (
     adapted_layers,
     adapter_files,
@@ -130,7 +130,8 @@ def test_weights_in_4_bits_are_estimated_as_they_are(demo_checkpoint, tmp_path, 
         changes["model__adapter"] = ADAPTER | {"target_modules": TARGETS}
         changes["training__parts"] = {"vision_tower": {"adapted": True}}
     run = configuration(demo_checkpoint, tmp_path / "data", tmp_path / "run", **changes)
-    estimated = learner_estimate(run, ModelShape.read(demo_checkpoint)).parts["weights"]
+    sizes = RunSizes.of(run, ModelShape.read(demo_checkpoint))
+    estimated = learner_estimate(sizes).parts["weights"]
     model = load_model(run, torch.device("cpu")).model
     assert estimated == pytest.approx(num_bytes(model), rel=0.05)
     assert {model_part(name) for name in quantized(model)} == set(parts)

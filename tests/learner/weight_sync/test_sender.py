@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -492,7 +491,8 @@ def test_buckets_are_large_where_the_engines_loader_is_called_for_each_and_serve
     joining: Timeout | None,
 ) -> None:
     config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm=vllm)
-    parts: Any = SimpleNamespace(weights=CheckpointWeights(TiedModel()))
-    sender = make_configured_sender(config, RankTopology(TransportKind(transport), ()), parts)
+    place = RankTopology(TransportKind(transport), ())
+    weights = CheckpointWeights(TiedModel())
+    sender = make_configured_sender(weights, place, config.rollout_matching, 1.0)
     terms = sender.offer(1, QUESTION, score).terms
     assert (terms.bucket_bytes, terms.join) == (bucket_bytes, joining)
