@@ -662,3 +662,16 @@ def test_a_secret_of_the_arguments_is_in_no_file_and_has_to_be_given_again(shell
     again = shell.run("--resume", shell.evaluation, "-r", "2", *key, *headers)
     assert "LEAK" not in again.stdout + again.stderr
     assert len(shell.lines()) == 4
+
+
+def test_a_row_that_is_no_example_is_told(shell, echo):
+    path = shell.folder / "echo_env.py"
+    path.write_text(path.read_text().replace('"question": word, ', ""))
+    error = echo(status=2).stderr
+    assert re.search(r"echo_env\.py: .*\bprompt\b.*\bquestion\b", error), error
+
+
+def test_more_examples_than_there_are_is_said(endpoint, echo):
+    done = echo("-n", "9")
+    assert "4 examples to evaluate on, not 9; it is evaluated on these" in done.stderr
+    assert len(endpoint.bodies) == 4

@@ -262,3 +262,20 @@ def test_a_plain_prompt_that_is_overlong_or_no_text_is_told():
     assert asyncio.run(create(model="m", prompt="Once upon")).id == OVERLONG
     with pytest.raises(ValueError, match="prompt: must be one text, got list"):
         asyncio.run(create(model="m", prompt=["Once"]))
+
+
+def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there():
+    engines = ScriptedEngines([says("red")] * 3)
+    conversation = conversation_over(engines, TOKENIZER)
+
+    async def talk() -> None:
+        _, messages = await answered(conversation, [user("hello")])
+        edited = [*messages[:-1], assistant("blue"), user("more")]
+        _, messages = await answered(conversation, edited)
+        await answered(conversation, [*messages, user("more")])
+
+    asyncio.run(talk())
+    assert conversation.num_splits == 1
+    _, second, third = engines.prompts
+    assert second == fresh([user("hello"), assistant("blue"), user("more")])
+    assert third[: len(second)] == second

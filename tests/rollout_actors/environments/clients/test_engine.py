@@ -8,6 +8,8 @@ import asyncio
 import copy
 import hashlib
 import pickle
+import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -417,3 +419,35 @@ def test_beams_are_refused():
     decode = decode_settings(TOKENIZER, mode=DecodeMode.BEAM)
     with pytest.raises(ValueError, match="beam"):
         client_over(ScriptedEngines([]), TOKENIZER, decode=decode)
+
+
+def test_an_answer_costs_as_many_calls_whatever_its_length():
+    """Objects of its tokens would be thousands."""
+
+    class Ready(ScriptedEngines):
+        async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+            return replace(self.answer, prompt_token_ids=request.prompt_token_ids)
+
+    def num_calls(number: int) -> int:
+        decode = decode_settings(TOKENIZER, max_new_tokens=2 * number)
+        engines = Ready([])
+        request = RolloutRequest(3, 0, "s", (), (), decode, 0)
+        engines.answer = rollout_of(request, Says(tuple(range(number))))
+        conversation = conversation_over(engines, TOKENIZER, decode=decode, max_model_len=9000)
+        kinds: Counter[str] = Counter()
+
+        def count(frame: Any, kind: str, value: Any) -> None:
+            # transformers looks at each token of what it decodes
+            if "/transformers/" not in frame.f_code.co_filename:
+                kinds[kind] += 1
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            assert tokens_of(ask(conversation, HELLO)) is not None
+        finally:
+            sys.setprofile(before)
+        return kinds["call"] + kinds["c_call"]
+
+    num_calls(10)  # openai's library makes its types
+    assert num_calls(4000) < num_calls(10) + 1000

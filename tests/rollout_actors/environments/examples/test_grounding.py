@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -17,6 +18,7 @@ from scene_support import png, truth
 from scripted_client import ScriptedClient
 from scripted_engines import demo_tokenizer
 
+from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.examples.grounding import TextCodec, load_environment, parse_text
 from shared.errors import RecordError
 from shared.grounding.parsing import parse_rollout
@@ -230,3 +232,11 @@ def test_the_end_of_a_turn_ends_an_answer_as_a_token_and_as_text():
     assert codec.piece_bytes(codec.eos_token_id) == b"<|im_end|>"
     token_ids = [*codec.encode("{}"), codec.eos_token_id, *codec.encode("x")]
     assert parse_rollout(token_ids, codec) == parse_text("{}<|im_end|>x")
+
+
+def test_counts_can_be_saved_as_columns(tmp_path):
+    environment = load_environment(data(tmp_path, [CAT, DOG]))
+    client = ScriptedClient([serialize_objects([CAT])])
+    results = asyncio.run(environment.evaluate(client, "m", use_tqdm=False))
+    (row,) = build_dataset_from_outputs(results, state_columns=["detection.num_matched"])
+    assert (row["detection.num_matched"], row["info"]) == (1, {"sample_id": "data:1"})
