@@ -35,7 +35,7 @@ from launch.run_folder.console import StartUp, make_console
 from launch.run_folder.saved_run import changed_config, load_run
 from launch.tools.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems, hub_id
-from rollout_actors.backends.rollmatch_server import serve_command
+from rollout_actors.backends.stock_server import stock_command
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
@@ -339,9 +339,13 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
     settings = settings_of_run(config.model_copy(update={"model": model}), placement, images)
     # It takes no weights: a checkpoint has its adapter merged.
     settings = replace(settings, enable_lora=False)
-    serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
+    serve = stock_command(settings, _SERVED_AT)
+    if section.tool_call_parser is not None:
+        serve += f" --enable-auto-tool-choice --tool-call-parser {section.tool_call_parser}"
     evaluate = _vf_eval_command(config, section)
     instead = f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
+    if config.rollout_matching.repeat_terminate.enabled:
+        instead += "; the server does not apply rollout_matching.repeat_terminate"
     if section.system_prompt is not None:
         instead += (
             "; `vf-eval` does not add environment.system_prompt: give it by `-a`, if"
