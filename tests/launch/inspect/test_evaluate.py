@@ -38,8 +38,8 @@ from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from rollout_actors.engine import ray_calls
 from shared.config import load_config
-from shared.config.checks.general import cross_check
 from shared.config.job import TimeoutsSection
+from shared.config.load import cross_check
 from shared.errors import ConfigError, RolloutError
 from shared.weight_sync.phases import sync_weights
 
@@ -248,7 +248,7 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
     sizes = (48, devices, devices * config.rollout_matching.decode_batch_size)
     flags = ("--max-model-len", "--tensor-parallel-size", "--max-num-seqs")
     assert tuple(int(serve[serve.index(flag) + 1]) for flag in flags) == sizes
-    asked = read_options(evaluate[3:])
+    asked = read_options(evaluate[1:])
     assert (asked.environment, asked.env_args) == ("guess_number", {"largest": 9})
     assert (asked.num_examples, asked.rollouts_per_example) == (12, 1)
     assert asked.sampling_args == {
