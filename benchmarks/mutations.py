@@ -303,8 +303,7 @@ MUTANTS = (
     # Environments.
     Mutant("failed-rollout-in-the-groups-mean", "rollout_actors/environments/rewards.py",
         'sound = [state for state in states if state.get("error") is None]', "sound = list(states)",
-        ("tests/rollout_actors/environments/test_rubric.py",
-         "tests/rollout_actors/environments/test_generate_failures.py")),
+        ("tests/rollout_actors/environments/test_drawn_environments.py",)),
     Mutant("deviation-of-a-population", "learner/algorithms/advantages.py",
         "/ math.sqrt(len(rewards) - 1)", "/ math.sqrt(len(rewards))",
         ("tests/learner/algorithms/test_advantages.py",)),

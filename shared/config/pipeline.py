@@ -3,7 +3,7 @@
 Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
 `advantage_epsilon`, `top_tokens`, and the options beyond the specification (decision 30). A new
 objective of this repository has its settings and its entry here, with what it learns from, and a
-line in both unions of entries; one of your own modules needs nothing here (`ImportedEntry`).
+line in `ObjectiveEntry`; one of your own modules needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -332,16 +332,6 @@ class ImportedEntry(PipelineEntry):
     torch."""
 
 
-ObjectiveEntry = (
-    TokenCEEntry
-    | CoordRegEntry
-    | BboxGeoEntry
-    | PolicyGradientEntry
-    | ReferenceKLEntry
-    | ImportedEntry
-)
-
-
 def _kind(entry: Any) -> str | None:
     """Return the tag of an entry's class; None without a name."""
     if isinstance(entry, PipelineEntry):
@@ -354,15 +344,15 @@ def _kind(entry: Any) -> str | None:
     return IMPORTED if ":" in name else name
 
 
-_Objective = Annotated[
+ObjectiveEntry = (
     Annotated[TokenCEEntry, Tag("token_ce")]
     | Annotated[CoordRegEntry, Tag("coord_reg")]
     | Annotated[BboxGeoEntry, Tag("bbox_geo")]
     | Annotated[PolicyGradientEntry, Tag("policy_gradient")]
     | Annotated[ReferenceKLEntry, Tag("reference_kl")]
-    | Annotated[ImportedEntry, Tag(IMPORTED)],
-    Discriminator(_kind),
-]
+    | Annotated[ImportedEntry, Tag(IMPORTED)]
+)
+"""The entry of an objective; the tag is its name."""
 
 
 def _no_diagnostic(entry: Any) -> Any:
@@ -376,9 +366,8 @@ def _no_diagnostic(entry: Any) -> Any:
 
 
 def _no_objective(entry: Any) -> Any:
-    kinds = [kind for kind in get_args(ObjectiveEntry) if kind is not ImportedEntry]
-    names = [get_args(kind.model_fields["name"].annotation)[0] for kind in kinds]
-    if isinstance(entry, Mapping) and _kind(entry) in (*names, IMPORTED):
+    names = [tag.tag for _, tag in map(get_args, get_args(ObjectiveEntry))]
+    if isinstance(entry, Mapping) and _kind(entry) in names:
         raise refusal(
             f"'{entry['name']}' is an objective module, and would not be learned from here",
             "move the entry to rollout_matching.pipeline.objective",
@@ -389,7 +378,10 @@ def _no_objective(entry: Any) -> Any:
 
 class PipelineSection(Section):
     objective: Annotated[
-        tuple[Annotated[_Objective, BeforeValidator(_no_diagnostic)], ...], Field(strict=False)
+        tuple[
+            Annotated[ObjectiveEntry, Discriminator(_kind), BeforeValidator(_no_diagnostic)], ...
+        ],
+        Field(strict=False),
     ]
     """The modules whose weighted losses are summed."""
     diagnostics: Annotated[

@@ -488,25 +488,6 @@ def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_a
 
 
 @pytest.mark.slow
-def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(
-    config, monkeypatch
-):
-    """As one's own is, at first. The terms of an objective need no line: they are sums."""
-    terms = ("token_ce", "token_ce.focal")
-    monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", terms)
-    names = ("coord_diag/coord_mass", "coord_diag/own")
-    monkeypatch.setattr("learner.objectives.coord_diag.CoordDiag.names", names)
-    entry = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
-    run = config(rollout_matching__pipeline__diagnostics=[entry])
-    (problem,) = preflight(run, **CPU_NODE).problems
-    assert problem == (
-        "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
-        ' shared/metrics.py does not have as a mean; add Metric("coord_diag/own",'
-        ' Reduction.MEAN, "...") to METRICS there'
-    )
-
-
-@pytest.mark.slow
 def test_an_objective_of_ones_own_module_is_imported_and_its_settings_are_checked_before_the_start(
     config, tmp_path, monkeypatch
 ):

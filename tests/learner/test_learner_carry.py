@@ -83,7 +83,7 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(
     for rollout, sample in zip(rollouts, learner.steps[0].samples, strict=True):
         target = rollout_target(rollout, sample, loaded.codec, algorithm.settings)
         segments.append(Segment(rollout.position, algorithm.encoder.encode(sample), target))
-    policy = packing_policy(settings)
+    policy = packing_policy(settings.row_rule, settings.training, settings.global_max_length)
     rows = [row for segment in segments for row in policy.add(segment)]
     objectives = build_objectives(pipeline, Channel.B, loaded.coord_ids_C)
     sampling = Normalizer(1.0, loaded.banned_token_ids)

@@ -9,7 +9,6 @@ import contextlib
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -88,19 +87,6 @@ def test_a_thread_whose_caller_is_cancelled_is_given_up_replaced_noted_and_said(
     )
 
 
-def test_a_call_that_is_cancelled_in_the_queue_is_never_begun(hangs):
-    async def work() -> None:
-        threads, calls = Threads(1), list[str]()
-        hung = await begun(threads, hangs, "hangs")
-        await cancel(await queued(threads, lambda: calls.append("queued")))
-        hangs.release.set()
-        assert await hung == "late"
-        await threads.call(lambda: calls.append("next"), "next")
-        assert (calls, threads.num_given_up) == (["next"], 0)
-
-    ran(work)
-
-
 def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_one_returns(hangs):
     async def work() -> None:
         threads = Threads(1, most_given_up=2)
@@ -124,34 +110,6 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
     ran(work)
 
 
-def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_run_again(
-    monkeypatch,
-):
-    def refuses(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threads = Threads(2)
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", refuses)
-        problem = "no thread is left for later: the system starts no more threads"
-        with pytest.raises(RuntimeError, match=problem):
-            ran(lambda: threads.call(there, "later"))
-    assert ran(lambda: threads.call(there, "later")) == "there"
-
-
-def test_a_function_has_its_callers_context_and_what_it_raises_is_raised():
-    colour: ContextVar[str] = ContextVar("colour")
-
-    async def work() -> None:
-        threads = Threads(2)
-        colour.set("red")
-        assert await threads.call(colour.get, "get") == "red"
-        with pytest.raises(ZeroDivisionError):
-            await threads.call(lambda: 1 / 0, "divide")
-
-    ran(work)
-
-
 def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
     most, now, lock, together = [0], [0], threading.Lock(), threading.Barrier(3)
 
@@ -170,27 +128,6 @@ def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
 
     ran(work)
     assert most == [3]
-
-
-def test_a_thread_whose_callers_loop_was_closed_serves_the_next_one(hangs):
-    threads, loop = Threads(1), asyncio.new_event_loop()
-    nobodys = loop.run_until_complete(begun(threads, hangs, "hangs"))
-    loop.close()
-    hangs.release.set()
-    assert ran(lambda: threads.call(there, "next")) == "there"
-    assert (threads.num_given_up, nobodys.done()) == (0, False)
-
-
-def test_a_signals_handler_may_ask_what_runs_in_the_middle_of_a_call(monkeypatch):
-    threads, start, found = Threads(1), threading.Thread.start, list[list[str]]()
-
-    def asked_meanwhile(thread: threading.Thread) -> None:
-        found.append(threads.running())
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", asked_meanwhile)
-    assert ran(lambda: threads.call(there, "call")) == "there"
-    assert found == [[]]
 
 
 def test_a_forked_process_has_threads_of_its_own():

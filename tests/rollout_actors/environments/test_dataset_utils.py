@@ -3,7 +3,6 @@ testing plan).
 """
 
 import datasets
-import httpx2
 import numpy as np
 import pytest
 from scripted_client import Answer, ScriptedClient
@@ -11,15 +10,11 @@ from scripted_client import Answer, ScriptedClient
 from rollout_actors.environments.chat.messages import cleanup_messages
 from rollout_actors.environments.datasets import (
     build_dataset_from_outputs,
-    field_of,
     plain,
-    push_dataset,
     sanitize_messages,
 )
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import State
-from shared.errors import StorageError
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -165,21 +160,6 @@ def test_a_state_column_that_no_state_has_is_refused_with_what_there_is_and_so_i
             build(results, state_columns=columns)
 
 
-def test_rows_of_different_types_read_as_they_were():
-    info = {"k": "text", "more": [1, "2"]}
-    parts = [{"role": "user", "content": [{"type": "text", "text": "c"}]}]
-    rows = [
-        {"question": "a", "answer": "a", "info": {"k": 1}},
-        {"question": "b", "answer": "b", "info": info, "example_id": "named"},
-        {"prompt": parts, "answer": "c"},
-    ]
-    environment, results = results_of(rows, lambda call: "a")
-    table = list(environment.make_dataset(results))
-    assert [row["info"] for row in table] == [{"k": 1}, info, {}]
-    assert [row["id"] for row in table] == [0, "named", 2]
-    assert table[2]["prompt"] == parts
-
-
 def test_a_failed_rollout_is_a_row():
     rows = [{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}]
     script = {"a": "a", "b": ValueError("no")}
@@ -189,16 +169,6 @@ def test_a_failed_rollout_is_a_row():
         (1.0, [{"role": "assistant", "content": "a"}], None),
         (0.0, [], "ValueError: no"),
     ]
-
-
-def test_a_metric_named_as_a_column_does_not_hide_it():
-    def reward(completion):
-        return 3.0
-
-    environment = SingleTurnEnv(dataset=[], rubric=Rubric([reward], [0.5]))
-    _, results = echoed([{"question": "a"}], environment=environment)
-    [row] = environment.make_dataset(results)
-    assert (row["reward"], row["metric_reward"]) == (1.5, 3.0)
 
 
 def test_make_dataset_and_save_path_have_one_schema(tmp_path):
@@ -219,25 +189,6 @@ def test_a_push_goes_to_the_hubs_own_method_with_the_datasets_name(monkeypatch):
     rows = list(environment.make_dataset(results, push_to_hf_hub=True, hub_name="me/letters"))
     environment.make_dataset(results, push_to_hf_hub=True)
     assert pushed == [("me/letters", rows), ("letters-results", rows)]
-
-
-@pytest.mark.parametrize(
-    "error", [OSError("offline"), httpx2.ConnectError("no way"), ValueError("two slashes")]
-)
-def test_a_push_that_fails_says_why(error):
-    class Refusing:
-        def push_to_hub(self, name):
-            raise error
-
-    problem = f"cannot push dataset me/a: {type(error).__name__}: {error}"
-    with pytest.raises(StorageError, match=problem):
-        push_dataset(Refusing(), "me/a")
-
-
-def test_field_of_reads_fields_of_the_input_and_keys_with_a_dot():
-    info = {"a.b": 1, "c": {"d": 2}}
-    state = State(input={"prompt": "a", "example_id": 3, "task": "t", "info": info})
-    assert [field_of(state, path) for path in ("info.a.b", "info.c.d", "example_id")] == [1, 2, 3]
 
 
 def test_plain_has_a_form_for_everything(tmp_path):

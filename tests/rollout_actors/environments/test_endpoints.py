@@ -44,7 +44,7 @@ from rollout_actors.backends.rollmatch_server import ServerClient, serve_argumen
 from rollout_actors.environments.chat.responses import parse_response_tokens
 from rollout_actors.environments.clients.openai import is_overlong, merged
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
+from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
@@ -270,22 +270,6 @@ def test_a_call_that_is_wrong_is_refused_and_is_no_prompt_that_is_too_long(
     assert not is_overlong(caught.value, wrong), caught.value
 
 
-def test_a_model_of_another_name_is_not_there(endpoint: Endpoint) -> None:
-    with pytest.raises(openai.NotFoundError, match="another"):
-        replace(endpoint, model="another").chat()
-
-
-def test_errors_have_the_codes_that_openais_client_knows(ours: Endpoint) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ours.chat(
-            [{"role": "user", "content": "Detect every object in the image. " * 200}], max_tokens=4
-        )
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError) as missing:
-        replace(ours, model="another").chat()
-    assert missing.value.code == "model_not_found"
-
-
 def test_a_field_that_nobody_knows_is_refused_and_not_left_out_of_account(ours: Endpoint) -> None:
     with pytest.raises(
         openai.BadRequestError, match=r"no such field: top_kk \(did you mean top_k\?\)"
@@ -339,19 +323,6 @@ def generated(environment: MultiTurnEnv, endpoint: Endpoint, **kwargs: Any) -> A
     return endpoint.ask(
         lambda client: environment.generate(rows, client, endpoint.model, use_tqdm=False, **kwargs)
     )
-
-
-def test_a_rollout_of_one_turn_has_the_engines_tokens_and_a_reward(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    results = generated(SingleTurnEnv(rubric=Rubric([exclaims]), sampling_args=WITH_TOKENS), ours)
-    for state in results.state:
-        (step,) = state["trajectory"]
-        assert is_what_the_engine_sampled(step["tokens"], pool, learner)
-        assert step["response"].weight_version == pool.version
-        assert (state["error"], state["reward"]) == (None, len(state["completion"][-1]["content"]))
-    assert results.reward == [state["reward"] for state in results.state]
-    assert min(results.reward) > 0.0
 
 
 def test_every_turn_of_a_rollout_has_the_tokens_of_its_own_call(
@@ -486,18 +457,6 @@ def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours:
     before = num_tokens()
     one = ours.chat(n=2, **SAMPLED).usage.completion_tokens
     assert num_tokens() == before + one
-
-
-def test_an_answer_is_of_the_weights_that_were_sent(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    before = ours.chat(**WITH_TOKENS)
-    learner.learn(31)
-    sync_weights(learner, pool)
-    after = ours.chat(**WITH_TOKENS)
-    assert (before.weight_version, after.weight_version) == (learner.version - 1, learner.version)
-    assert ours.tokens(after)["completion_ids"] != ours.tokens(before)["completion_ids"]
-    assert is_what_the_engine_sampled(ours.tokens(after), pool, learner)
 
 
 def test_no_answer_is_of_two_versions_however_often_weights_arrive(
@@ -666,8 +625,8 @@ def test_vf_eval_of_an_example(
     assert "rollouts    4, of 2 examples" in out
     assert "[assistant]" in out
     for line in evaluations.lines():
-        steps = line["columns"]["trajectory"]
-        assert (line["error"], len(steps), line["completion_tokens"]) == (
+        steps = line["state"]["trajectory"]
+        assert (line["state"]["error"], len(steps), line["completion_tokens"]) == (
             None,
             turns,
             sum(len(step["tokens"]["completion_ids"]) for step in steps),
@@ -718,4 +677,4 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
     assert sorted((line["example"], line["rollout"]) for line in evaluations.lines()) == [
         (e, r) for e in range(6) for r in range(2)
     ]
-    assert {line["error"] for line in evaluations.lines()} == {None}
+    assert {line["state"]["error"] for line in evaluations.lines()} == {None}

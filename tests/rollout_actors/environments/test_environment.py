@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import json
-import pickle
 
 import openai
 import pytest
@@ -38,32 +37,7 @@ def contents(prompts):
     return [prompt[0]["content"] for prompt in prompts]
 
 
-class Table:
-    """Rows as a Hugging Face `Dataset` gives them: a new mapping each time, with every column in
-    every row.
-    """
-
-    def __init__(self, given):
-        self._rows = given
-        self._columns = list(dict.fromkeys(name for row in given for name in row))
-
-    def __len__(self):
-        return len(self._rows)
-
-    def __getitem__(self, index):
-        return {name: copy.deepcopy(self._rows[index].get(name)) for name in self._columns}
-
-
 # Data
-
-
-@pytest.mark.parametrize("table", [list, Table])
-def test_a_dataset_may_be_a_table_or_a_sequence_of_mappings(table):
-    given = [{"question": "a", "answer": "1"}, {"question": "b", "info": {"k": 1}}]
-    assert list(SingleTurnEnv(dataset=table(given)).dataset) == [
-        {"prompt": [user("a")], "answer": "1", "example_id": 0, "task": "default"},
-        {"prompt": [user("b")], "info": {"k": 1}, "example_id": 1, "task": "default"},
-    ]
 
 
 def test_evaluation_falls_back_on_the_rows_to_train_on():
@@ -102,19 +76,7 @@ def test_a_reward_function_gets_the_environments_parser_where_its_rubric_has_non
     assert evaluated(env, ScriptedClient(["hm</think>4"])).reward == [reward]
 
 
-def test_rubric_and_environment_share_a_parser():
-    parser = ThinkParser()
-    assert SingleTurnEnv(parser=parser).rubric.class_objects["parser"] is parser
-    assert SingleTurnEnv(rubric=Rubric(parser=parser)).parser is parser
-
-
 # Ids
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_rollouts_per_example_are_at_least_one(number):
-    with pytest.raises(ValueError, match=f"rollouts_per_example: must be 1 or more, got {number}"):
-        evaluated(SingleTurnEnv(dataset=rows(2)), rollouts_per_example=number)
 
 
 # Results
@@ -131,12 +93,6 @@ def test_results_are_readable_by_key_and_by_attribute():
         results.rewards  # noqa: B018 - reading it is the point
     with pytest.raises(KeyError):
         results["rewards"]
-
-
-def test_columns_are_filled_where_rows_have_no_answer_and_no_info_and_0_is_an_answer():
-    env = SingleTurnEnv(dataset=[{"question": "a"}, {"question": "1 - 1", "answer": 0}])
-    results = evaluated(env)
-    assert (results.answer, results.info) == (["", 0], [{}, {}])
 
 
 def test_metadata_says_how_the_results_were_made():
@@ -156,13 +112,6 @@ def test_metadata_says_how_the_results_were_made():
     assert (metadata.num_errors, metadata.num_truncated) == (0, 0)
     assert metadata.avg_metrics == {"said_the_answer": 1.0}
     assert metadata.time_ms > 0 and metadata.date.startswith("2")
-
-
-def test_results_can_be_pickled_and_copied():
-    results = evaluated(SingleTurnEnv(dataset=rows(2)))
-    for other in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):
-        assert other.state == results.state
-        assert other.metadata.avg_reward == results.metadata.avg_reward
 
 
 # The other names
@@ -244,14 +193,6 @@ def test_the_callers_arguments_are_never_changed():
     assert (env.oai_tools, env.sampling_args) == ([TOOL], given["sampling_args"])
 
 
-def test_repeated_rollouts_of_one_row_share_nothing():
-    env = SingleTurnEnv(dataset=[{"question": "a", "info": {"tags": []}}])
-    first, second = evaluated(env, rollouts_per_example=2).state
-    first["info"]["tags"].append("x")
-    first["prompt"][0]["content"] = "b"
-    assert second["info"] == {"tags": []} and second["prompt"] == [user("a")]
-
-
 # Saving
 
 
@@ -317,33 +258,11 @@ def test_parts_of_another_library_are_refused_by_their_full_names():
         EnvGroup([SingleTurnEnv(rows(1)), Foreign()])
 
 
-def test_tools_of_a_row_whose_prompt_is_text_are_that_rollouts_error():
-    row = {"prompt": "once", "info": {"oai_tools": [TOOL]}}
-    env = SingleTurnEnv(message_type="completion")
-    (state,) = generated(env, [row], ScriptedClient(["upon a time"])).state
-    assert "oai_tools: with message_type='completion'" in state["error"]
-
-
 def test_a_synchronous_client_is_refused_before_any_rollout():
     client = openai.OpenAI(api_key="none", base_url="http://nowhere.invalid/v1")
     remedy = r"client: is a synchronous openai\.OpenAI; give an openai\.AsyncOpenAI"
     with pytest.raises(TypeError, match=remedy):
         generated(SingleTurnEnv(), rows(2), client)
-
-
-def test_a_client_whose_calls_are_not_asynchronous_is_told_so():
-    class Plain:
-        def __init__(self):
-            self.chat = self.completions = self
-
-        def create(self, **arguments):
-            return "an answer"
-
-    (state,) = generated(SingleTurnEnv(), rows(1), Plain()).state
-    assert (
-        "TypeError: client: calls of Plain are not asynchronous; give an openai.AsyncOpenAI"
-        in state["error"]
-    )
 
 
 def test_a_dataset_has_columns_by_name():
@@ -353,18 +272,3 @@ def test_a_dataset_has_columns_by_name():
     assert examples["prompt"][1][0] == {"role": "system", "content": "Hi."}
     with pytest.raises(KeyError, match="no column 'question'; there are prompt, example_id"):
         examples["question"]
-
-
-def test_a_client_and_a_model_are_kept_for_what_an_environment_asks_by_itself():
-    class Own(SingleTurnEnv):
-        def __init__(self, **kwargs):
-            self.client = "own"
-            super().__init__(**kwargs)
-
-    assert (Own().client, Own(client="given", model="m").client) == ("own", "given")
-    assert (SingleTurnEnv().client, SingleTurnEnv().model) == (None, None)
-    client = ScriptedClient([])
-    environment = SingleTurnEnv(client=client, model="m")
-    assert (environment.client, environment.model) == (client, "m")
-    state = asyncio.run(environment.init_state({"prompt": "q"}, client, "m"))
-    assert state["prompt"] == [{"role": "user", "content": "q"}]

@@ -4,12 +4,11 @@ orchestration; order and interleaving: `test_orchestration.py`).
 
 import asyncio
 import math
-import threading
 import time
 
 import pytest
 from counted_time import counted
-from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
+from environment_support import generated, rows, rubric_of, said_the_answer, user
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments import concurrency
@@ -43,11 +42,6 @@ class Scorer:
         return said_the_answer(completion, answer)
 
 
-def test_no_rows_are_no_results():
-    results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), [], ScriptedClient([]))
-    assert results.state == [] and math.isnan(results.metadata.avg_reward)
-
-
 # Bounds
 
 
@@ -68,21 +62,6 @@ def test_max_concurrent_holds_for_both_where_they_are_not_set(
     env = SingleTurnEnv(rubric=rubric_of(scorer))
     counted(env.generate(rows(9), client, "model", use_tqdm=False, **bounds))
     assert (client.most_under_way, scorer.most) == (generated_at_once, scored_at_once)
-
-
-def test_a_rollout_keeps_its_place_among_the_generations_over_all_its_turns():
-    under_way, most = set(), []
-
-    async def script(call):
-        under_way.add(call.prompt[0]["content"])
-        most.append(len(under_way))
-        await asyncio.sleep(0.002)
-        if call.turn == 2:
-            under_way.discard(call.prompt[0]["content"])
-        return "a"
-
-    generated(Talk(max_turns=3), rows(6), ScriptedClient(script), max_concurrent=2)
-    assert max(most) == 2
 
 
 @pytest.mark.slow
@@ -139,18 +118,6 @@ def test_a_group_is_scored_as_soon_as_it_is_complete():
     assert min(scored_s) < max(ended_s) <= max(scored_s)
 
 
-def test_rows_of_two_tasks_are_no_group_though_they_share_an_id():
-    sizes = []
-
-    def best(states):
-        sizes.append(len(states))
-        return [1.0] * len(states)
-
-    given = [{"question": "a", "example_id": 0, "task": task} for task in ("one", "one", "other")]
-    results = generated(SingleTurnEnv(rubric=rubric_of(best)), given, ScriptedClient(echo))
-    assert (sorted(sizes), results.metadata.num_examples) == ([1, 2], 2)
-
-
 # Timing
 
 
@@ -191,21 +158,3 @@ def test_without_scoring_rewards_are_none_and_no_function_is_called():
     assert results.metadata.num_errors == 1
     assert [step["reward"] for step in results.state[0]["trajectory"]] == [None]
     assert sorted(done) == [0, 1]
-
-
-def test_synchronous_reward_functions_hold_up_neither_generation_nor_each_other():
-    generated_all, together = threading.Event(), threading.Barrier(2)
-
-    def script(call):
-        if call.text == "q3":
-            generated_all.set()
-        return call.text
-
-    def waits(completion):
-        if completion[-1]["content"] in ("q0", "q1"):
-            together.wait(60)
-        return float(generated_all.wait(60))
-
-    env, client = SingleTurnEnv(rubric=rubric_of(waits)), ScriptedClient(script, delay_s=0.01)
-    results = generated(env, rows(4), client, max_concurrent_generation=1)
-    assert (results.reward, results.metadata.num_errors) == ([1.0] * 4, 0)

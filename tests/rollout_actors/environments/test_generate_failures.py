@@ -4,7 +4,6 @@
 
 import asyncio
 import contextlib
-import re
 import threading
 
 import pytest
@@ -14,22 +13,18 @@ from environment_support import (
     assistant,
     generated,
     rows,
-    rubric_of,
-    said_the_answer,
     user,
     without_place,
 )
-from scripted_client import Answer, ScriptedClient, overlong_error, status_error
+from scripted_client import Answer, ScriptedClient, status_error
 
 from rollout_actors.environments import concurrency
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.types import State
 
 BOTH_WAYS = pytest.mark.parametrize("interleave_scoring", [True, False])
 
@@ -74,40 +69,6 @@ def release():
     event.set()
 
 
-@BOTH_WAYS
-def test_one_failing_rollout_is_data_with_reward_0_and_counted(interleave_scoring, caplog):
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer, length))
-    results = generated(env, rows(3), ScriptedClient(bad_q1), interleave_scoring=interleave_scoring)
-    error = "BadRequestError: Error code: 400 - bad request"
-    assert results.reward == [3.0, 0.0, 3.0]
-    assert results.metrics == {"said_the_answer": [1.0, None, 1.0], "length": [2.0, None, 2.0]}
-    assert [state["error"] for state in results.state] == [None, error, None]
-    # Nobody has measured the 0: averages are over the others.
-    assert (results.metadata.num_errors, results.metadata.avg_reward) == (1, 3.0)
-    assert results.metadata.avg_metrics == {"said_the_answer": 1.0, "length": 2.0}
-    failed = results.state[1]
-    assert (failed["is_completed"], failed["stop_condition"]) == (True, "error")
-    assert results.completion[1] == []
-    assert "1 of 3 rollouts failed, the first of example 1: BadRequestError" in caplog.text
-
-
-def test_a_rollout_that_fails_later_keeps_the_steps_and_the_state_that_it_had():
-    class Fresh(Talk):
-        async def setup_state(self, state):
-            return State({**state, "trajectory": [], "fresh": True})
-
-    def script(call):
-        is_bad = call.turn == 1 and call.prompt[0]["content"] == "q1"
-        return status_error(400, "bad") if is_bad else "a"
-
-    client = ScriptedClient(script)
-    failed = generated(Fresh(), rows(2), client, sampling_args=RETURNS_TOKENS).state[1]
-    (step,) = failed["trajectory"]
-    assert (step["tokens"] is None, step["reward"]) == (False, 0.0)
-    assert (failed["completion"], failed["example_id"]) == ([assistant("a")], 1)
-    assert failed["fresh"] and "bad" in failed["error"]
-
-
 # Limits of time
 
 
@@ -132,47 +93,6 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_though_it_swallows_the_can
     )
     assert errors(results) == [None, error, None]
     assert len(results.state[1]["trajectory"]) == 1 + swallows
-
-
-def test_the_wait_for_a_turn_does_not_count_towards_a_rollouts_limit():
-    class Slow(Talk):
-        async def setup_state(self, state):
-            await asyncio.sleep(0.25)
-            return state
-
-    limits = {"rollout_timeout_s": 1.2, "max_concurrent": 1}
-    client = ScriptedClient(says_a)
-    work = Slow(max_turns=1).generate(rows(6), client, "model", use_tqdm=False, **limits)
-    results, seconds = counted(work)
-    assert seconds == pytest.approx(1.5)
-    assert errors(results) == [None] * 6
-
-
-@pytest.mark.slow
-def test_tools_that_hang_cost_their_own_rollouts_alone_though_they_have_every_thread(
-    monkeypatch, release
-):
-    """Eight of them, of two threads; twenty others call the same tool."""
-    with_threads(monkeypatch, 2)
-
-    def look_up(number: int) -> str:
-        """Look up a number."""
-        if number < 8:
-            release.wait(60)
-        return str(number)
-
-    def script(call):
-        calls = [("look_up", {"number": int(call.prompt[0]["content"])})]
-        return "done" if call.turn else Answer(None, tool_calls=calls)
-
-    given = [{"question": str(number)} for number in range(28)]
-    env = ToolEnv([look_up])
-    results = generated(env, given, ScriptedClient(script), rollout_timeout_s=1.0)
-    assert errors(results)[8:] == [None] * 20
-    for state in results.state[:8]:
-        assert state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 1 s")
-    assert results.metadata.num_given_up == {"look_up": 8}
-    assert results.state[0]["given_up"] == ["look_up"]
 
 
 LATE = (
@@ -212,25 +132,6 @@ def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_
     assert errors(results)[2:] == [None] * 2
     for state in results.state[:2]:
         assert state["reward_errors"] == {"judged": LATE.format("rollout_timeout_s")}
-
-
-def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit():
-    async def judged(completion, answer):
-        if answer == "q1":
-            await asyncio.sleep(3600)
-        return 1.0
-
-    async def point(completion):
-        return 1.0
-
-    env = SingleTurnEnv(rubric=Rubric([judged, point], [0.0, 1.0]))
-    client = ScriptedClient(echo)
-    work = env.generate(rows(3), client, "model", use_tqdm=False, scoring_timeout_s=2.0)
-    results, seconds = counted(work)
-    assert seconds == pytest.approx(2.0)
-    assert results.reward == [1.0, 1.0, 1.0]
-    assert results.state[1]["reward_errors"] == {"judged": LATE.format("scoring_timeout_s")}
-    assert results.metadata.num_reward_errors == {"judged": 1}
 
 
 @pytest.mark.slow
@@ -276,17 +177,6 @@ def test_a_length_mismatch_of_tokens_is_one_rollouts_failure_and_so_is_an_answer
     results = generated(SingleTurnEnv(), rows(2), client, sampling_args=RETURNS_TOKENS)
     assert results.state[0]["error"] is None
     assert problem in results.state[1]["error"]
-
-
-def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
-    def script(call):
-        return overlong_error() if call.prompt[0]["content"] == "q1" and call.turn == 1 else "a"
-
-    env = Talk(max_turns=2, rubric=rubric_of(lambda completion: float(len(completion))))
-    results = generated(env, rows(2), ScriptedClient(script))
-    assert (results.metadata.num_truncated, results.metadata.num_errors) == (1, 0)
-    assert results.reward == [3.0, 1.0]
-    assert [state["is_truncated"] for state in results.state] == [False, True]
 
 
 def test_an_answer_that_was_cut_makes_its_rollout_truncated_also_where_an_environment_calls_by_itself():
@@ -345,22 +235,6 @@ def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_cou
 # What an environment of a user's may get wrong, or do otherwise
 
 
-@pytest.mark.parametrize("missing", [None, "input", "timing", "trajectory"])
-def test_an_environment_with_a_rollout_of_its_own_may_leave_out_fields_of_the_state(missing):
-    class Own(Environment):
-        async def rollout(self, input, client, model, sampling_args=None):
-            if is_q1(input):
-                raise RuntimeError("mine")
-            fields = {"input": dict(input), "timing": None, "trajectory": None}
-            fields.pop(missing, None)
-            return State(**fields, completion=[assistant("q0")])
-
-    results = generated(Own(rubric=rubric_of(said_the_answer)), rows(2), None)
-    assert (results.reward, errors(results)) == ([1.0, 0.0], [None, "RuntimeError: mine"])
-    assert [state["trajectory"] for state in results.state] == [[], []]
-    assert (results.task[0], results.prompt[0]) == ("default", [user("q0")])
-
-
 @pytest.mark.parametrize(
     "method",
     ["init_state", "setup_state", "get_prompt_messages", "env_response", "is_completed", "rollout"],
@@ -406,20 +280,3 @@ def test_the_error_of_an_environments_own_code_says_in_which_line_and_that_of_a_
     failed, refused = generated(Own(max_turns=1), rows(2), ScriptedClient(bad_q1)).state
     assert failed["error"] == f"KeyError: 'nope' (test_generate_failures.py:{line})"
     assert refused["error"] == "BadRequestError: Error code: 400 - bad request"
-
-
-def test_a_cleanup_that_fails_because_the_rollout_did_leaves_the_first_error_told():
-    class Sandbox(Talk):
-        async def setup_state(self, state):
-            raise ConnectionError("the host answered 503")
-
-        @cleanup
-        def put_away(self, state):
-            del state["sandbox_id"]
-
-    (state,) = generated(Sandbox(), rows(1), ScriptedClient([])).state
-    assert re.fullmatch(
-        r"KeyError: 'sandbox_id' \(.*\), after ConnectionError: the host answered 503"
-        r" \(test_generate_failures.py:\d+\)",
-        state["error"],
-    )

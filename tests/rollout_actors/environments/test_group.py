@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 from environment_support import (
     Talk,
-    assistant,
     generated,
     rolled_out,
     rows,
     rubric_of,
     said_the_answer,
     user,
-    without_place,
 )
 from scripted_client import ScriptedClient
 
@@ -99,21 +97,6 @@ def test_a_second_system_prompt_is_refused_by_its_key(changes, found):
         echo_env(**changes).add_system_prompt("Think.")
 
 
-def test_each_row_keeps_the_prompt_of_its_own_environment():
-    few_shot = [user("1?"), assistant("1")]
-    repeats = echo_env(system_prompt="repeat", few_shot=few_shot)
-    group = EnvGroup([repeats, echo_env(few_shot=few_shot), talk_env()], ["a", "b", "c"])
-    assert [group.get_dataset()[place]["prompt"] for place in (0, 3, 6)] == [
-        [{"role": "system", "content": "repeat"}, *few_shot, user("q0")],
-        [*few_shot, user("q0")],
-        [user("q0")],
-    ]
-    client = repeat()
-    given = [{"question": "mine", "task": "a"}, {"question": "yours", "task": "c"}]
-    generated(group, given, client)
-    assert sorted(len(call.prompt) for call in client.calls) == [1, 3, 4]
-
-
 def numbered(count, name):
     rows = [{"question": f"{name}{number}"} for number in range(count)]
     return SingleTurnEnv(dataset=rows, env_id=name, rubric=rubric_of(length))
@@ -176,27 +159,6 @@ def test_group_functions_see_the_rollouts_of_one_example_of_their_own_environmen
     advantages = [state["advantage"] for state in results.state]
     assert advantages[:4] == [0.0] * 4
     assert sorted(advantages[4:]) == [-0.5, -0.5, 0.5, 0.5]
-
-
-def test_a_reward_function_that_fails_fails_its_own_rollout_alone_where_another_environment_compares_rollouts():
-    def picky(completion: Messages) -> float:
-        return 1.0 / len(completion[-1]["content"])
-
-    members = [echo_env(rubric=Rubric([longest])), echo_env(rubric=Rubric([picky]))]
-    client = ScriptedClient(lambda call: "x" * (call.number % 2))
-    given = [{"question": "q", "task": "picky", "id": 1}] * 4
-    results = generated(EnvGroup(members, ["compared", "picky"]), given, client)
-    error = "ZeroDivisionError: float division by zero"
-    assert [without_place(state) for state in results.state] == [error, None] * 2
-    assert results.reward == [0.0, 1.0, 0.0, 1.0]
-
-
-def test_sampling_arguments_of_the_environments_hold_and_those_of_the_group_win():
-    client = repeat()
-    member = echo_env(sampling_args={"temperature": 0.5, "top_p": 0.9})
-    group = EnvGroup([member], ["echo"], sampling_args={"temperature": 1.0})
-    generated(group, group.get_dataset(1), client)
-    assert client.calls[0].arguments == {"temperature": 1.0, "top_p": 0.9}
 
 
 class Held(Talk):
@@ -312,10 +274,3 @@ def test_reward_functions_get_the_parser_of_the_environment_whose_rollouts_they_
     one, two = env_adding(10), env_adding(20)
     for env, rewards in ((two, [25.0]), (one, [15.0]), (EnvGroup([one, two]), [15.0, 25.0])):
         assert generated(env, env.dataset, repeat()).reward == rewards
-
-
-def test_the_environments_of_a_group_are_found_in_order_by_name_and_by_task():
-    one, other = (SingleTurnEnv(dataset=rows(1)) for _ in range(2))
-    group = EnvGroup([one, other], ["a", "b"])
-    assert (group.envs, group.env_map) == ([one, other], {"a": one, "b": other})
-    assert (group.env_names, group.get_env_for_task("b")) == (["a", "b"], other)

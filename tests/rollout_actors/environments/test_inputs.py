@@ -101,13 +101,6 @@ def test_example_id_is_canonical_where_a_row_has_both_and_is_synthesized_where_i
     assert [row.get("id") for row in rows] == [one.get("id") for one in given]
 
 
-def test_a_selection_keeps_the_ids_of_its_rows():
-    examples = Examples([{"question": str(i)} for i in range(4)], PromptFormat())
-    assert ids(examples.select([2, 2, 0])) == [2, 2, 0]
-    assert ids(examples[1:3]) == [1, 2]
-    assert ids(examples.select([3, 1]).select([1, 0, 1])) == [1, 3, 1]
-
-
 @pytest.mark.parametrize("column", ["id", "example_id"])
 @pytest.mark.parametrize("nan", [float("nan"), np.float32("nan")], ids=["python", "numpy"])
 def test_an_id_that_is_nan_is_refused_by_row(column, nan):
@@ -215,20 +208,6 @@ def test_answer_and_info_are_optional_and_a_task_has_a_default():
     assert [row["task"] for row in inputs(given, task="sums")] == ["sums", "own"]
 
 
-def test_what_an_input_holds_is_not_the_rows_own():
-    parts = [{"type": "text", "text": "b"}]
-    prompt = [user("a"), {"role": "user", "content": parts}]
-    row = {"prompt": prompt, "info": {"k": [1]}, "answer": ["x"]}
-    before = copy.deepcopy(row)
-    (held,) = inputs([row])
-    held["prompt"][1]["content"][0]["text"] = "changed"
-    held["prompt"][0]["content"] = "changed"
-    held["prompt"].append(user("more"))
-    held["info"]["k"].append(2)
-    held["answer"].append("y")
-    assert row == before
-
-
 def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is_written_to():
     given = [
         {"prompt": [], "example_id": "x", "task": "t"},
@@ -277,11 +256,6 @@ def test_columns_are_rows(given, form, prompts):
     rows = inputs({**given, "answer": ["1", "2"]}, **form)
     assert [row["prompt"] for row in rows] == prompts
     assert [row["answer"] for row in rows] == ["1", "2"]
-
-
-def test_rows_of_a_generator_are_rows():
-    rows = inputs({"question": text} for text in "ab")
-    assert [row["prompt"] for row in rows] == [[user("a")], [user("b")]]
 
 
 THREE = {"prompt": [[user("a")], [user("b")], [user("c")]]}

@@ -11,9 +11,7 @@ from environment_support import (
     Talk,
     assistant,
     cancelled_when,
-    generated,
     rolled_out,
-    rows,
     user,
 )
 from forked_programs import ran
@@ -186,70 +184,6 @@ def test_cleanup_goes_on_through_a_second_cancellation():
 
     asyncio.run(twice())
     assert log == ["begun", "ended"]
-
-
-def test_a_limit_of_time_stays_one_where_the_cleanup_of_what_it_cancels_fails(caplog):
-    class Clumsy(Talk):
-        @cleanup
-        async def drop(self, state):
-            raise OSError("lost")
-
-    async def limited():
-        async with asyncio.timeout(0.05):
-            await Clumsy().rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(limited())
-    assert "OSError: lost" in caplog.text
-
-
-def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():
-    called = []
-
-    class Env(Talk):
-        @cleanup(priority=2)
-        def first(self, state):
-            called.append("first")
-            raise RuntimeError("stuck")
-
-        @cleanup
-        async def second(self, state):
-            called.append("second")
-
-    with pytest.raises(RuntimeError, match="stuck"):
-        rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))
-    assert called == ["first", "second"]
-
-
-def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
-    class Stuck(Talk):
-        cleanup_timeout_s = 0.1
-
-        @cleanup
-        async def put_away(self, state):
-            if state["prompt"][0]["content"] == "q1":
-                await asyncio.sleep(60)
-
-    first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(says_a)).state
-    assert first["error"] is None
-    assert (
-        "TimeoutError: cleaning up is not done after cleanup_timeout_s = 0.1 s; check what"
-        in second["error"]
-    )
-
-
-def test_a_cleanup_method_of_the_environments_own_is_called_once_too():
-    class Env(Talk):
-        @cleanup
-        def put_away(self, state):
-            pass
-
-        async def _cleanup(self, state):
-            cleaned.append(state["example_id"])
-
-    cleaned = []
-    generated(Env(max_turns=1), rows(2), ScriptedClient(says_a))
-    assert sorted(cleaned) == [0, 1]
 
 
 # Teardown
@@ -428,19 +362,6 @@ OFF_THE_MAIN_THREAD = """
 )
 def test_teardown_is_called_once_when_the_process_ends(body, lines):
     assert program(body) == (lines, 0, "")
-
-
-@pytest.mark.slow
-def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn():
-    body = """
-    class Bad(Env):
-        @teardown(priority=9)
-        def bad(self): raise RuntimeError("stuck")
-    one, other = Bad(), Env()
-    """
-    lines, _, complaints = program(body)
-    assert sorted(lines) == ["plainly", "plainly", "teardown", "teardown"]
-    assert "stuck" in complaints and "Bad" in complaints
 
 
 UNDER_WAY = """

@@ -94,25 +94,6 @@ def test_a_wrong_name_lists_what_there_is():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".x",
-        "a/b",
-        "no.such.module",
-        "rollout_actors.environments.nothing",
-        "two words",
-        "folder",
-    ],
-)
-def test_a_name_that_means_nothing_is_refused_as_such(here, name):
-    (here / "folder").mkdir()
-    with pytest.raises(ValueError, match="no environment"):
-        load_environment(name)
-
-
 @pytest.mark.parametrize(
     ("name", "source", "problem"),
     [
@@ -154,27 +135,3 @@ def test_wrong_arguments_are_named_with_those_that_there_are(here):
         "mine: there is no argument 'sise'; there is no argument 'stop'; 'size' is missing; it"
         " takes size, step=1"
     )
-
-
-@pytest.mark.parametrize(
-    ("files", "name", "error"),
-    [
-        ({"needs.py": "import no_such_one"}, "needs", ModuleNotFoundError),
-        (
-            {"package/__init__.py": "import no_such_one", "package/inner.py": FILE},
-            "package.inner",
-            ModuleNotFoundError,
-        ),
-        (
-            {"raises.py": "def load_environment(): raise RuntimeError('no_such_one')"},
-            "raises",
-            RuntimeError,
-        ),
-    ],
-)
-def test_what_a_module_raises_while_it_is_imported_or_called_is_raised(here, files, name, error):
-    for file, source in files.items():
-        (here / file).parent.mkdir(exist_ok=True)
-        (here / file).write_text(source)
-    with pytest.raises(error, match="no_such_one"):
-        load_environment(name)

@@ -4,7 +4,6 @@ to 3 and 7).
 
 import asyncio
 import pickle
-import re
 from collections import Counter
 
 import openai
@@ -19,7 +18,6 @@ from environment_support import (
     rubric_of,
     user,
 )
-from openai.types.chat import ChatCompletionMessage
 from scripted_client import (
     Answer,
     ScriptedClient,
@@ -30,18 +28,16 @@ from scripted_client import (
     status_error,
     timeout_error,
 )
-from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
+from scripted_engines import ScriptedEngines, client_over, demo_tokenizer, says
 
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients import openai as endpoint
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
-from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
 from shared.seeds import request_seed
-from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 ROW = {"prompt": [user("hi")], "answer": "c", "task": "talk", "example_id": 3}
 TOLD = [user("hi"), assistant("a"), user("yes"), assistant("b"), user("yes"), assistant("c")]
@@ -88,21 +84,6 @@ def test_the_completion_is_all_that_came_after_the_prompt():
     shown = [[*step["prompt"], *step["completion"]] for step in state["trajectory"]]
     messages = [id(message) for step in shown for message in step] + [id(state["prompt"][0])]
     assert len(set(messages)) == len(messages), "what is written to one changes no other"
-
-
-def test_prompts_may_be_independent_of_each_other_and_the_completion_rendered_otherwise():
-    class Fresh(Talk):
-        async def get_prompt_messages(self, state):
-            return [user(f"question {len(state['trajectory'])}")]
-
-        async def _render_completion(self, state):
-            steps = state["trajectory"]
-            state["completion"] = [message for step in steps for message in step["completion"]]
-
-    client = ScriptedClient(["a", "b"])
-    state = rolled_out(Fresh(max_turns=2), ROW, client)
-    assert [call.prompt for call in client.calls] == [[user("question 0")], [user("question 1")]]
-    assert state["completion"] == [assistant("a"), assistant("b")]
 
 
 def test_rollouts_of_completion_type_are_text():
@@ -176,17 +157,6 @@ def test_an_answer_of_the_environment_that_is_no_message_fails_the_rollout_whose
     assert state["completion"] == [assistant("a"), user("yes"), assistant("b")]
 
 
-def test_an_environment_may_answer_with_the_openai_librarys_messages():
-    class Library(MultiTurnEnv):
-        async def env_response(self, messages, state, **kwargs):
-            return [ChatCompletionMessage(role="assistant", content="yes")]
-
-    client = ScriptedClient(["a", "b"])
-    state = rolled_out(Library(max_turns=2), ROW, client)
-    assert state["completion"] == [assistant("a"), assistant("yes"), assistant("b")]
-    assert client.calls[1].prompt == [user("hi"), assistant("a"), assistant("yes")]
-
-
 def test_a_single_turn_is_one_call_and_may_begin_with_plain_text():
     client = ScriptedClient(["a"])
     row = {"prompt": "hi", "example_id": 0, "task": "t"}
@@ -194,21 +164,6 @@ def test_a_single_turn_is_one_call_and_may_begin_with_plain_text():
     assert state["prompt"] == [{"role": "system", "content": "be short"}, user("hi")]
     assert state["completion"] == [assistant("a")]
     assert (client.num_calls, state["stop_condition"]) == (1, "max_turns_reached")
-
-
-def test_a_single_turn_takes_every_argument_of_an_environment_by_place_too():
-    rubric, example = rubric_of(), [user("one"), assistant("two")]
-    sampling, args = {"temperature": 0.5}, {"a": 1}
-    data = (rows(2), rows(1), "be brief", example)
-    env = SingleTurnEnv(*data, None, rubric, sampling, "chat", [TOOL], 100, "short", args)
-    system = {"role": "system", "content": "be brief"}
-    assert env.dataset[0]["prompt"] == [system, *example, user("q0")]
-    assert (len(env.eval_dataset), env.rubric, env.sampling_args) == (1, rubric, sampling)
-    assert (env.oai_tools, env.max_seq_len, env.max_turns) == ([TOOL], 100, 1)
-    assert (env.env_id, env.env_args) == ("short", args)
-    for arguments, keywords in (([rows(2)], {"dataset": rows(2)}), ([None] * 13, {})):
-        with pytest.raises(TypeError):
-            SingleTurnEnv(*arguments, **keywords)
 
 
 # Where it begins
@@ -233,40 +188,11 @@ def test_a_rollout_begins_with_the_fields_of_the_document():
     }
 
 
-def test_init_state_comes_first_then_setup_state_then_the_first_call():
-    order = []
-
-    class Env(Talk):
-        async def init_state(self, input, **kwargs):
-            order.append("init")
-            return await super().init_state(input, **kwargs)
-
-        async def setup_state(self, state):
-            order.append("setup")
-            return await super().setup_state(state)
-
-    rolled_out(Env(max_turns=1), ROW, ScriptedClient(lambda call: order.append("call") or "a"))
-    assert order == ["init", "setup", "call"]
-
-
 @pytest.mark.parametrize(
     ("info", "read"), [('{"k": 1}', {"k": 1}), ({"k": 1}, {"k": 1}), ("", None)]
 )
 def test_info_that_a_dataset_stores_as_json_is_read(info, read):
     assert asyncio.run(Talk().init_state({**ROW, "info": info})).get("info") == read
-
-
-@pytest.mark.parametrize(
-    ("info", "error"),
-    [
-        ("[1]", r"info: must be a mapping, or the JSON of one, got list: '\[1\]'"),
-        ([1], "info: must be a mapping, or the JSON of one, got list"),
-        ("{k", "info: is not JSON .*give a mapping, or its JSON"),
-    ],
-)
-def test_info_that_is_no_mapping_fails_its_rollout_with_what_it_must_be(info, error):
-    (state,) = generated(Talk(), [{**ROW, "info": info}], ScriptedClient([])).state
-    assert re.match(f"ValueError: {error}", state["error"]), state["error"]
 
 
 # What is sent
@@ -380,15 +306,6 @@ def test_max_seq_len_ends_a_rollout_as_truncated_with_the_tokens_that_fit(
         )
 
 
-@pytest.mark.parametrize(("sampled", "is_truncated"), [(3, False), (4, False), (5, True)])
-def test_without_token_ids_max_seq_len_holds_by_what_the_endpoint_counts(sampled, is_truncated):
-    counts = {"prompt_tokens": 6, "completion_tokens": sampled, "total_tokens": 6 + sampled}
-    client = ScriptedClient([Answer("a", fields={"usage": counts})])
-    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, client)
-    assert state["is_truncated"] is is_truncated
-    assert state["trajectory"][0]["tokens"] is None
-
-
 # Failures on the way
 
 
@@ -450,22 +367,6 @@ def test_failures_of_anything_else_are_not_tried_again(failure):
 # Clients that know rollouts
 
 
-def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
-    class Knows:
-        def __init__(self):
-            self.states, self.clients = [], []
-
-        def conversation(self, state, *, of=None, path=""):
-            self.states.append(state)
-            self.clients.append(ScriptedClient(["a", "b"]))
-            return self.clients[-1]
-
-    client = Knows()
-    first, second = (rolled_out(Talk(max_turns=2), ROW, client) for _ in range(2))
-    assert [one.num_calls for one in client.clients] == [2, 2]
-    assert client.states[0] is first and client.states[1] is second
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return demo_tokenizer()
@@ -497,55 +398,6 @@ def test_a_rollout_of_an_environments_own_asks_engines_as_one_of_turns_does(toke
     places = [(place, turn) for place in (4, 5) for turn in range(3)]
     assert asked == sorted((p, request_seed(7, 3, p, turn), p % 2) for p, turn in places)
     assert [example.steps for example in merged.examples] == [(0, 1, 2)] * 2
-
-
-OWN = """
-from environment_support import Documented
-from rollout_actors.environments.rubric import Rubric
-
-def length(completion):
-    return float(len(completion[0]["content"]))
-
-def load_environment():
-    return Documented(max_turns=2, dataset=[{"question": "q"}], rubric=Rubric([length]))
-"""
-
-
-def test_what_is_learned_of_a_rollout_of_an_environments_own_is_what_its_engines_sampled(
-    tokenizer, tmp_path
-):
-    (tmp_path / "own.py").write_text(OWN)
-    engines = ScriptedEngines(lambda one: says(tokenizer, "no" * (1 + one.position), version=5))
-    settings = RunnerSettings(str(tmp_path / "own.py"), "model", 512, 4)
-    request = EnvironmentRequest(3, (ExampleGroup(0, range(2)),), decode_settings(tokenizer), 7)
-    runner = EnvironmentRunner("environment-1", settings, engines, tokenizer)
-    ((first, second),) = asyncio.run(runner.run([request]))
-    assert [(one.error, one.reward, one.num_turns, one.num_splits) for one in (first, second)] == [
-        (None, 2.0, 2, 0),
-        (None, 4.0, 2, 0),
-    ]
-    seeds = {request_seed(7, 3, place, turn) for place in (0, 1) for turn in (0, 1)}
-    assert {asked.seed for _, asked in engines.requests} == seeds
-    (example,) = second.examples
-    assert (example.steps, example.weight_version, example.advantage) == ((0, 1), 5, 1.0)
-    with_stop = len(tokenizer.encode("nono", add_special_tokens=False)) + 1
-    assert example.num_learned == second.num_tokens == 2 * with_stop
-
-
-def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_made(tokenizer):
-    class Twice(Talk):
-        """The better one of two, say."""
-
-        async def rollout(self, input, client, model, sampling_args=None):
-            await super().rollout(input, client, model, sampling_args)
-            return await super().rollout(input, client, model, sampling_args)
-
-    engines = says_no(tokenizer)
-    (state,) = generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state
-    assert state["error"] is None
-    assert [request.seed for _, request in engines.requests] == [
-        request_seed(7, 3, 0, turn, path) for path in ("", "/0") for turn in range(2)
-    ]
 
 
 class Judge(Documented):
@@ -615,18 +467,6 @@ def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_e
     # Of each of the two: its call, its own two rollouts, and its judges with those that they ask.
     num_calls = 1 + 2 + 4 * (2 + 2) + 2 * 2
     assert Counter(position for _, position in first) == {0: num_calls, 1: num_calls}
-
-
-def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):
-    class Copies(Documented):
-        async def setup_state(self, state):
-            await self.get_model_response(self.client, "m", [user("something else")])
-            return state.copy()
-
-    environment = Copies(max_turns=1)
-    environment.client = client_over(says_no(tokenizer), tokenizer)
-    (state,) = generated(environment, rows(1), environment.client).state
-    assert (state["error"], state["num_splits"]) == (None, 1)
 
 
 def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):

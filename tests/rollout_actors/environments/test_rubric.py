@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from environment_support import assistant, generated, user, without_place
-from scripted_client import ScriptedClient, status_error
+from scripted_client import ScriptedClient
 
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.group import EnvGroup
@@ -105,19 +105,6 @@ def test_a_reward_function_that_takes_keywords_gets_all_of_them():
     scored(Rubric([reward]))
     assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(seen)
     assert "answer" not in seen
-
-
-def test_a_default_holds_where_nothing_has_the_name_and_answer_and_info_are_empty():
-    seen = []
-
-    def reward(answer, info, threshold=0.5, task="other"):
-        seen.append((answer, info, task))
-        return threshold
-
-    bare = state()
-    del bare["answer"], bare["info"]
-    assert scored(Rubric([reward]), bare)["reward"] == 0.5
-    assert seen == [("", {}, "sums")]
 
 
 def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
@@ -220,19 +207,6 @@ def test_a_function_that_fails_costs_its_own_figure_and_with_a_weight_the_reward
     assert one["reward_errors"]["fails"].startswith("RuntimeError: no idea")
 
 
-def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error():
-    answers = iter(["none", 1.0])
-
-    def judge(completion):
-        return next(answers)
-
-    one, rubric = state(), Rubric([judge])
-    assert scored(rubric, one)["error"] is not None
-    scored(rubric, one)
-    assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"judge": 1.0})
-    assert "reward_errors" not in one
-
-
 def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
     def first(completion):
         return next(iter(()))
@@ -291,11 +265,6 @@ def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
     assert each(group, "advantage") == [0.0] * 3, "and not what rounding leaves of the mean"
 
 
-def test_a_function_of_a_group_scores_a_rollout_by_itself_too_which_is_compared_with_nothing():
-    one = scored(Rubric([lambda states: [1.0] * len(states)]))
-    assert (one["reward"], one["advantage"]) == (1.0, None)
-
-
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
@@ -315,36 +284,6 @@ def test_a_group_function_that_does_not_return_one_reward_for_each_is_refused_by
 
     for one in scored_group(Rubric([best]), state(), state()):
         assert problem in one["error"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [None, "good", [1.0], math.nan, math.inf, 10**400, 1e308],
-    ids=lambda value: str(value)[:9],
-)
-def test_a_figure_of_a_group_function_that_is_no_number_fails_its_own_rollout_alone(wrong):
-    def best(states):
-        return [1.0, wrong, 3.0]
-
-    group = scored_group(Rubric([length, best], [0.0, 1.0]), state(), state(), state())
-    assert [one["error"] is None for one in group] == [True, False, True]
-    assert group[1]["error"].startswith(f"ValueError: reward function best returned {wrong!r};")
-    assert [one["metrics"].get("best") for one in group] == [1.0, None, 3.0]
-    assert [list(one.get("reward_errors", {})) for one in group] == [[], ["best"], []]
-    assert each(group, "reward", "advantage") == [(1.0, -1.0), (0.0, None), (3.0, 1.0)]
-
-
-def test_a_function_of_one_rollout_is_called_at_once_for_all_rollouts_of_a_group():
-    under_way = []
-
-    async def all_of_them(state):
-        under_way.append(state)
-        while len(under_way) < 8:
-            await asyncio.sleep(0.001)
-        return 1.0
-
-    work = Rubric([all_of_them, zeros]).score_group([state() for _ in range(8)])
-    asyncio.run(asyncio.wait_for(work, 20))
 
 
 def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
@@ -372,21 +311,6 @@ def test_score_rollouts_compares_those_of_each_example():
     compared = Rubric([lambda completions: [length(one) for one in completions]])
     asyncio.run(RubricGroup([compared]).score_rollouts(states))
     assert each(states, "advantage") == [-0.5, 0.0, 0.5, 0.0]
-
-
-def test_states_with_the_keys_of_the_documents_own_init_state_are_scored():
-    """Without `advantage`, without a reward in the steps, and without a trajectory at all."""
-    made = []
-    for trajectory in ([{"prompt": [], "completion": [], "tokens": None}], None):
-        one = state()
-        del one["advantage"], one["trajectory"]
-        made.append(one if trajectory is None else one | {"trajectory": trajectory})
-    group = scored_group(Rubric([lambda states: [1.0, 0.0]]), *made)
-    assert each(group, "advantage") == [0.5, -0.5]
-    assert of_steps(group[:1], "reward") == [1.0] and of_steps(group[:1], "advantage") == [0.5]
-    bare = State(completion="4", task="sums", example_id=0)
-    asyncio.run(Rubric([lambda completion: float(completion)]).score_rollouts([bare]))
-    assert bare["reward"] == 4.0
 
 
 # Groups of rubrics
@@ -494,20 +418,6 @@ def test_what_a_rubric_sets_itself_is_that_of_the_steps_too_and_is_compared_agai
     assert each(states, "advantage") == of_steps(states, "advantage") == advantages
 
 
-def test_a_step_that_a_rubric_has_set_since_keeps_its_own():
-    class Own(Rubric):
-        async def score_group(self, states):
-            await super().score_group(states)
-            states[0]["trajectory"][0].update(reward=0.5, advantage=0.125)
-            for one in states:
-                one["reward"] += 1.0
-                one["advantage"] *= 10
-
-    states = scored_example(Own([length]))
-    assert of_steps(states, "reward") == [0.5, 4.0]
-    assert of_steps(states, "advantage") == [0.125, 10.0]
-
-
 def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared_again():
     class Own(GroupBonus):
         async def score_group(self, states):
@@ -528,38 +438,6 @@ def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_anoth
     assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
     again["trajectory"][0]["advantage"] = 9.0
     assert relative_steps(again) == []
-
-
-@pytest.mark.parametrize("wrapped", [lambda score: score, asyncio.ensure_future])
-def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(wrapped):
-    class Own(Rubric):
-        def score_rollout(self, state):
-            return wrapped(super().score_rollout(state))
-
-    class Plain(Rubric):
-        def score_rollout(self, state):
-            state["reward"] = 1.0
-
-    asyncio.run(Plain().score_rollouts([state(), state()]))
-    for rubric in (Own([length]), Plain(), RubricGroup([Own([length]), Plain()])):
-        states = scored_example(rubric)
-        assert each(states, "error") == [None, None] and all(each(states, "reward"))
-
-
-@pytest.mark.parametrize("base", [Rubric, RubricGroup])
-def test_a_score_group_of_a_subclass_is_called_with_the_rollouts_of_an_example(base):
-    numbers = []
-
-    class Own(base):
-        async def score_group(self, states):
-            numbers.append(len(states))
-            await super().score_group(states)
-
-    rubric = Own([length]) if base is Rubric else Own([Rubric([length])])
-    assert each(scored_example(rubric), "advantage") == [-1.0, 1.0]
-    scored(rubric, state())
-    scored(RubricGroup([rubric]), state())
-    assert numbers == [2, 1], "by itself, a rollout is in no group"
 
 
 FIGURES = {
@@ -621,17 +499,6 @@ def test_an_unsound_figure_that_a_rubric_leaves_is_the_error_of_its_rollout_alon
         assert results.metadata.avg_reward == 1.0
 
 
-def test_truth_values_and_numbers_of_numpy_are_numbers():
-    class Own(Rubric):
-        async def score_rollout(self, state):
-            metrics = {"right": True, "close": np.True_, "size": np.int64(3)}
-            state.update(reward=np.float32(0.5), metrics=metrics)
-
-    results = generated(SingleTurnEnv(rubric=RubricGroup([Own()])), EXAMPLE, ScriptedClient(echo))
-    assert each(results.state, "error", "reward") == [(None, 0.5)] * 2
-    assert results.metadata.avg_metrics == {"right": 1.0, "close": 1.0, "size": 3.0}
-
-
 # All rollouts at once: what `generate` calls with `interleave_scoring=False` (spec: orchestration)
 
 
@@ -683,17 +550,6 @@ def test_a_score_rollouts_of_a_subclass_is_what_scores_when_all_are_generated(
     assert ("interleave_scoring has no effect" in caplog.text) == interleaves
 
 
-def test_a_score_rollouts_of_the_rubric_itself_or_without_a_bound_scores_too():
-    async def ranks(states):
-        for place, one in enumerate(sorted(states, key=lambda one: length(one["completion"]))):
-            one.update(reward=float(place), metrics={})
-
-    rubric = Rubric([length])
-    rubric.score_rollouts = ranks
-    assert scored_at_once(rubric).reward == [2.0, 0.0, 1.0]
-    assert scored_at_once(RubricGroup([rubric, Rubric([one_point])])).reward == [3.0, 1.0, 2.0]
-
-
 @pytest.mark.parametrize("asks_super", [True, False])
 @pytest.mark.parametrize("compares", [True, False])
 def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rewards_are_added(
@@ -735,26 +591,6 @@ def test_what_a_score_rollouts_leaves_unsound_is_one_rollouts_failure_and_no_oth
         assert last.calls == [(2, -1)]
         assert results.reward == [3.0, 0.0, 1.0]
         assert each(results.state, "metrics") == [{"length": 6.0}, {}, {"length": 4.0}]
-
-
-def test_rollouts_that_failed_are_not_scored_where_all_are_scored_at_once_either():
-    def script(call):
-        return status_error(400, "bad") if call.text == "a" else call.text
-
-    rubric = Ranked(asks_super=True)
-    results = scored_at_once(rubric, ScriptedClient(script))
-    assert rubric.calls == [(2, -1)]
-    assert (results.reward, results.metrics) == ([1.0, 0.0, 0.0], {"length": [3.0, None, 2.0]})
-
-
-def test_a_score_rollouts_that_fails_fails_what_it_scores():
-    class Fails(Rubric):
-        async def score_rollouts(self, states, max_concurrent=-1):
-            raise RuntimeError("no idea")
-
-    results = scored_at_once(Fails([length]))
-    assert [without_place(one) for one in results.state] == ["RuntimeError: no idea"] * 3
-    assert results.reward == [0.0] * 3
 
 
 def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_when_all_are_there():

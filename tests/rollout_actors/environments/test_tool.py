@@ -124,16 +124,6 @@ def test_every_type_that_json_has_can_be_told():
     }
 
 
-def test_parameters_may_have_any_name():
-    def tool(copy: int, _hidden: int, model_config: int, title: str) -> list[Any]:
-        return [copy, _hidden, model_config, title]
-
-    given = {"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}
-    assert list(parameters_of(tool)["properties"]) == list(given)
-    read = Tool.of(tool).read('{"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}')
-    assert read == given
-
-
 def takes_all(**kwargs: Any) -> None: ...
 def takes_a_lock(lock: threading.Lock) -> None: ...
 def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
@@ -235,17 +225,6 @@ def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
     assert seen == [(Point(x=1), 7, True)]
 
 
-def test_what_is_no_text_is_told_as_json_also_where_a_tool_has_no_arguments_at_all():
-    values = iter([{"a": [1, None]}, None, True, Point(x=1), {"who": threading.main_thread}])
-
-    def tool() -> Any:
-        return next(values)
-
-    said = contents_after([("tool", {})] * 4 + [("tool", "")], tools=[tool])
-    assert said[:4] == ['{"a": [1, null]}', "null", "true", '{"x": 1, "title": "here"}']
-    assert "main_thread" in said[4]
-
-
 def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other():
     barrier = threading.Barrier(2, timeout=60)
 
@@ -260,22 +239,6 @@ def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other(
     for state in results.state:
         (name,) = contents(state)
         assert "MainThread" not in name and "Barrier" not in name
-
-
-def test_methods_and_asynchronous_callables_are_tools_too():
-    class Counter:
-        def __init__(self) -> None:
-            self.total = 0
-
-        async def add(self, number: int) -> int:
-            await asyncio.sleep(0)
-            self.total += number
-            return self.total
-
-    add = Counter().add
-    assert list(parameters_of(add)["properties"]) == ["number"]
-    added = contents_after([("add", {"number": 2}), ("add", {"number": 3})], tools=[add])
-    assert added == ["2", "5"]
 
 
 # Partials
@@ -309,21 +272,6 @@ def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
 # Turns
 
 
-@pytest.mark.parametrize(("bound", "turns"), [({}, 10), ({"max_turns": 2}, 2)])
-def test_a_rollout_has_ten_turns_at_most_unless_it_is_told_otherwise(bound, turns):
-    call = Answer(None, tool_calls=[("area", {"width": 1})])
-    state = rolled_out(ToolEnv([area], **bound), ROW, ScriptedClient(lambda asked: call))
-    assert (len(state["trajectory"]), state["stop_condition"]) == (turns, "max_turns_reached")
-
-
-def test_a_tool_that_is_added_later_is_there_for_later_rollouts():
-    environment = ToolEnv([area])
-    rolled_out(environment, ROW, ScriptedClient(["done"]))
-    environment.add_tool(echo)
-    assert environment.tool_names == ["area", "echo"]
-    assert contents(rolled_out(environment, ROW, calls(("echo", {"text": "x"})))) == ["x"]
-
-
 def test_a_tool_that_is_removed_is_neither_shown_nor_called_any_more():
     environment = ToolEnv([area, echo])
     environment.remove_tool(area)
@@ -347,11 +295,6 @@ def test_an_environment_may_call_tools_itself_and_change_how_they_are_called():
     assert (contents(state), state["num_tool_errors"]) == (["X", "'Y'"], 1)
     message = asyncio.run(ToolEnv([echo]).call_tool("echo", {"text": "x"}, "call_7"))
     assert message == {"role": "tool", "content": "x", "tool_call_id": "call_7"}
-
-
-def test_the_tool_rubric_takes_tools_or_their_names():
-    names = ["num_tool_calls", "num_tool_errors", "num_calls_of_area", "num_calls_of_echo"]
-    assert ToolRubric(tools=[area, "echo"]).reward_names == names
 
 
 # Stateful tools

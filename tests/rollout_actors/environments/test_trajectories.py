@@ -26,7 +26,6 @@ from scripted_client import (
     chat_response,
     connection_error,
     overlong_error,
-    status_error,
 )
 
 from rollout_actors.environments.clients import openai as endpoint
@@ -258,18 +257,6 @@ def test_always_on_trajectories_all_rollouts_track_trajectory_data(kind, score_r
     for state in results.state:
         assert len(state["trajectory"]) == NUM_TURNS[state["task"].replace("-", " ")]
         assert all(step["tokens"]["completion_ids"] for step in state["trajectory"])
-
-
-@pytest.mark.parametrize(
-    "ends", [status_error(400, "no"), RuntimeError("no"), overlong_error()], ids=repr
-)
-def test_a_rollout_that_fails_or_is_cut_off_tracks_its_trajectory_too(ends):
-    def answers(call):
-        return "first" if call.text == "q1" and not call.turn else ends
-
-    none, one = generated(Talk(max_turns=3), rows(2), ScriptedClient(answers)).state
-    assert none["trajectory"] == []
-    assert [step["completion"] for step in one["trajectory"]] == [[assistant("first")]]
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)

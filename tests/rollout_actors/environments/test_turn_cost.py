@@ -104,13 +104,3 @@ def test_a_deep_copy_is_equal_and_of_the_same_type(value: Any) -> None:
     copy = deeply_copied(value)
     assert copy == deepcopy(value)
     assert type(copy) is type(value)
-
-
-def test_a_deep_copy_shares_what_was_shared_and_comes_back_to_itself_where_the_value_does() -> None:
-    first, second, third = deeply_copied(SHARED)
-    assert first is second is third["once more"] is not PART
-    assert first["a"] is not PART["a"]
-    value: dict[str, Any] = {"name": "x"}
-    value["itself"] = [value]
-    copy = deeply_copied(value)
-    assert copy["itself"][0] is copy is not value

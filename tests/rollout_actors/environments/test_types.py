@@ -68,15 +68,6 @@ def test_forwarding_holds_for_dict_unpacking_and_json():
     assert dict(one) == {**one} == json.loads(json.dumps(one)) == EVERYTHING
 
 
-def test_a_key_that_a_state_has_of_its_own_and_in_its_input_is_there_once():
-    one = State(prompt="own")
-    one["input"] = {"prompt": "the input's", "example_id": 0, "task": "t"}
-    assert list(one).count("prompt") == 1 and len(one) == len(set(one))
-    assert one["prompt"] == "the input's"
-    one["prompt"] = "written"
-    assert one["prompt"] == one.get("prompt") == one["input"]["prompt"] == "written"
-
-
 class Richer(State):
     pass
 
@@ -104,14 +95,6 @@ def test_a_copy_forwards_and_writing_to_it_leaves_the_first_as_it_is(copied, kin
     assert dict(one) == EVERYTHING
 
 
-def test_states_are_equal_where_what_they_show_is():
-    assert state(turn=1) == state(turn=1) == EVERYTHING
-    assert not state(turn=1) != EVERYTHING  # noqa: SIM202 - `!=` has a method of its own
-    other = state(turn=1)
-    other["answer"] = "5"
-    assert other != state(turn=1)
-
-
 def test_removing_forwards_too():
     one = state(turn=1)
     assert one.pop("answer") == "4"
@@ -137,17 +120,3 @@ def test_update_setdefault_and_joining_forward_too():
     assert one.setdefault("answer", "6") == "5"
     joined = one | {"answer": "7"}
     assert type(joined) is State and joined["input"]["answer"] == "7" and one["answer"] == "5"
-
-
-@pytest.mark.parametrize(
-    "joined",
-    [
-        lambda other: State(**other),
-        lambda other: State() | other,
-        lambda other: State(turn=1) | dict(other),
-    ],
-)
-def test_what_is_written_after_joining_leaves_the_other_as_it_was(joined):
-    other = state()
-    joined(other)["answer"] = "changed"
-    assert other["answer"] == "4"

@@ -175,16 +175,6 @@ def test_a_step_whose_rubric_scores_at_once_is_one_round_of_one_actor_whatever_r
     assert first + second == in_process(ranking, requests, pool.version)
 
 
-def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool, settings):
-    requests = group_requests(0, 1, 2, 3)
-    expected = in_process(settings, requests, pool.version)
-    for shares in ([requests[:1], requests[1:]], [requests, []], [[], requests]):
-        first, second = rollouts(pool.generate(refs(*shares)).result())
-        assert first + second == expected
-        assert len(first) == SIZE * len(shares[0])
-    assert pool.generate([[], []]).result() == [[], []]
-
-
 def test_a_step_is_cut_into_rounds_of_whole_groups(pool):
     """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a
     round.
@@ -212,14 +202,6 @@ def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors
         pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
     assert caught.value.actor == "environment-1"
     assert time.monotonic() - started < 60
-
-
-def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors):
-    ray.get(fake_actors[1].become.remote("generate", "sleep"))
-    pool = with_environments(fake_actors, 1.0)
-    message = "no answer from environment-1 after timeouts.generate_s = 1 s; check"
-    with pytest.raises(RolloutError, match=f"generate on environment-1: {message}"):
-        pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
 
 
 def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
@@ -353,10 +335,6 @@ def asked(actors: list[Any], limit: Timeout = LONG, *, outlived: bool = False) -
     return asyncio.run(engines.generate(1, request))
 
 
-def test_the_engine_of_that_number_answers(fake_actors):
-    assert asked(fake_actors) == ("actor-1", "request")
-
-
 @pytest.mark.parametrize(
     ("trouble", "limit", "message"),
     [
@@ -381,16 +359,6 @@ def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
     assert isinstance(caught.value, UnreachableError) is (trouble == "unreachable"), (
         "only then is another engine asked"
     )
-
-
-def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors):
-    dies = create_fake_actor("actor-1", "generate", "die")
-    with pytest.raises(UnreachableError, match="its process has ended"):
-        asked([fake_actors[0], dies], outlived=True)
-    message = r"(?s)on actor-1: its process has ended .*; check its log and the machine's memory"
-    with pytest.raises(RolloutError, match=message) as caught:
-        asked([fake_actors[0], dies])
-    assert not isinstance(caught.value, UnreachableError), "no other engine is asked"
 
 
 def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_event_loop(

@@ -1,6 +1,5 @@
 """Batches generated ahead."""
 
-import asyncio
 import threading
 import time
 
@@ -72,42 +71,6 @@ def test_an_error_of_a_batch_is_delivered_with_its_result_and_the_next_one_goes_
             batches.result(0, 60)
 
 
-def test_a_result_that_is_not_there_in_time_can_be_asked_for_again():
-    is_asked_again = threading.Event()
-
-    async def late(call):
-        while not is_asked_again.is_set():
-            await asyncio.sleep(0.01)
-        return call.text
-
-    with batches_by(ScriptedClient(late)) as batches:
-        batches.submit(0, rows(1))
-        problem = r"batch 0 is not there after 0.05 s; look whether the endpoint answers"
-        with pytest.raises(TimeoutError, match=problem):
-            batches.result(0, 0.05)
-        is_asked_again.set()
-        assert batches.result(0, 60).reward == [1.0]
-
-
-def test_arguments_of_generate_are_passed_on():
-    client = ScriptedClient(echo, delay_s=0.01)
-    arguments = {"sampling_args": {"temperature": 0.5}, "max_concurrent": 1}
-    with batches_by(client, score_rollouts=False, **arguments) as batches:
-        batches.submit(0, rows(3))
-        assert batches.result(0, 60).reward == [None] * 3
-    assert client.most_under_way == 1
-    assert client.calls[0].arguments == {"temperature": 0.5}
-
-
-def test_it_works_while_the_callers_own_event_loop_runs():
-    async def use():
-        with batches_by() as batches:
-            batches.submit(0, rows(2))
-            return await asyncio.to_thread(batches.result, 0, 60)
-
-    assert asyncio.run(use()).reward == [1.0, 1.0]
-
-
 def test_closing_cancels_what_is_under_way_and_its_rollouts_clean_up():
     released, refused = [], []
 
@@ -136,22 +99,3 @@ def test_closing_cancels_what_is_under_way_and_its_rollouts_clean_up():
     with pytest.raises(RuntimeError, match="batch 1: the generator is closed"):
         batches.submit(1, rows(1))
     batches.close()
-
-
-def test_closing_has_a_timeout_that_says_what_to_look_for():
-    release = threading.Event()
-
-    class Stuck(SingleTurnEnv):
-        @cleanup
-        async def wait(self, state):
-            await asyncio.to_thread(release.wait, 60)
-
-    client = ScriptedClient(echo, delay_s=60)
-    batches = AsyncBatchGenerator(Stuck(), client, "model")
-    batches.submit(0, rows(1))
-    wait_until(lambda: client.num_under_way)
-    problem = "did not end within 0.1 s; look for a cleanup or a reward function that hangs"
-    with pytest.raises(TimeoutError, match=problem):
-        batches.close(timeout_s=0.1)
-    release.set()
-    batches.close(timeout_s=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -136,15 +135,6 @@ def test_each_turn_of_a_round_is_one_batch_however_long_a_rollout_is_at_work(
     assert engine.batches == [list(range(6))] * 2
 
 
-def test_weights_and_versions_are_the_engines(
-    make_backend: MakeBackend, engine: ScriptedBackend
-) -> None:
-    backend = make_backend()
-    engine.version = 4
-    assert backend.version == 4
-    assert backend.receive_weights(WeightOffer(3, "inproc", None, None)).version == 3
-
-
 def test_an_engine_that_fails_ends_the_round_with_its_error_when_all_rollouts_have_cleaned_up(
     make_backend: MakeBackend, engine: ScriptedBackend
 ) -> None:
@@ -215,35 +205,6 @@ def test_a_round_that_is_under_way_when_the_run_ends_cleans_up_first(
     assert noted(log)[-1] == "torn down"
     assert len(noted(log)) == 9
     assert engine.is_closed
-
-
-def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
-    make_backend: MakeBackend,
-    engine: ScriptedBackend,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from rollout_actors.environments.training import beside
-
-    monkeypatch.setattr(beside, "CLOSED_S", 0.2)
-    (tmp_path / "never_ends.py").write_text(
-        "import asyncio\n"
-        "from rollout_actors.environments import Rubric, SingleTurnEnv, teardown\n"
-        "class NeverEnds(SingleTurnEnv):\n"
-        "    @teardown\n"
-        "    async def hangs(self):\n"
-        "        await asyncio.sleep(1)\n"
-        "def load_environment():\n"
-        "    return NeverEnds(dataset=[{'question': '1'}], rubric=Rubric([]))\n"
-    )
-    backend = make_backend(str(tmp_path / "never_ends.py"))
-    with caplog.at_level(logging.WARNING):
-        backend.close()
-    assert "was not torn down within 0.2 s" in caplog.text
-    assert engine.is_closed
-    backend._thread.join(60)
-    assert not backend._thread.is_alive(), "it ends with the teardown"
 
 
 def test_an_environment_that_cannot_start_is_told_with_the_ranks_name_and_ends_the_engine(

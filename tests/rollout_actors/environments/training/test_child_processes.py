@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 
-from rollout_actors.environments.training import child_processes
 from rollout_actors.environments.training.child_processes import processes_of
 
 STARTS = """
@@ -70,14 +69,3 @@ def test_an_environment_that_leaves_processes_is_named(caplog):
         subprocess.Popen(["sleep", "60"])
     assert "mine had 1 processes" in caplog.text
     assert "(sleep)" in caplog.text
-
-
-def test_a_process_that_takes_a_moment_to_end_is_counted_once(monkeypatch, tmp_path):
-    """A killed process has its variables until it is gone."""
-    process = tmp_path / "1"
-    process.mkdir()
-    (process / "comm").write_text("sleep\n")
-    seen = iter([[process], [process], []])
-    monkeypatch.setattr(child_processes, "_marked", lambda mark: next(seen))
-    monkeypatch.setattr(child_processes.os, "kill", lambda pid, number: None)
-    assert child_processes.end_marked("mark") == ["sleep"]

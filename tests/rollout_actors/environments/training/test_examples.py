@@ -5,7 +5,6 @@ merged form of append-only trajectories.
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.algorithms.advantages import token_advantages
-from rollout_actors.environments.rewards import set_advantages, settle
-from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.rewards import set_advantages
 from rollout_actors.environments.training.examples import (
-    MergedExamples,
     merge_trajectories_for_training,
     process_trajectories_for_training,
 )
@@ -139,11 +136,6 @@ def test_examples_name_their_rollout_and_the_rewards_of_their_group(
     ]
 
 
-def test_a_rollout_without_tokens_is_of_its_group_all_the_same():
-    (only,) = apart(rollout(step([1], [2])), rollout(reward=0.0))
-    assert only.group_rewards == (1.0, 0.0)
-
-
 def test_the_weight_version_and_the_engine_are_what_the_client_or_the_endpoint_says():
     notes = [
         ({"weight_version": 4, "engine": "a"}, SimpleNamespace(weight_version=9, engine="b")),
@@ -158,23 +150,6 @@ def test_the_weight_version_and_the_engine_are_what_the_client_or_the_endpoint_s
         (None, None),
         (None, None),
     ]
-
-
-@BOTH
-def test_states_with_nothing_but_a_trajectory_are_taken(examples_of):
-    (only,) = examples_of({"trajectory": [{"tokens": step([1], [2])["tokens"]}]}, {})
-    assert (only.token_ids, only.reward, only.advantage) == ([1, 2], 0.0, None)
-
-
-@BOTH
-def test_states_are_as_before_and_share_no_list_with_the_examples(examples_of):
-    states = [rollout(step([1], [2]), step([1, 2, 3], [4]))]
-    before = deepcopy(states)
-    for one in examples_of(*states):
-        one.token_ids.append(0)
-        one.logprobs.append(0.0)
-        one.mask.append(0)
-    assert states == before
 
 
 # One example for as many steps as extend each other
@@ -229,17 +204,6 @@ def test_a_prompt_begins_an_example_unless_it_extends_one_and_that_is_counted(st
     assert num_splits == 1
 
 
-def test_a_rollout_that_failed_makes_neither_example_nor_split():
-    failed = rollout(step([1], [2]), step([5], [6]), **FAILED)
-    assert merge_trajectories_for_training([failed]) == MergedExamples([], 0)
-
-
-def test_a_reward_of_a_merged_example_is_the_rollouts_and_where_it_has_none_the_last_steps():
-    steps = [step([1], [2], reward=0.25), step([1, 2], [3], reward=0.75)]
-    assert merged(rollout(*steps))[0].reward == 1.0
-    assert merged(rollout(*steps, reward=None))[0].reward == 0.75
-
-
 @pytest.mark.parametrize(
     ("advantages", "by_token", "advantage"),
     [((None, -2.0), [0.0, 0.5, 0.5, 0.0, -2.0], 0.5), ((2.0, 2.0), None, 2.0)],
@@ -249,18 +213,6 @@ def test_tokens_of_merged_steps_keep_the_advantages_of_their_steps(advantages, b
     steps = [step([1], [2, 3], advantage=first), step([1, 2, 3, 4], [5], advantage=second)]
     (only,) = merged(rollout(*steps))
     assert (only.token_advantages, only.advantage) == (by_token, advantage)
-
-
-def test_tokens_of_merged_steps_are_relative_where_their_advantage_is_the_groups():
-    """A step's own is not in units of the rewards, nor is one that somebody gives the rollout."""
-    steps = [step([1], [2]), step([1, 2], [3], advantage=-2.0), step([1, 2, 3], [4])]
-    states = [rollout(*deepcopy(steps), reward=reward, advantage=None) for reward in (0.0, 2.0)]
-    set_advantages(states)
-    states[1]["trajectory"][0]["advantage"] = 9.0
-    assert [one.token_is_relative for one in merged(*states)] == [[1, 1, 0, 1], [0, 0, 0, 1]]
-    states[0]["advantage"] = 5.0
-    settle(states, Rubric())
-    assert [one.token_is_relative for one in merged(*states)] == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("own_advantage", [-0.5, 0.5])
@@ -381,20 +333,3 @@ def test_merging_equals_a_slow_obvious_version(states):
         columns = list(zip(one.token_ids, one.logprobs, one.mask, advantages, strict=True))
         found.append((one.rollout, list(one.steps), columns))
     assert (found, num_splits) == slowly_merged(states)
-
-
-@pytest.mark.slow
-@given(trajectories())
-def test_each_step_with_tokens_is_one_example_of_them(states):
-    tokens = [
-        (index, number, one["tokens"])
-        for index, state in enumerate(states)
-        for number, one in enumerate(state["trajectory"])
-        if one["tokens"] is not None
-    ]
-    for example, (index, number, of_step) in zip(apart(*states), tokens, strict=True):
-        num_prompt = len(of_step["prompt_ids"])
-        assert (example.rollout, example.steps) == (index, (number,))
-        assert example.token_ids == of_step["prompt_ids"] + of_step["completion_ids"]
-        assert example.mask == of_step["prompt_mask"] + of_step["completion_mask"]
-        assert example.logprobs == [0.0] * num_prompt + of_step["completion_logprobs"]

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -24,7 +23,6 @@ from scripted_engines import (
     decode_settings,
     demo_tokenizer,
     group_requests,
-    rollout_of,
 )
 
 from launch.tools.demo.model import CHAT_TEMPLATE
@@ -105,17 +103,6 @@ def ending(rollout: EnvironmentRollout) -> tuple[str | None, bool, int]:
 
 
 # What comes back
-
-
-def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_positions():
-    answers = ran(group_requests(4, 1, 2, first=3))
-    assert [[(rollout.position, rollout.example) for rollout in answer] for answer in answers] == [
-        [(6, 4), (7, 4)],
-        [(8, 1), (9, 1)],
-        [(10, 2), (11, 2)],
-    ]
-    assert {rollout.actor for rollout in flat(answers)} == {"environment-1"}
-    assert ran([]) == []
 
 
 @pytest.mark.parametrize(
@@ -201,23 +188,6 @@ def test_a_rubric_that_scores_at_once_sees_all_rollouts_of_the_step_whatever_was
     assert {one.metrics["num_scored"] for one in flat(ran(held_out(), ranks=True))} == {3.0}
 
 
-def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path):
-    """Ids are the environment's own to give."""
-    source = """
-from runner_environment import Echo, Rubric, crosses
-def load_environment():
-    rows = [{"question": f"q{n}", "example_id": "same"} for n in range(3)]
-    return Echo(dataset=rows, rubric=Rubric([crosses]))
-"""
-    (tmp_path / "same_ids.py").write_text(source)
-    answers = ran(group_requests(0, 1, 2), env_id=str(tmp_path / "same_ids.py"))
-    questions = [rollout.prompt[0]["content"] for rollout in flat(answers)]
-    assert questions == ["q0", "q0", "q1", "q1", "q2", "q2"]
-    for answer in answers:
-        rewards = tuple(rollout.reward for rollout in answer)
-        assert {rollout.examples[0].group_rewards for rollout in answer} == {rewards}
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_report_is_of_the_evaluation_data_and_greedy_though_the_environment_asks_for_a_temperature(
     grouped,
@@ -269,12 +239,6 @@ def test_messages_are_left_out_where_nobody_reads_them():
         assert rollout.prompt and rollout.completion, "a report writes them down in any case"
 
 
-def test_messages_travel_as_json_whatever_an_environment_puts_into_them():
-    ((rollout, _),) = ran(group_requests(4), trouble="odd")
-    assert rollout.error is None
-    assert "object object at" in json.loads(json.dumps(rollout.completion))[1]["seen_by"]
-
-
 def test_no_engine_has_more_requests_at_a_time_than_it_may():
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=0.005), number=2)
     ran(group_requests(0, 1, 2, 3), engines, max_under_way=3)
@@ -292,24 +256,6 @@ def test_a_rollouts_own_error_is_data():
         assert rollout.completion[0]["role"] == "assistant", "what it had is kept"
     assert sorted(runner_environment.CLEANED) == [0, 1, 2, 3]
     assert timeless(others) == timeless(ran(group_requests(1, first=1)))
-
-
-@pytest.mark.slow
-def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it():
-    cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
-    message = (
-        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
-        " cleanups wait for, or allow more"
-    )
-    for rollout in cut_off:
-        assert (rollout.error, rollout.reward, rollout.examples) == (message, 0.0, ())
-    assert timeless(others) == timeless(ran(group_requests(1, first=1)))
-
-
-def test_a_reward_function_that_hangs_has_no_figure_at_its_limit():
-    message = "TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s"
-    for rollout in flat(ran(group_requests(4), trouble="unjudged", scoring_timeout_s=0.05)):
-        assert rollout.reward_errors["endless"].startswith(message)
 
 
 DEAD = RolloutError("its process has ended", actor="rollout-actor-2", phase="generate")
@@ -370,30 +316,6 @@ def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one_and_the_last_one
         ran(group_requests(4, 1), Unreachable(0, 1, 2))
 
 
-def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up():
-    engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=30.0))
-
-    async def cancelled() -> None:
-        running = asyncio.ensure_future(runner_over(engines).run(group_requests(4, 1)))
-        while engines.num_under_way != [4]:
-            await asyncio.sleep(0.001)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancelled())
-    assert sorted(runner_environment.CLEANED) == [0, 1, 2, 3]
-    assert (engines.num_cancelled, engines.num_under_way) == (4, [0])
-
-
-def test_a_runner_that_failed_once_can_be_asked_again():
-    calls = iter([DEAD])
-    runner = runner_over(ScriptedEngines(lambda request: next(calls, None) or by_seed(request)))
-    with pytest.raises(RolloutError):
-        asyncio.run(runner.run(group_requests(4)))
-    assert timeless(asyncio.run(runner.run(group_requests(4)))) == timeless(ran(group_requests(4)))
-
-
 # What the run has fixed
 
 
@@ -436,12 +358,6 @@ def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before
     assert engines.requests == []
 
 
-def test_sampling_arguments_that_agree_with_the_run_are_taken():
-    engines = ScriptedEngines(by_seed)
-    ran(group_requests(4), engines, sampling_args={"temperature": 1.0, "max_tokens": 5})
-    assert {request.decode.max_new_tokens for _, request in engines.requests} == {5}
-
-
 # Images
 
 PICTURE = png(8, 8)
@@ -466,16 +382,6 @@ def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_w
         assert [images_of(example) for example in rollout.examples] == [[PICTURE]]
         assert url not in str(rollout.prompt)
         assert f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
-
-
-def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone():
-    """The client counts an image as one token, and only the engine knows how many it is."""
-    refusal = "sample 4 was refused: it is longer than the maximum model length of 512"
-    error = RolloutError(refusal, actor="actor-0", phase="generate")
-    for rollout in flat(
-        ran(group_requests(4), ScriptedEngines(lambda _: error), max_images=1, **SHOWING)
-    ):
-        assert ending(rollout) == (None, True, 0)
 
 
 PICTURES = """
@@ -527,34 +433,6 @@ def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_
         (example,) = rollout.examples
         assert (rollout.error, example.steps) == (None, (0, 1))
         assert images_of(example) == [png(8 + rollout.example, 8), png(18 + rollout.example, 8)]
-
-
-class Blind(ScriptedEngines):
-    """Answers a prompt that splits the rollout with the tokens that it had before and more: of
-    other images.
-    """
-
-    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        rollout = await super().generate(engine, request)
-        earlier = [one for _, one in self.requests if one.position == request.position]
-        first = rollout_of(earlier[0], by_seed(earlier[0]))
-        if earlier[0] is request:
-            return rollout
-        so_far = (*first.prompt_token_ids, *first.response_token_ids, first.stop_token_id or 0)
-        return replace(rollout, prompt_token_ids=(*so_far, *first.prompt_token_ids))
-
-
-@pytest.mark.parametrize("kept", [NAMED, "a picture"], ids=["named", "text"])
-def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(
-    keeping, kept
-):
-    for rollout in flat(
-        ran(group_requests(0, 1), Blind(by_seed), kept=kept, forgets=True, **keeping)
-    ):
-        assert rollout.error is None
-        first, second = rollout.examples
-        assert (first.steps, images_of(first)) == ((0,), [png(8 + rollout.example, 8)])
-        assert (second.steps, images_of(second)) == ((1,), [png(18 + rollout.example, 8)])
 
 
 def test_a_picture_that_cannot_be_read_is_the_error_of_its_rollouts_alone(tmp_path):

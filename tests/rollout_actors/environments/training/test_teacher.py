@@ -17,7 +17,6 @@ from fake_teacher import FakeTeacher, scripted_logprob
 from scripted_engines import (
     Says,
     ScriptedEngines,
-    decode_settings,
     demo_tokenizer,
     group_requests,
 )
@@ -31,12 +30,11 @@ from rollout_actors.environments.training.runner import EnvironmentRunner, Runne
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from shared.config.algorithm import TeacherSection
 from shared.config.pipeline import PolicyGradientConfig
-from shared.errors import ConfigError, RolloutError, UnreachableError
+from shared.errors import ConfigError, RolloutError
 from shared.rollouts import RolloutRequest
 from shared.trajectory import (
     EnvironmentRequest,
     EnvironmentRollout,
-    ExampleGroup,
     TrainingExample,
 )
 
@@ -170,18 +168,6 @@ def test_the_log_of_a_rollout_has_the_teachers_log_probabilities_and_needs_no_te
     assert "teacher_logprobs" not in alone["examples"][0]
 
 
-def test_neither_held_out_rollouts_nor_failed_ones_are_scored() -> None:
-    teacher = FakeTeacher(TOKENIZER)
-    greedy = decode_settings(TOKENIZER, temperature=0.0, max_new_tokens=16)
-    held_out = EnvironmentRequest(3, (ExampleGroup(0, range(1)),), greedy, 7, is_held_out=True)
-    with taught(teacher) as (_, section):
-        played(section, [held_out])
-        assert len(teacher.bodies) == 1, "the look at its vocabulary"
-        rollouts = played(section, group_requests(4, 1), trouble="fail", at=4)
-    assert [rollout.error is None for rollout in rollouts] == [False, False, True, True]
-    assert len(teacher.bodies) == 2 + 2
-
-
 # How it is asked
 
 
@@ -307,18 +293,6 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_first_token_that_di
     problem = r"reads token id .* as .*, and model\.path as .*: a teacher needs the student's vocab"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER), shift=1)))
-
-
-def test_a_teacher_that_is_not_there_is_waited_for_and_then_named_with_its_keys() -> None:
-    section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.6)
-    client = Teacher(TeacherSettings.from_section(section), max_under_way=3)
-    problem = (
-        r"start on teacher: http://127\.0\.0\.1:9 did not get ready within"
-        r" environment\.teacher\.timeout_s = 0\.6 s \(last: .*\); check that it runs, that"
-        r" environment\.teacher\.base_url is its address without /v1"
-    )
-    with pytest.raises(UnreachableError, match=problem):
-        asyncio.run(client.require_suitable(TOKENIZER, LONGEST))
 
 
 def test_a_token_that_is_not_exported_is_named() -> None:
