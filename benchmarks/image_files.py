@@ -27,7 +27,7 @@ from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from launch.tools.demo.model import make_demo_model
 from learner.data.fitting import require_lengths
-from learner.data.image_files import fingerprints, image_size, known_images
+from learner.data.samples import fingerprints, image_size, known_images
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset, image_names, load_dataset
 from shared.prompts import DEFAULT_USER_PROMPT, Prompts

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from launch.tools.demo import data as demo
 from launch.tools.demo.__main__ import main
-from learner.data.image_files import image_size
+from learner.data.samples import image_size
 from shared.dataset import load_dataset
 
 SIZES = {"num_train": 40, "num_val": 12}
