@@ -53,7 +53,7 @@ from launch.processes.ray_connection import cluster_nodes
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
-from launch.tools.demo.once import make_missing_demo_files
+from launch.tools.demo.once import make_missing_demo_files, with_untrained_model
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
@@ -102,7 +102,7 @@ def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
-        config = config_of_command(composed)
+        config = with_untrained_model(config_of_command(composed), show)
         make_missing_demo_files(config, show)
         config = with_fetched_model(config, show)
         config, point = resumed(with_absolute_paths(config))

@@ -94,8 +94,10 @@ def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Iterator[s
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_folders_that_a_shipped_experiment_needs_are_made_on_the_way(experiment):
     run = loaded(f"+experiment={experiment}")
-    sources = [*run.data.sources("train"), *run.data.sources("val")]
-    needed = {Path(run.model.path), *(source.path.parent for source in sources)}
+    files = [source.path for split in ("train", "val") for source in run.data.sources(split)]
+    if run.environment is not None:
+        files += [Path(text) for text in run.environment.args.values() if isinstance(text, str)]
+    needed = {Path(run.model.path), *(file.parent for file in files)}
     made = {folder.parent if folder.name == "checkpoint" else folder for folder in needed}
     of_a_user = {folder for folder in made if folder.is_absolute()}
     assert made - of_a_user <= DEMO_FOLDERS.keys()

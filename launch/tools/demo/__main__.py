@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steps=options.tower_steps,
                 report=lambda line: print(line, flush=True),
             )
-            result = "model of crowded scenes: Qwen3-VL architecture, a tower that knows digits,"
+            result = f"model of crowded scenes ({options.tower_steps} updates of its tower)"
         else:
             is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
             result = "demo language model: Qwen3 architecture, random weights,"
