@@ -49,6 +49,13 @@ class AdapterSection(Section):
     sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
     in `model.dtype`."""
 
+    @model_validator(mode="after")
+    def _quantizes_lora(self) -> AdapterSection:
+        if self.quantize is not None and self.kind != "lora":
+            wrong = f"'{self.quantize}' needs kind: lora"
+            raise refusal(wrong, "set it, or remove the key", "quantize")
+        return self
+
 
 class ModelSection(Section):
     path: Annotated[
@@ -67,6 +74,14 @@ class ModelSection(Section):
     and back. With `gradient_checkpointing` alone; no effect on CPU."""
     adapter: AdapterSection | None = None
     """Train low-rank adapters in place of the weights; null: the weights."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_recomputed(self) -> ModelSection:
+        if self.activation_offload and not self.gradient_checkpointing:
+            wrong = "true, and only what a recomputed layer starts from can wait in host memory"
+            remedy = "set model.gradient_checkpointing: true, or this to false"
+            raise refusal(wrong, remedy, "activation_offload")
+        return self
 
     @property
     def is_quantized(self) -> bool:

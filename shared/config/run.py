@@ -149,6 +149,18 @@ class RunConfig(Section):
         return self.algorithm.channels[0]
 
     @property
+    def used_channels(self) -> tuple[Channel, ...]:
+        """The channels that steps are of, if the run is long enough."""
+        if not self.algorithm.is_scheduled:
+            return self.algorithm.channels
+        schedule = self.stage2_ab.schedule
+        is_used = {
+            Channel.A: schedule.b_ratio < 1 or schedule.warmup_steps > 0,
+            Channel.B: schedule.b_ratio > 0,
+        }
+        return tuple(channel for channel in self.algorithm.channels if is_used[channel])
+
+    @property
     def num_b_steps(self) -> int:
         """The number of channel-B steps."""
         if self.algorithm.is_scheduled:

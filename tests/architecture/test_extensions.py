@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from learner.step_metrics import StepMetrics
 from learner.targets import target_settings
 from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
-from shared.config.checks.algorithm import objective_has_its_input
+from shared.config.checks.algorithm import entries_have_input
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
     Channel,
@@ -131,17 +130,10 @@ def test_an_objective_over_trajectories_is_an_entry_that_declares_it():
     for variant, refused in (
         ("trajectory_pg", []),
         ("stage2_two_channel", []),
-        ("stage1_sft", [0]),
+        ("stage1_sft", ["objective[0].name"]),
     ):
-        run = SimpleNamespace(
-            custom=SimpleNamespace(trainer_variant=variant),
-            algorithm=ALGORITHMS[TrainerVariant(variant)],
-            rollout_matching=SimpleNamespace(
-                pipeline=SimpleNamespace(objective=[entry], diagnostics=[])
-            ),
-        )
-        found = [problem.path for problem in objective_has_its_input(run)]
-        assert found == [f"rollout_matching.pipeline.objective[{n}].name" for n in refused]
+        found = list(entries_have_input(TrainerVariant(variant), [("objective[0]", entry)]))
+        assert [problem.path for problem in found] == refused
     with pytest.raises(ValidationError, match="must be \\[B\\], got \\[A\\]"):
         BonusEntry(enabled=True, weight=0.1, channels=["A"])
 

@@ -61,6 +61,10 @@ def in_server_mode(*base_urls, group_port=0, **section):
     return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": servers, **section}}}
 
 
+def asked(run, settings=None, **limit):
+    return ask_servers(run.rollout_matching.servers, "run", settings, **limit)
+
+
 def keys(problems):
     return [problem.split(": ")[0] for problem in problems]
 
@@ -148,7 +152,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_pa
     run = config(**served)
     if of_environment:
         run = trajectory_config(tmp_path / "model", tmp_path / "run", **served)
-    (problem,) = ask_servers(run, None).problems
+    (problem,) = asked(run).problems
     assert problem.startswith(f"{SERVER.format(0, NOWHERE)} does not answer (")
     assert problem.endswith(f"launch it, check the address, or set {ways_out}")
 
@@ -156,7 +160,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_pa
 @pytest.mark.slow
 def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
     run = config(**in_server_mode(NOWHERE))
-    answers = ask_servers(run, None)
+    answers = asked(run)
     assert answers.not_up == answers.problems and len(answers.problems) == 1
     assert preflight(run, waits_for_servers=True).problems == []
     assert preflight(run).problems == list(answers.problems)
@@ -178,9 +182,10 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     def found(url, waits=False, **keys):
         teacher = {"base_url": url, "model": "teacher", **keys}
         run = trajectory_config(demo_lm, tmp_path / "run", environment__teacher=teacher)
-        return list(teacher_problems(run, waits=waits))
+        section = run.environment.teacher
+        arguments = (section, run.model.path, run.global_max_length)
+        return list(teacher_problems(*arguments, waits=waits))
 
-    assert list(teacher_problems(trajectory_config(demo_lm, tmp_path / "run"), waits=False)) == []
     (problem,) = found(NOWHERE)
     assert problem.startswith(f"environment.teacher.base_url: {NOWHERE} does not answer (")
     assert found(NOWHERE, waits=True) == []
@@ -210,7 +215,7 @@ def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
     def health() -> None: ...
 
     with serving(app) as url:
-        assert ask_servers(config(**in_server_mode(url, kind=kind)), None).problems == ()
+        assert asked(config(**in_server_mode(url, kind=kind))).problems == ()
 
 
 @pytest.fixture
@@ -312,7 +317,7 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
 def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     with serving(StockServer(changes=STOCK, worker_latency_s=60.0).app()) as url:
         run = config(**in_server_mode(url, kind="vllm"))
-        (problem,) = ask_servers(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
+        (problem,) = asked(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
         f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
         " be stuck; start it again"
@@ -322,7 +327,9 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
 def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (problem,) = port_problems(config(**in_server_mode(NOWHERE, group_port=port)))
+        (problem,) = port_problems(
+            config(**in_server_mode(NOWHERE, group_port=port)).rollout_matching.servers.servers
+        )
     assert problem == (
         f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
         " choose another, or 0 for any free one"
@@ -386,7 +393,7 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
 
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
-    assert list(version_problems(config())) == []
+    assert list(version_problems(config().rollout_matching)) == []
 
 
 def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
