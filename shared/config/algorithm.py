@@ -94,7 +94,7 @@ _FORMER_NAMES = {
 }
 
 
-def _not_renamed(value: Any) -> Any:
+def _not_renamed(value: object) -> object:
     if isinstance(value, str) and value in _FORMER_NAMES:
         raise refusal(f"'{value}' was renamed", f"write {_FORMER_NAMES[value]}")
     return value

@@ -86,7 +86,7 @@ def take_retired(config: dict[str, Any]) -> list[Problem]:
     ]
 
 
-def _remove(section: Any, path: str) -> bool:
+def _remove(section: object, path: str) -> bool:
     """Remove a key, and the sections that are empty without it; return whether it was there."""
     key, _, below = path.partition(".")
     if not isinstance(section, dict) or key not in section:

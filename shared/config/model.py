@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -144,7 +144,7 @@ def _called_apart(sources: tuple[_SourceT, ...]) -> tuple[_SourceT, ...]:
     return sources
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return PATH_TAG if value is None or isinstance(value, str | Path | int | float) else LIST_TAG
 
 

@@ -217,7 +217,7 @@ class BboxGeoEntry(PipelineEntry):
         return super().teaches and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
 
 
-def _not_by_segment(normalize: Any) -> Any:
+def _not_by_segment(normalize: object) -> object:
     if normalize == "segment":
         raise refusal(
             "'segment' was removed: it depended on which calls of the model had been merged",
@@ -356,7 +356,7 @@ class ImportedEntry(PipelineEntry):
     torch."""
 
 
-def _kind(entry: Any) -> str | None:
+def _kind(entry: object) -> str | None:
     """Return the tag of an entry's class; None without a name."""
     if isinstance(entry, PipelineEntry):
         entry = dict(entry)
@@ -379,7 +379,7 @@ ObjectiveEntry = (
 """The entry of an objective; the tag is its name."""
 
 
-def _no_diagnostic(entry: Any) -> Any:
+def _no_diagnostic(entry: object) -> object:
     if isinstance(entry, Mapping) and entry.get("name") == "coord_diag":
         raise refusal(
             "'coord_diag' is a diagnostic, which nothing is learned from",
@@ -389,7 +389,7 @@ def _no_diagnostic(entry: Any) -> Any:
     return entry
 
 
-def _no_objective(entry: Any) -> Any:
+def _no_objective(entry: object) -> object:
     names = [tag.tag for _, tag in map(get_args, get_args(ObjectiveEntry))]
     if isinstance(entry, Mapping) and _kind(entry) in names:
         raise refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
@@ -94,7 +94,7 @@ class RunConfig(Section):
     """The run that this one goes on with."""
 
     @model_serializer(mode="wrap", when_used="json")
-    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         # JSON is what files, loggers and comparisons get of a configuration.
         return dict(masked(handler(self)))
 

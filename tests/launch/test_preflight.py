@@ -16,12 +16,11 @@ from config_support import configuration, trajectory_config
 from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
-from fastapi import FastAPI
 from PIL import Image
 from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
-from launch.checks.host import path_problems, version_problems
+from launch.checks.host import path_problems
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import DeviceMemory
 from launch.checks.model_shape import ModelShape, RunSizes
@@ -207,17 +206,6 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         assert problem.endswith("one answer fits into environment.teacher.timeout_s = 0.5 s")
 
 
-@pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])
-def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
-    app = FastAPI(redirect_slashes=kind == "vllm")
-
-    @app.get(route)
-    def health() -> None: ...
-
-    with serving(app) as url:
-        assert asked(config(**in_server_mode(url, kind=kind))).problems == ()
-
-
 @pytest.fixture
 def roomy(tmp_path):
     """Settings of a server that suits the run."""
@@ -392,10 +380,6 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
     assert list(path_problems(none)) == []
 
 
-def test_the_installed_packages_are_those_that_were_run_together(config):
-    assert list(version_problems(config().rollout_matching)) == []
-
-
 def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
     def nothing_is(name: str) -> str:
         raise sink.PackageNotFoundError(name)
@@ -436,24 +420,6 @@ def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
     merged = changes | {"rollout_matching__vllm__enable_lora": False}
     config = trajectory_config(stock, tmp_path / "run", **merged)
     assert not any("enable_lora" in one for one in preflight(config, **CPU_NODE).problems)
-
-
-@pytest.mark.slow
-def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
-    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))
-    assert findings.problems == []
-    (line,) = (line for line in findings.lines if "engine device" in line)
-    assert line.endswith(
-        "6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as"
-        " these)"
-    )
-
-
-@pytest.mark.slow
-def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
-    findings = preflight(config(rollout_matching__rollout_backend="hf", **NO_QUEUE))
-    assert findings.problems == []
-    assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
 
 
 @pytest.mark.slow
