@@ -281,12 +281,6 @@ class _Batch:
         indices = [
             index for index in range(len(self._inputs)) if self._rubric(index).scores_all_at_once
         ]
-        if indices and self._call.interleaves:
-            self._environment.say_once(
-                "%s scores all rollouts at once (score_rollouts), when they are generated:"
-                " interleave_scoring has no effect",
-                type(self._rubric(indices[0])).__name__,
-            )
         await self._together.score(
             [(self._rubric(index), self._parser(index), self._state(index)) for index in indices],
             self._call.concurrency.scoring,
@@ -368,7 +362,9 @@ async def _score_at_once(
     began_s = time.perf_counter()
     try:
         with lent_parser(parser):
-            await run_in_task(awaited(rubric.score_rollouts(states, -1 if bound is None else bound)))
+            await run_in_task(
+                awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
+            )
     except FAILURES as error:
         reraise_cancellation(error)
         note_failed_rubric(states, error)
