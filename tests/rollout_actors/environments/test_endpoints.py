@@ -589,7 +589,6 @@ class Evaluations:
 @pytest.mark.parametrize(
     ("name", "arguments", "turns"),
     [
-        ("arithmetic", {"largest": 9}, 1),
         ("guess_number", {"max_turns": 2}, 2),
         ("key_value_store", {}, 1),
     ],
