@@ -32,6 +32,7 @@ from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
 from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
+from learner.checks import LogprobTolerance
 from learner.model.loading import LoadedModel
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
@@ -187,7 +188,8 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     """Return the most bytes of torch's allocator during the steps of a learner rank."""
     loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
-        config,
+        config.rollout_matching.pipeline,
+        LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
         loaded,
         parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),

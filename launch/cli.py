@@ -158,7 +158,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-def _absolute(files: Path | Sequence[SourceSection] | None) -> Any:
+def _absolute(
+    files: Path | Sequence[SourceSection] | None,
+) -> Path | tuple[SourceSection, ...] | None:
     if files is None or isinstance(files, Path):
         return files and files.resolve()
     return tuple(one.model_copy(update={"path": one.path.resolve()}) for one in files)
@@ -196,7 +198,7 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
         _print_help(schema)
         sys.exit(0)
     problems: list[str] = []
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals:

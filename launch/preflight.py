@@ -53,18 +53,20 @@ from launch.processes.ray_connection import cluster_nodes
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
-from launch.tools.demo.once import make_missing_demo_files
+from launch.tools.demo.once import make_missing_demo_files, with_untrained_model
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
 from learner.model.parts import model_part, target_problem
 from rollout_actors.engine.settings import family_problems
+from rollout_actors.server.lease import run_name
 from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
-from shared.config.pipeline import Channel
+from shared.config.model import ModelSection
+from shared.config.pipeline import Channel, PipelineSection
 from shared.config.rollout import RolloutMatchingSection
-from shared.config.training import LearnerSection
+from shared.config.training import LearnerSection, TrainingSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.model_families import ModelPart
@@ -102,7 +104,7 @@ def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
-        config = config_of_command(composed)
+        config = with_untrained_model(config_of_command(composed), show)
         make_missing_demo_files(config, show)
         config = with_fetched_model(config, show)
         config, point = resumed(with_absolute_paths(config))
@@ -110,7 +112,7 @@ def main(composed: DictConfig) -> None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)
             require_readable(config.telemetry.run_dir)
-        with vllm_import(config) as import_problems:
+        with vllm_import(config.rollout_matching, config.timeouts.start_s) as import_problems:
             findings = preflight(config)
             findings.collect(import_problems())
     for line in findings.lines:
@@ -142,39 +144,44 @@ def preflight(
     if config.engine_devices is not None:
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
-    report.collect(version_problems(config))
+    rollouts = config.rollout_matching
+    report.collect(version_problems(rollouts))
     report.collect(missing_packages(config))
-    report.collect(_optimizer_problems(config))
+    report.collect(_optimizer_problems(config.training))
     report.collect(path_problems(config))
-    report.collect(port_problems(config))
+    report.collect(port_problems(rollouts.servers.servers if rollouts.servers else ()))
 
     shape = None
-    if missing := checkpoint_problems(Path(config.model.path)):
+    folder = Path(config.model.path)
+    if missing := checkpoint_problems(folder):
         report.problems += missing
     else:
         report.facts = _check_data(config, report)
-        shape = report.attempt(lambda: _shape(config, report.lines))
-    report.attempt(lambda: _require_objectives(config))
+        shape = report.attempt(lambda: _shape(folder, rollouts, report.lines))
+    report.attempt(lambda: _require_objectives(rollouts.pipeline))
     if shape is not None:
-        report.collect(_adapter_problems(config, shape))
-        report.collect(position_problems(config))
-        report.collect(teacher_problems(config, waits=waits_for_servers))
+        report.collect(_adapter_problems(config.model, config.adapted_parts, shape))
+        report.collect(position_problems(config.model, rollouts, config.global_max_length))
+        if config.environment is not None and (teacher := config.environment.teacher) is not None:
+            of_run = (config.model.path, config.global_max_length)
+            report.collect(teacher_problems(teacher, *of_run, waits=waits_for_servers))
 
     nodes = report.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else report.attempt(lambda: plan_placement(config, nodes))
     expected = None
     if nodes is not None and placement is not None:
         report.lines += _describe(config, placement, nodes)
-        report.attempt(lambda: _require_offload(config.rollout_matching, config.learner, placement))
+        report.attempt(lambda: _require_offload(rollouts, config.learner, placement))
         if shape is not None:
-            report.collect(engine_family_problems(config, placement.device))
+            report.collect(engine_family_problems(config.model, rollouts, placement.device))
             memory = memory_of(placement.device)
             report.collect(_memory(config, placement, shape, memory, nodes, report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
 
-    if config.rollout_matching.servers is not None:
-        answers = report.attempt(lambda: ask_servers(config, expected))
+    if (servers := rollouts.servers) is not None:
+        run = run_name(config.telemetry.run_dir)
+        answers = report.attempt(lambda: ask_servers(servers, run, expected))
         if answers is not None:
             report.lines += answers.lines
             ignored = answers.not_up if waits_for_servers else ()
@@ -189,13 +196,12 @@ def preflight(
     return report
 
 
-def _shape(config: RunConfig, lines: list[str]) -> ModelShape:
+def _shape(folder: Path, rollouts: RolloutMatchingSection, lines: list[str]) -> ModelShape:
     """Read the sizes of a checkpoint whose files hold its model; `lines` tell what else they hold.
 
     Raises ConfigError where they do not.
     """
-    folder = Path(config.model.path)
-    warnings = weight_warnings(folder, for_engines=config.rollout_matching.starts_engines)
+    warnings = weight_warnings(folder, for_engines=rollouts.starts_engines)
     lines += (f"warning   {warning}" for warning in warnings)
     return ModelShape.read(folder)
 
@@ -210,7 +216,8 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    facts = DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
+    augment = config.data.augment
+    facts = DataFacts.from_datasets(augment, *(datasets if learnable is None else learnable))
     report.lines += facts.describe()
     return facts
 
@@ -260,30 +267,32 @@ def _require_offload(
     require_offload(rollouts, learner, torch.device(placement.device))
 
 
-def _require_objectives(config: RunConfig) -> None:
+def _require_objectives(pipeline: PipelineSection) -> None:
     import torch
 
     from learner.objectives.registry import build_objectives
 
     no_tokens = torch.empty(0, dtype=torch.int64)
     for channel in Channel:
-        build_objectives(config.rollout_matching.pipeline, channel, no_tokens)
+        build_objectives(pipeline, channel, no_tokens)
 
 
-def _optimizer_problems(config: RunConfig) -> Iterator[str]:
-    if config.training.optimizer == "adamw_bnb_8bit" and find_spec("bitsandbytes") is None:
+def _optimizer_problems(training: TrainingSection) -> Iterator[str]:
+    if training.optimizer == "adamw_bnb_8bit" and find_spec("bitsandbytes") is None:
         yield (
             "training.optimizer: adamw_bnb_8bit needs bitsandbytes, which is not installed; run"
             " `pip install 'rollmatch[qlora]'`, or set it to adamw_torch or adamw_offload"
         )
 
 
-def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    adapter = config.model.adapter
+def _adapter_problems(
+    model: ModelSection, parts: Sequence[ModelPart], shape: ModelShape
+) -> Iterator[str]:
+    adapter = model.adapter
     if adapter is None:
         return
     smaller_sides: dict[str, int] = {}
-    layers: dict[ModelPart, set[str]] = {part: set() for part in config.adapted_parts}
+    layers: dict[ModelPart, set[str]] = {part: set() for part in parts}
     for name, sizes in shape.parameters.items():
         layer = name.split(".")[-2]
         if len(sizes) != 2 or not is_linear(name):
@@ -291,7 +300,7 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if (part := model_part(name)) in layers:
             layers[part].add(layer)
             smaller_sides[layer] = max(min(sizes), smaller_sides.get(layer, 0))
-    if problem := target_problem(adapter.target_modules, layers, config.model.path):
+    if problem := target_problem(adapter.target_modules, layers, model.path):
         yield problem
     if adapter.quantize is not None and find_spec("bitsandbytes") is None:
         yield NO_BITSANDBYTES
@@ -303,34 +312,40 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def position_problems(config: RunConfig) -> Iterator[str]:
-    """Compare the longest sequence with the model's positions: vLLM starts no engine for more."""
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
-    text = model.get("text_config", model)
+def position_problems(
+    model: ModelSection, rollouts: RolloutMatchingSection, longest: int
+) -> Iterator[str]:
+    """Compare the longest sequence with the model's positions: vLLM starts no engine for more.
+
+    Args:
+        longest: `global_max_length`.
+    """
+    written = json.loads((Path(model.path) / "config.json").read_text())
+    text = written.get("text_config", written)
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_stretched = rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope")
-    if not config.rollout_matching.starts_engines or positions is None or is_stretched:
+    if not rollouts.starts_engines or positions is None or is_stretched:
         return
-    longest = config.rollout_matching.vllm.max_model_len
-    key = "rollout_matching.vllm.max_model_len"
-    if longest is None:
-        longest = config.global_max_length
-        key = "global_max_length"
+    key = "global_max_length"
+    if rollouts.vllm.max_model_len is not None:
+        key = "rollout_matching.vllm.max_model_len"
+        longest = rollouts.vllm.max_model_len
     if longest > positions:
         yield (
             f"{key}: {longest} tokens are more than the {positions} positions of"
-            f" {config.model.path} (max_position_embeddings); lower it"
+            f" {model.path} (max_position_embeddings); lower it"
         )
 
 
-def engine_family_problems(config: RunConfig, device: Device) -> Iterator[str]:
+def engine_family_problems(
+    model: ModelSection, rollouts: RolloutMatchingSection, device: Device
+) -> Iterator[str]:
     """Name what the run's engines do not do with the checkpoint's family."""
-    if not config.rollout_matching.starts_engines:
+    if not rollouts.starts_engines:
         return
-    enable_lora = config.rollout_matching.vllm.enable_lora
-    dtype = config.model.dtype
-    found = family_problems(config.model.path, device=device, dtype=dtype, enable_lora=enable_lora)
+    enable_lora = rollouts.vllm.enable_lora
+    found = family_problems(model.path, device=device, dtype=model.dtype, enable_lora=enable_lora)
     keys = {"dtype": "model.dtype", "enable_lora": "rollout_matching.vllm.enable_lora"}
     for setting, text in found:
         yield f"{keys[setting]}: {text}, or rollout_matching.rollout_backend: hf"

@@ -106,7 +106,7 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.run_folder.telemetry import Telemetry
 
     started_s = time.monotonic()
-    require_vllm(config)
+    require_vllm(config.rollout_matching)
     if config.engine_devices is not None:  # else it is printed when servers or cluster have told
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))

@@ -33,6 +33,7 @@ import torch
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
+from learner.checks import LogprobTolerance
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.reference import load_reference
@@ -101,8 +102,15 @@ class Learner:
             self.algorithm = Trajectories(config, self.loaded, decode, self._ranks, examples)
         else:
             self.algorithm = RolloutMatching(config, self.loaded, decode, self._ranks)
-        self._trainer = RowTrainer(config, self.loaded, self.parallel, decode, self.reference)
-        self._packing = packing_policy(config)
+        self._trainer = RowTrainer(
+            config.rollout_matching.pipeline,
+            LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
+            self.loaded,
+            self.parallel,
+            decode,
+            self.reference,
+        )
+        self._packing = packing_policy(config.row_rule, config.training, config.global_max_length)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
         self.publisher = WeightPublisher.from_config(
             config,
@@ -155,7 +163,7 @@ class Learner:
         self.steps.append(step)
         # Otherwise a stale step is still being learned, and its log stays open until it ends.
         if len(self.steps) == 1:
-            step.become_current()
+            self._begin_log()
         # Those that the run had answers of before it was resumed are not asked again.
         requests = step.requests()[len(self.answers_ahead) :]
         self.answers_ahead = ()
@@ -239,7 +247,7 @@ class Learner:
             self.state = self._state_now(report)
             # Last: where its log cannot be written, what is saved then is all of one update.
             if self.steps:
-                self._current.become_current()
+                self._begin_log()
             return report
 
     def save(
@@ -331,6 +339,10 @@ class Learner:
         """Leave the groups of the weight sync, and end the log of rollouts."""
         self.publisher.close()
         self.algorithm.close()
+
+    def _begin_log(self) -> None:
+        if self.algorithm.log is not None:
+            self.algorithm.log.begin(self._current.plan.number)
 
     @property
     def _current(self) -> AlgorithmStep:

@@ -5,22 +5,25 @@ Whatever the policy, rows depend on positions alone: not on arrival, rounds or a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Sized
+from types import ModuleType
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from learner.segments import Segment
-from shared.config import RunConfig
 from shared.config.run import RowRule
+from shared.config.training import TrainingSection
 from shared.errors import ConfigError
+
+SizedT = TypeVar("SizedT", bound=Sized)
 
 # Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates
 # of the heuristics compete.
 _EXACT_CELLS = 20_000_000
 
 
-def require_binpacking() -> Any:
+def require_binpacking() -> ModuleType:
     """Import `binpacking`. ConfigError where it is missing: there is no silent second heuristic."""
     try:
         import binpacking
@@ -126,7 +129,7 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
     return [0, *sorted(fullest)]
 
 
-class CarryBuffer:
+class CarryBuffer(Generic[SizedT]):
     """Segments that wait for a row, oldest first. A segment is anything with a `len()`: its tokens.
 
     Example:
@@ -138,7 +141,7 @@ class CarryBuffer:
         require_binpacking()
         self.capacity = capacity
         self.max_segments = max_segments
-        self._segments: list[Any] = []
+        self._segments: list[SizedT] = []
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -147,7 +150,7 @@ class CarryBuffer:
     def num_tokens(self) -> int:
         return sum(len(segment) for segment in self._segments)
 
-    def insert(self, segment: Any) -> None:
+    def insert(self, segment: SizedT) -> None:
         """Add a segment. ConfigError when it fits no row or the buffer is full, which stays so."""
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
@@ -158,11 +161,11 @@ class CarryBuffer:
             )
         self._segments.append(segment)
 
-    def segments(self) -> tuple[Any, ...]:
+    def segments(self) -> tuple[SizedT, ...]:
         """Return the segments that wait, oldest first."""
         return tuple(self._segments)
 
-    def pop_row(self) -> list[Any]:
+    def pop_row(self) -> list[SizedT]:
         """Take the segments of the next row. ValueError when the buffer is empty."""
         chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
         row = [self._segments[i] for i in chosen]
@@ -170,7 +173,7 @@ class CarryBuffer:
         self._segments = [segment for i, segment in enumerate(self._segments) if i not in taken]
         return row
 
-    def flush(self) -> list[list[Any]]:
+    def flush(self) -> list[list[SizedT]]:
         """Take every segment that is left, as rows, each the fullest of what is left."""
         rows = []
         while self._segments:
@@ -217,7 +220,7 @@ class PackWithinStep(PackingPolicy):
     A row is also taken where the buffer is full.
     """
 
-    def __init__(self, buffer: CarryBuffer, window: int) -> None:
+    def __init__(self, buffer: CarryBuffer[Segment], window: int) -> None:
         self._buffer = buffer
         self._window = window
         self._num_added = 0
@@ -246,7 +249,7 @@ class CarryOver(PackingPolicy):
 
     carries = True
 
-    def __init__(self, buffer: CarryBuffer, micro_step: int) -> None:
+    def __init__(self, buffer: CarryBuffer[Segment], micro_step: int) -> None:
         self._buffer = buffer
         self._micro_step = micro_step
         self._num_added = 0
@@ -270,13 +273,14 @@ class CarryOver(PackingPolicy):
         return []
 
 
-def packing_policy(config: RunConfig) -> PackingPolicy:
-    """Return the policy of a run. ConfigError where `binpacking` is needed and not installed."""
-    training = config.training
-    rule = config.row_rule
+def packing_policy(rule: RowRule, training: TrainingSection, capacity: int) -> PackingPolicy:
+    """Return the policy of a run with rows of `capacity` tokens.
+
+    Raises ConfigError if `binpacking` is needed and not installed.
+    """
     if rule is RowRule.SEGMENT:
         return PackingPolicy()
-    buffer = CarryBuffer(config.global_max_length, training.packing_buffer)
+    buffer = CarryBuffer[Segment](capacity, training.packing_buffer)
     if rule is RowRule.STEP:
         return PackWithinStep(buffer, training.packing_window)
     return CarryOver(buffer, training.per_device_train_batch_size)

@@ -35,8 +35,7 @@ from learner.objectives.registry import build_objectives
 from learner.packing import Row
 from learner.segments import Segment
 from learner.targets import text_weights
-from shared.config import RunConfig
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, PipelineSection
 from shared.rollouts import DecodeSettings
 
 LOGIT_CHUNK = 512
@@ -350,14 +349,14 @@ class RowTrainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        pipeline: PipelineSection,
+        tolerance: LogprobTolerance,
         loaded: LoadedModel,
         parallel: Parallel,
         decode: DecodeSettings,
         reference: Reference | None = None,
     ) -> None:
         """`decode`: how the rollouts are sampled; `reference`: as `load_reference` returns it."""
-        pipeline = config.rollout_matching.pipeline
         self._loaded = loaded
         self._parallel = parallel
         self._reference = reference
@@ -368,7 +367,7 @@ class RowTrainer:
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
         self._sampled_under = Normalizer(decode.temperature or 1.0, loaded.banned_token_ids)
         self._compares_logprobs = compares_logprobs(decode)
-        self._tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
+        self._tolerance = tolerance
 
     def collate(
         self, segments: Row, channel: Channel, *, version: int, beside: Segment | None = None

@@ -156,8 +156,6 @@ def load_dataset(
             of all. With "skip" only for a file that cannot be read or has no usable row, and for
             objects of a geometry that the run does not learn.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
     path = Path(path)
     rules = RowRules(sort_objects, check_images, geometry, source)
     table = TableBuilder()
@@ -225,16 +223,10 @@ class SampleStream(Iterator[int]):
 
     Args:
         number: of the stream, among several of the same seed.
-
-    Raises:
-        ValueError: the data set is empty, or the seed negative.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int = 0) -> None:
-        if num_samples < 1:
-            raise ValueError("there is no sample to draw from; give a dataset with a row")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; use 0 or more")
+        assert num_samples > 0, "a data set has a usable row"
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
@@ -336,21 +328,14 @@ class RowStream:
     def __init__(
         self, num_rows: int, mixture: Sequence[Sequence[int]], seed: int, shuffle: bool
     ) -> None:
-        """Begin. Without a mixture it draws as `SampleStream`, else as `MixedStream`."""
-        sizes = [size for size, _ in mixture] or [num_rows]
+        """Begin. Without a mixture all rows are one part."""
+        sizes, weights = zip(*(mixture or [(num_rows, 1)]), strict=True)
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._stream: SampleStream | MixedStream
-        if mixture:
-            self._stream = MixedStream(sizes, [weight for _, weight in mixture], seed, shuffle)
-        else:
-            self._stream = SampleStream(num_rows, seed, shuffle)
+        self._stream = MixedStream(sizes, weights, seed, shuffle)
 
     def take(self, n: int) -> list[int]:
         """Return the next `n` rows."""
-        return [
-            self._starts[one.source] + one.row if isinstance(one, Draw) else one
-            for one in self._stream.take(n)
-        ]
+        return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:
         """Go on behind the first `position` draws."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shared.data.limits import MAX_PIXELS, above
 from shared.errors import RecordError
@@ -76,13 +76,13 @@ class Prompts:
 
 def detection_messages(
     num_images: int, system_prompt: str | None, user_prompt: str
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Write the chat of one sample as Hugging Face processors read it.
 
     An image is a bare `{"type": "image"}`; the processor gets the pixels beside the messages, in
     the same order.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if system_prompt is not None:
         messages.append({"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     images = [{"type": "image"} for _ in range(num_images)]

@@ -164,7 +164,7 @@ class Sample:
     width: int
     height: int
     objects: tuple[GroundTruthObject, ...]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
     prompt: str | None = None
     """The user message; None: one of the run's (`shared.prompts.Prompts`)."""
     system: str | None = None
@@ -266,7 +266,7 @@ def load_record(
         prompt=prompt,
         system=system,
         phrase=phrase,
-        classes=tuple(names),
+        classes=tuple(map(str, names)),
         annotated=tuple(annotated),
         ignore=load_ignored(mapping["ignore"]) if "ignore" in mapping else (),
     )
@@ -349,7 +349,7 @@ def _kind(value: object) -> str:
     return _KINDS[type(value)] if type(value) in _KINDS else type(value).__name__
 
 
-def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence[Any]:
+def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence[object]:
     if not isinstance(value, (list, tuple)):
         _refuse(field, f"is {_kind(value)}", f"write {wanted}")
     if len(value) < least:
@@ -357,7 +357,7 @@ def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence
     return value
 
 
-def _text(mapping: Mapping[str, Any], field: str) -> str | None:
+def _text(mapping: Mapping[str, object], field: str) -> str | None:
     value = mapping.get(field)
     if value is not None and (not isinstance(value, str) or not value.strip()):
         _refuse(field, f"is {_kind(value)}", "write a text, or leave it out")
@@ -384,7 +384,7 @@ def _size(field: str, value: object) -> int:
     return value
 
 
-def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
+def _sample_id(mapping: Mapping[str, object], default_id: str | None) -> str:
     keys = [key for key in ("sample_id", "id") if key in mapping]
     if len(keys) == 2 and mapping["sample_id"] != mapping["id"]:
         problem = f"is {mapping['sample_id']!r} but id is {mapping['id']!r}"

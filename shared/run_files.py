@@ -177,7 +177,7 @@ class Span:
     name: str
     start_s: float
     end_s: float
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def duration_s(self) -> float:

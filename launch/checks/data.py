@@ -29,7 +29,7 @@ from rollout_actors.environments.training.runner import (
 )
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.model import DataSource
+from shared.config.model import AugmentSection, DataSource
 from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
 from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
@@ -78,9 +78,8 @@ class DataFacts:
 
     @classmethod
     def from_datasets(
-        cls, config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset]
+        cls, augment: AugmentSection | None, train: Sequence[Dataset], val: Sequence[Dataset]
     ) -> DataFacts:
-        augment = config.data.augment
         enlarged = 1.0 if augment is None else max(1.0, augment.scale[1])
         return cls(
             ImageNeeds.from_datasets(*train, *val, enlarged=enlarged),
@@ -157,7 +156,7 @@ def check_data(config: RunConfig) -> DataFacts:
     """Check the data files, or the run's environment. Raises as the functions below."""
     if config.environment is not None:
         return check_environment(config, config.environment)
-    return DataFacts.from_datasets(config, *load_data(config))
+    return DataFacts.from_datasets(config.data.augment, *load_data(config))
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
@@ -167,7 +166,8 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls, or
             whatever it raises itself.
     """
-    _require_checkpoint(config)
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
     num_images = section.max_images_per_prompt
     if num_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
         raise ConfigError(
@@ -220,11 +220,6 @@ def _check_template(environment: Environment, checkpoint: Path) -> str | None:
     )
 
 
-def _require_checkpoint(config: RunConfig) -> None:
-    if problems := checkpoint_problems(Path(config.model.path)):
-        raise ConfigError(problems)
-
-
 def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
     """Read training and validation data as the learner will, images too if `data.check_images`.
 
@@ -234,7 +229,8 @@ def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
         ConfigError: the checkpoint or a data file is missing.
         RecordError: bad rows or images of either file, with file and line.
     """
-    _require_checkpoint(config)
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
     errors: list[RecordError] = []
 
     def load(split: Literal["train", "val"]) -> Iterator[Dataset]:

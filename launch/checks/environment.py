@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import find_environment, make_environment
@@ -38,7 +37,7 @@ class EnvironmentKeys:
     """What to do about an argument that is a secret, which files do not keep."""
 
 
-def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
+def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentKeys) -> Environment:
     """Call `load_environment(name, **args)`. Raises ConfigError for whatever that raises."""
     if missing := masked_keys(args):
         raise ConfigError(

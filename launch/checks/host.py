@@ -18,7 +18,10 @@ from launch.checks.model_shape import BYTES, ModelShape
 from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
-from shared.config.job import ClusterSection
+from shared.config.job import ClusterSection, ResumeSection
+from shared.config.model import ModelSection
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import CheckpointSection
 from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
@@ -32,7 +35,9 @@ DISTRIBUTION = "rollmatch"
 
 def path_problems(config: RunConfig) -> Iterator[str]:
     """Check every folder that the run writes: occupied, not writable, full, or too long."""
-    yield from _run_folder_problems(config)
+    yield from _run_folder_problems(
+        config.telemetry.run_dir, config.resume, config.model, config.checkpoint
+    )
     if config.cluster.kind == "ray" and config.cluster.address == "local":
         yield from _ray_folder_problems(config.cluster)
     yield from _folder_problems("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp"), SCRATCH_BYTES)
@@ -119,10 +124,9 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
 
 
-def run_folder_problem(config: RunConfig) -> str | None:
+def run_folder_problem(folder: Path, resume: ResumeSection) -> str | None:
     """Refuse a folder that holds a run, which would be overwritten."""
-    folder = config.telemetry.run_dir
-    if config.resume.run is not None or not (folder / "config.json").exists():
+    if resume.run is not None or not (folder / "config.json").exists():
         return None
     return (
         f"telemetry.run_dir: {folder} holds a run already; choose another folder, or go on with"
@@ -130,9 +134,10 @@ def run_folder_problem(config: RunConfig) -> str | None:
     )
 
 
-def _run_folder_problems(config: RunConfig) -> Iterator[str]:
-    folder = config.telemetry.run_dir
-    if (problem := run_folder_problem(config)) is not None:
+def _run_folder_problems(
+    folder: Path, resume: ResumeSection, model: ModelSection, checkpoint: CheckpointSection
+) -> Iterator[str]:
+    if (problem := run_folder_problem(folder, resume)) is not None:
         yield problem
         return
     existing = _existing(folder)
@@ -142,8 +147,8 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
             " another folder, or permit it"
         )
         return
-    needed = _checkpoint_bytes(config)
-    if config.resume.run is not None:
+    needed = _checkpoint_bytes(model, checkpoint)
+    if resume.run is not None:
         # A run that goes on has some of them already.
         there = (path for path in folder.glob("checkpoint*/**/*") if path.is_file())
         needed -= sum(path.stat().st_size for path in there)
@@ -157,25 +162,24 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _checkpoint_bytes(config: RunConfig) -> int:
+def _checkpoint_bytes(model: ModelSection, section: CheckpointSection) -> int:
     """Count the bytes of all checkpoints that exist at the same time."""
-    if not (Path(config.model.path) / "config.json").is_file():
+    if not (Path(model.path) / "config.json").is_file():
         return 0
-    section = config.checkpoint
     number = int(section.save_final)
     # A new one is complete before an old one goes.
     if section.save_steps or section.save_minutes:
         number += section.keep_last + 1
     if section.keep_best:
         number += section.keep_best + 1
-    parameters = ModelShape.read(Path(config.model.path)).num_parameters
-    size = BYTES[config.model.dtype]
-    if section.full and config.model.adapter is None:
+    parameters = ModelShape.read(Path(model.path)).num_parameters
+    size = BYTES[model.dtype]
+    if section.full and model.adapter is None:
         size += 3 * BYTES["float32"]  # a master and two moments
     return number * parameters * size
 
 
-def version_problems(config: RunConfig) -> Iterator[str]:
+def version_problems(rollouts: RolloutMatchingSection) -> Iterator[str]:
     """Name every package that is missing, or of another version than pyproject.toml pins."""
     try:
         pinned = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
@@ -188,23 +192,25 @@ def version_problems(config: RunConfig) -> Iterator[str]:
     for requirement in pinned:
         if requirement.marker is None and (problem := _version_problem(requirement)):
             yield problem
-    if config.rollout_matching.starts_engines:
+    if rollouts.starts_engines:
         builds = [requirement for requirement in pinned if requirement.name.startswith("vllm")]
         yield from vllm_problems(builds)
 
 
 @contextmanager
-def vllm_import(config: RunConfig) -> Iterator[Callable[[], Iterator[str]]]:
+def vllm_import(
+    rollouts: RolloutMatchingSection, limit_s: float
+) -> Iterator[Callable[[], Iterator[str]]]:
     """Import what an engine of the run imports, in a process of its own, while the body runs.
 
     What the body is given waits for the end of the import, and yields its problem if it failed.
-    Only this node's installation is tried.
+    Only this node's installation is tried, for at most `timeouts.start_s`.
     """
-    if not config.rollout_matching.starts_engines or find_spec("vllm") is None:
+    if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())
         return
     module = "rollout_actors.engine.vllm_engine"
-    if config.rollout_matching.vllm.mode == "colocate":
+    if rollouts.vllm.mode == "colocate":
         module = "rollout_actors.backends.colocated_llm"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import {module}"],
@@ -215,7 +221,6 @@ def vllm_import(config: RunConfig) -> Iterator[Callable[[], Iterator[str]]]:
     )
 
     def problems() -> Iterator[str]:
-        limit_s = config.timeouts.start_s
         try:
             _, printed = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -235,15 +240,15 @@ def vllm_import(config: RunConfig) -> Iterator[Callable[[], Iterator[str]]]:
         process.communicate()
 
 
-def require_vllm(config: RunConfig, transport: TransportKind | None = None) -> None:
+def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | None = None) -> None:
     """Raise ConfigError where this machine's part of the run needs vLLM and has none.
 
     Args:
         transport: of the weights, once the run is placed. Over NCCL a learner sends with vLLM's
             code, to servers too.
     """
-    if config.rollout_matching.starts_engines:
-        require_installed(f"rollout_matching.vllm.mode: {config.rollout_matching.vllm.mode}")
+    if rollouts.starts_engines:
+        require_installed(f"rollout_matching.vllm.mode: {rollouts.vllm.mode}")
     elif transport is TransportKind.NCCL:
         require_installed("a learner that sends weights over NCCL")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.http import (
@@ -21,8 +21,8 @@ from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.environments.training.runner import load_tokenizer
 from rollout_actors.environments.training.teacher import MODELS, Teacher, TeacherSettings
-from rollout_actors.server.lease import run_name
-from shared.config import RunConfig
+from shared.config.algorithm import TeacherSection
+from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
@@ -32,10 +32,9 @@ INSPECT_S = 20.0
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
-def port_problems(config: RunConfig) -> Iterator[str]:
+def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
     """Check the ports at which the first learner rank, taken to be here, waits for engines."""
-    section = config.rollout_matching.servers
-    for index, server in enumerate(section.servers if section is not None else ()):
+    for index, server in enumerate(servers):
         if not server.group_port:
             continue
         try:
@@ -60,20 +59,22 @@ class ServerAnswers:
 
 
 def ask_servers(
-    config: RunConfig, settings: EngineSettings | None, *, inspect_s: float = INSPECT_S
+    section: ServerSection,
+    run: str,
+    settings: EngineSettings | None,
+    *,
+    inspect_s: float = INSPECT_S,
 ) -> ServerAnswers:
     """Ask each server what a run's client asks at its start, without waiting or changing anything.
 
     Args:
+        run: the name under which the run asks.
         settings: the run's demands on them; None: not known, ask only whether they are up.
         inspect_s: limit for everything that one server is asked.
 
     Raises:
         ConfigError: the token is not set.
     """
-    section = config.rollout_matching.servers
-    assert section is not None
-    run = run_name(config.telemetry.run_dir)
     addresses = [replace(one, timeout_s=ANSWER_S) for one in server_addresses(section, run)]
 
     async def ask_all() -> list[ServerFacts | str | None]:
@@ -111,8 +112,10 @@ def ask_servers(
     )
 
 
-def teacher_problems(config: RunConfig, *, waits: bool) -> Iterator[str]:
-    """Ask the teacher, if there is one, what environment actors ask it at their start.
+def teacher_problems(
+    section: TeacherSection, model_path: str, max_length: int, *, waits: bool
+) -> Iterator[str]:
+    """Ask the teacher what environment actors ask it at their start.
 
     Args:
         waits: one that does not answer yet is no problem.
@@ -120,9 +123,6 @@ def teacher_problems(config: RunConfig, *, waits: bool) -> Iterator[str]:
     Raises:
         ConfigError: its token is not set.
     """
-    section = None if config.environment is None else config.environment.teacher
-    if section is None:
-        return
     settings = TeacherSettings.from_section(section)
 
     async def ask() -> None:
@@ -132,9 +132,9 @@ def teacher_problems(config: RunConfig, *, waits: bool) -> Iterator[str]:
             if error.status in STILL_LOADING:
                 raise UnansweredError(f"it is loading: {error}") from error
             # Any other is asked again, and explained.
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(model_path)
         teacher = Teacher(settings, max_under_way=1)
-        await teacher.require_suitable(tokenizer, config.global_max_length)
+        await teacher.require_suitable(tokenizer, max_length)
 
     try:
         asyncio.run(ask())

@@ -170,8 +170,9 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with start_up.stage("checks"):
-        of_family = engine_family_problems(config, device_here())
-        if problems := [*position_problems(config), *of_family]:
+        sections = (config.model, config.rollout_matching)
+        of_family = engine_family_problems(*sections, device_here())
+        if problems := [*position_problems(*sections, config.global_max_length), *of_family]:
             raise ConfigError(problems)
         key = "model" if isinstance(options, ModelOptions) else "checkpoint"
         warnings = weight_warnings(Path(config.model.path), key=key, for_engines=True)

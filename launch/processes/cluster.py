@@ -109,7 +109,7 @@ class Cluster:
         """
         config = self._config
         placement = plan_placement(config, connected_nodes())
-        require_vllm(config, placement.transport)
+        require_vllm(config.rollout_matching, placement.transport)
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
         names = ", ".join(_rank_names(placement))
@@ -148,7 +148,7 @@ class Cluster:
     def start_actors(self) -> RolloutClient:
         """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
-        require_vllm(self._config, placement.transport)
+        require_vllm(self._config.rollout_matching, placement.transport)
         engines = self._place_actors(placement, self._reserve(placement))
         self._start(engines)
         return engines

@@ -116,7 +116,7 @@ class LocalRun:
             RolloutError: the engine does not come up.
         """
         placement = plan_placement(self._config, cluster_nodes(self._config))
-        require_vllm(self._config, placement.transport)
+        require_vllm(self._config.rollout_matching, placement.transport)
         with self._start_up.stage("the learner with an engine, in this process"):
             rollouts = start_ranks(
                 *(self._config, self._learner, placement, self._images, self._examples),

@@ -46,9 +46,10 @@ class RunFolder:
             ConfigError: the folder holds a run, or another process writes to it.
             StorageError: it cannot be written.
         """
-        if not resumes and (problem := run_folder_problem(config)) is not None:
-            raise ConfigError(problem)
         self.path = config.telemetry.run_dir
+        problem = None if resumes else run_folder_problem(self.path, config.resume)
+        if problem is not None:
+            raise ConfigError(problem)
         # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
         begun = (FAILED_CONFIG, CONFIG) if config.resume.is_auto else (FAILED_CONFIG,)
         try:

@@ -6,14 +6,17 @@ the results do not depend on when they are made.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from learner.rollout_logs.writer import StepLog
 from learner.segments import Segment
 from learner.step_metrics import StepMetrics
+from shared.grounding.evaluation import Outcome
 from shared.records import ImageRef
 from shared.rollouts import Rollout
 from shared.run_files import Span
@@ -29,7 +32,7 @@ NUM_AHEAD = 16
 """
 
 
-class AlgorithmStep(Protocol):
+class AlgorithmStep(ABC):
     """One rank's part of one step: what it asks for, and what is learned of the answers.
 
     Everything is in the order of positions. What becomes of the answers is counted in `metrics`.
@@ -38,29 +41,30 @@ class AlgorithmStep(Protocol):
     `segments(2 rollouts)` twice -> 2 Segments each; `ground_truth()` -> nothing.
     """
 
-    @property
-    def plan(self) -> StepPlan: ...
-    @property
-    def metrics(self) -> StepMetrics: ...
+    def __init__(self, plan: StepPlan, metrics: StepMetrics) -> None:
+        self.plan = plan
+        self.metrics = metrics
 
     def requests(self) -> list[Any]:
         """Return the requests to the engines or environments; none on channel A."""
+        return []
 
-    def become_current(self) -> None:
-        """Note that no earlier step is in progress any more."""
-
-    def generation_spans(self, answers: Sequence[Any]) -> list[Span]:
+    def generation_spans(self, answers: Sequence[Any]) -> list[Span]:  # noqa: ARG002
         """Return who generated these answers, and when."""
+        return []
 
-    def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:
+    def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:  # noqa: ARG002
         """Yield the segments of the next answers; `version` is of the weights that learn.
 
         Raises RolloutError where engine and learner disagree.
         """
+        return iter(())
 
     def ground_truth(self) -> Iterator[Segment]:
         """Yield the segments that need no answers: all of a channel-A step, none of others."""
+        return iter(())
 
+    @abstractmethod
     def require_complete(self) -> None:
         """Check that every position was answered, before the rows of `finish_step`.
 
@@ -68,40 +72,50 @@ class AlgorithmStep(Protocol):
         """
 
 
-class Algorithm(Protocol):
+class Algorithm(ABC):
     """The source of a rank's steps. Every rank has the same one, and takes its share."""
 
-    @property
-    def fixed(self) -> Segment:
-        """A segment that stays the same.
+    fixed: Segment
+    """A segment that stays the same.
 
-        Every weight sync is proved by it, and a rank without a row runs it beside the others.
-        """
+    Every weight sync is proved by it, and a rank without a row runs it next to the others.
+    """
+    fixed_images: tuple[ImageRef, ...] = ()
+    """The images of the fixed segment's prompt."""
 
-    @property
-    def fixed_images(self) -> tuple[ImageRef, ...]:
-        """The images of the fixed segment's prompt."""
+    def __init__(self, log: StepLog | None = None) -> None:
+        """`log`: of rollouts; None: none is kept."""
+        self.log = log
+        self.ahead = Ahead()
 
+    @abstractmethod
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
         """Draw the step's samples or examples."""
 
-    def held_out_requests(self, step: int) -> list[Any]:
-        """Return this rank's share of the held-out requests, in order."""
-
-    def score(self, answers: Sequence[Any]) -> list[Any]:
-        """Score the answers to them: `shared.grounding.evaluation.Outcome`s, in order."""
-
+    @abstractmethod
     def move_to(self, num_samples: int) -> None:
-        """Go on behind the first `num_samples` of the run, which earlier steps have drawn."""
+        """Continue after the first `num_samples` of the run, which earlier steps have drawn."""
 
+    @abstractmethod
     def fingerprints(self) -> dict[str, str]:
         """Return digests of the data, by their keys in the configuration."""
 
-    def require_same(self) -> None:
+    def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
+        """Return this rank's share of the held-out requests, in order."""
+        return []
+
+    def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002
+        """Score the answers to them, in order."""
+        return []
+
+    def require_same(self) -> None:  # noqa: B027 - environments have their data elsewhere
         """Raise ConfigError where the ranks do not have the same data. A collective."""
 
     def close(self) -> None:
-        """End the log of rollouts."""
+        """Stop preparing, and end the log of rollouts."""
+        self.ahead.close()
+        if self.log is not None:
+            self.log.close()
 
 
 def generation_span(

@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from learner.algorithms.advantages import AdvantageEstimator
-from learner.algorithms.base import Ahead, generation_span
+from learner.algorithms.base import Algorithm, AlgorithmStep, generation_span
 from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.data.augment import Augmented, AugmentedAhead, Augmenter
@@ -37,7 +37,7 @@ from learner.held_out import HeldOut
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.samples import sample_record
-from learner.rollout_logs.writer import StepLog, patience_of_learner
+from learner.rollout_logs.writer import StepLog
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget, Target, target_settings, text_weights
@@ -49,20 +49,21 @@ from shared.dataset import Draw, MixedStream
 from shared.errors import ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.grounding.scores import Criterion, f1, num_found
-from shared.records import ImageRef, Sample
+from shared.records import Sample
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import TrainingExample, has_signal
 
 
-class RolloutMatching:
+class RolloutMatching(Algorithm):
     """The `Algorithm` of samples with ground truth (`data.train`), on channels A and B."""
 
     def __init__(
         self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks
     ) -> None:
         """Read the files of `data`. Raises ConfigError and RecordError for what is wrong there."""
+        super().__init__(StepLog.of_run(config.telemetry, config.timeouts, ranks.rank))
         self.config = config
         self.tokens = tokens
         self.decode = decode
@@ -91,22 +92,16 @@ class RolloutMatching:
             fits = partial(fits_a_row, config, self.encoder, tokens.codec)
             augmenter = Augmenter(config.data.augment, config.training.seed, fits)
             self._augmented = AugmentedAhead(partial(self._shown, augmenter=augmenter))
-        self.ahead = Ahead()
         first = self.train[0][0]
         # Not drawn: the stream of samples stays the same with and without it.
         self.fixed = Segment(
             0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.settings)
         )
-        self.fixed_images: tuple[ImageRef, ...] = first.images
+        self.fixed_images = first.images
         self.estimator: AdvantageEstimator | None = None
         objective = config.rollout_matching.pipeline.policy_gradient
         if objective is not None:
             self.estimator = AdvantageEstimator(objective, config.rollout_matching.max_new_tokens)
-        self.log: StepLog | None = None
-        if config.telemetry.rollouts:
-            folder = config.telemetry.run_dir / "rollouts"
-            patience = patience_of_learner(config.timeouts)
-            self.log = StepLog(folder, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share, draws = self._draws(plan, self._stream)
@@ -183,11 +178,9 @@ class RolloutMatching:
             )
 
     def close(self) -> None:
-        self.ahead.close()
+        super().close()
         if self._augmented is not None:
             self._augmented.close()
-        if self.log is not None:
-            self.log.close()
 
 
 def _digest(sources: Sequence[DataSource], fittings: Sequence[Fitting]) -> str:
@@ -212,7 +205,7 @@ class _Scored(NamedTuple):
     reward: float
 
 
-class RolloutMatchingStep:
+class RolloutMatchingStep(AlgorithmStep):
     """One step of one rank: `shown[i]`, and `samples[i]`, is at position `share[i]`."""
 
     def __init__(
@@ -223,11 +216,10 @@ class RolloutMatchingStep:
         shown: list[Augmented],
         metrics: StepMetrics,
     ) -> None:
-        self.plan = plan
+        super().__init__(plan, metrics)
         self.share = share
         self.shown = shown
         self.samples = [one.sample for one in shown]
-        self.metrics = metrics
         self._algorithm = algorithm
         pipeline = algorithm.config.rollout_matching.pipeline
         self._text_weights = text_weights(pipeline, plan.channel)
@@ -256,10 +248,6 @@ class RolloutMatchingStep:
                 *([image.sha256 for image in one.images], one.decode),
             )
         return requests
-
-    def become_current(self) -> None:
-        if self._algorithm.log is not None:
-            self._algorithm.log.begin(self.plan.number)
 
     def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
         """Return one span per engine's share of the round."""

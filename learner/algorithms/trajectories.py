@@ -36,12 +36,12 @@ from learner.algorithms.advantages import (
     own_advantages,
     teacher_log_ratios,
 )
-from learner.algorithms.base import Ahead, generation_span
+from learner.algorithms.base import Algorithm, AlgorithmStep, generation_span
 from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.trajectories import trajectory_record
-from learner.rollout_logs.writer import StepLog, patience_of_learner
+from learner.rollout_logs.writer import StepLog
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import AdvantageTarget
@@ -49,6 +49,7 @@ from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.dataset import RowStream
 from shared.errors import RolloutError
+from shared.prompts import Prompts
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeMode, DecodeSettings
 from shared.run_files import Span
@@ -107,7 +108,7 @@ def trajectory_target(
     return tuple(example.token_ids[:start]), target
 
 
-class Trajectories:
+class Trajectories(Algorithm):
     """The `Algorithm` of an environment's examples, on channel B."""
 
     def __init__(
@@ -119,12 +120,12 @@ class Trajectories:
         examples: ExampleCounts,
     ) -> None:
         assert config.environment is not None, "checked with the configuration"
+        super().__init__(StepLog.of_run(config.telemetry, config.timeouts, ranks.rank))
         self.config = config
         self.decode = decode
         self.environment = config.environment
         self.ranks = ranks
-        self.ahead = Ahead()
-        self._rows = RowStream(
+        self.rows = RowStream(
             examples.train, examples.mixture, config.training.seed, config.data.shuffle
         )
         self._num_examples = examples.train
@@ -138,20 +139,14 @@ class Trajectories:
             policy_gradient, config.rollout_matching.max_new_tokens, config.environment.teacher
         )
         self.images: ImageEncoder | None = None
-        self.fixed_images: tuple[ImageRef, ...] = ()
         if self.environment.max_images_per_prompt:
             self.images = ImageEncoder(tokens.processor)
             self.fixed_images = (_fixed_image(),)
-        self.fixed = _fixed_segment(config, tokens, self.fixed_images)
-        self.log: StepLog | None = None
-        if config.telemetry.rollouts:
-            folder = config.telemetry.run_dir / "rollouts"
-            patience = patience_of_learner(config.timeouts)
-            self.log = StepLog(folder, rank=ranks.rank, patience=patience)
+        self.fixed = _fixed_segment(config.prompts, tokens, self.fixed_images)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> TrajectoryBatch:
         size = self.environment.rollouts_per_example
-        drawn = self._rows.take(plan.num_samples // size)
+        drawn = self.rows.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
@@ -168,10 +163,6 @@ class Trajectories:
         order = generator.permutation(self._num_examples)
         is_drawn = np.isin(order, drawn)
         return [*order[~is_drawn].tolist(), *order[is_drawn].tolist()]
-
-    def rows_like(self, row: int, order: list[int]) -> list[int]:
-        """Return the rows of the order that are of this row's part of a mixture."""
-        return self._rows.alike(row, order)
 
     def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
@@ -191,21 +182,13 @@ class Trajectories:
         return rollouts
 
     def move_to(self, num_samples: int) -> None:
-        self._rows.move_to(num_samples // self.environment.rollouts_per_example)
+        self.rows.move_to(num_samples // self.environment.rollouts_per_example)
 
     def fingerprints(self) -> dict[str, str]:
         return {"environment.id": self._digest}
 
-    def require_same(self) -> None:
-        """Do nothing: the data are the environment's."""
 
-    def close(self) -> None:
-        self.ahead.close()
-        if self.log is not None:
-            self.log.close()
-
-
-class TrajectoryBatch:
+class TrajectoryBatch(AlgorithmStep):
     """One step of one rank: the rollouts that have the positions of `share`."""
 
     def __init__(
@@ -217,8 +200,7 @@ class TrajectoryBatch:
         metrics: StepMetrics,
     ) -> None:
         """`drawn`: the examples of the step, of all ranks."""
-        self.plan = plan
-        self.metrics = metrics
+        super().__init__(plan, metrics)
         self._algorithm = algorithm
         self._share = share
         self._drawn = drawn
@@ -249,7 +231,7 @@ class TrajectoryBatch:
         requests = []
         for place in places:
             # Of the same environment of a mixture, whose shares stay exact.
-            alike = algorithm.rows_like(self._drawn[place // size], order)
+            alike = algorithm.rows.alike(self._drawn[place // size], order)
             example = alike[(first + place // size) % len(alike)]
             position = self._refill_round * self.plan.num_samples + place
             requests.append(self._request(position, example))
@@ -265,10 +247,6 @@ class TrajectoryBatch:
         request = EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
         self.metrics.record("requests", request)
         return request
-
-    def become_current(self) -> None:
-        if self._algorithm.log is not None:
-            self._algorithm.log.begin(self.plan.number)
 
     def generation_spans(self, answers: Sequence[ExampleRollouts]) -> list[Span]:
         """Return one span per environment actor's part of the round."""
@@ -334,9 +312,6 @@ class TrajectoryBatch:
                 self.metrics.add_credited(num_credited, is_masked=masked and not replaced)
                 if learned and not masked:
                     yield from next(segments)
-
-    def ground_truth(self) -> Iterator[Segment]:
-        return iter(())
 
     def require_complete(self) -> None:
         assert self._num_taken == len(self._positions), (
@@ -466,7 +441,7 @@ def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
 
 def _is_cut(rollout: EnvironmentRollout) -> bool:
     """Tell whether it was cut by length and did not fail."""
-    # Logs of older versions do not call it truncated where an answer alone was cut.
+    # Logs of older versions call it truncated only if the conversation was cut.
     is_cut = rollout.is_truncated or rollout.num_length_limited > 0
     return is_cut and rollout.error is None
 
@@ -489,9 +464,7 @@ def _require_reward(rollout: EnvironmentRollout) -> None:
         raise RolloutError(message, actor=rollout.actor, phase="score")
 
 
-def _fixed_segment(
-    config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]
-) -> Segment:
+def _fixed_segment(prompts: Prompts, tokens: LoadedTokens, images: tuple[ImageRef, ...]) -> Segment:
     """Make a segment of ids from all over the vocabulary, after the images, if there are any."""
     # So a canary reads rows of the embedding that no example of the environment has. The vision
     # tower of a model that is trained on text alone is proved by checksums.
@@ -500,7 +473,7 @@ def _fixed_segment(
     ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]
     if images:
         sample = Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {})
-        prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
+        prompt = PromptEncoder(tokens.processor, prompts).encode(sample)
         response = tuple(ids)
     else:
         num_prompt = len(ids) // 4

@@ -29,6 +29,7 @@ from shared.weight_sync.offer import AdapterFiles
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
     from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from transformers import PreTrainedModel
 
 NAME = "default"
 """What peft calls the one adapter."""
@@ -39,7 +40,7 @@ NO_BITSANDBYTES = (
 
 
 def apply_adapter(
-    model: Any,
+    model: PreTrainedModel,
     section: AdapterSection,
     *,
     base_path: str,
@@ -105,7 +106,9 @@ def apply_adapter(
                 matrix.to(layer.base_layer.compute_dtype)
 
 
-def quantize_layers(model: Any, parts: Sequence[ModelPart], device: torch.device) -> None:
+def quantize_layers(
+    model: PreTrainedModel, parts: Sequence[ModelPart], device: torch.device
+) -> None:
     """Hold the linear layers of these parts in 4 bits (NF4, by bitsandbytes), in place.
 
     Every 64 weights share a float32 scale. One layer is packed after the other on `device`, which
@@ -135,7 +138,9 @@ def quantize_layers(model: Any, parts: Sequence[ModelPart], device: torch.device
         model.set_submodule(path, held)
 
 
-def _linear_layers(model: Any, parts: Sequence[ModelPart]) -> dict[ModelPart, list[str]]:
+def _linear_layers(
+    model: PreTrainedModel, parts: Sequence[ModelPart]
+) -> dict[ModelPart, list[str]]:
     """Return the paths of the linear layers of each part, without the head."""
     paths: dict[ModelPart, list[str]] = {part: [] for part in parts}
     for path, module in model.named_modules():
@@ -228,7 +233,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def adapter_files(model: Any) -> AdapterFiles | None:
+def adapter_files(model: PreTrainedModel) -> AdapterFiles | None:
     """Return the adapter as it is now; None where the model has none.
 
     Where the model is sharded, all ranks call it at once.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -44,7 +44,7 @@ def register_segment_attention() -> None:
     AttentionMaskInterface.register(SEGMENT_ATTENTION, segments_or_mask)
 
 
-def attend_by_segments(model: Any) -> None:
+def attend_by_segments(model: PreTrainedModel) -> None:
     """Have transformers' `model` and its vision tower compute attention as this module does."""
     register_segment_attention()
     config = model.config

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.model.adapters import (
@@ -97,7 +97,7 @@ class CheckpointContent:
     It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
     """
 
-    model: Any
+    model: PreTrainedModel
     base: BaseFiles
     weights: Mapping[str, torch.Tensor]
     """Those of `CheckpointWeights`; on the meta device they are not written, which tries the rest.
@@ -125,7 +125,7 @@ def turned_in_files(model: nn.Module) -> tuple[str, ...]:
 
 
 def save_as_published(
-    model: Any,
+    model: PreTrainedModel,
     folder: Path,
     weights: Mapping[str, torch.Tensor],
     base: BaseFiles,

@@ -253,7 +253,7 @@ def weight_problems(
         also = f", and hold {listed(surplus)} that it does not have" if surplus else ""
         yield (
             f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; they would"
-            f" start as random numbers. {_remedy(missing, surplus)}"
+            f" start as random numbers. {_COMPLETE}"
         )
     elif unmerged:
         yield (
@@ -270,7 +270,11 @@ def weight_problems(
 
 
 _UNMERGED = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.|\.trainable_tokens_")
-_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "_fsdp_wrapped_module.")
+_COMPLETE = (
+    "Give a complete checkpoint with the config.json of its weights: an adapter merged (peft's"
+    " merge_and_unload), names without a wrapper's prefix, and tie_word_embeddings: true if the"
+    " model's head is its embedding"
+)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -278,17 +282,3 @@ def listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     plural = "" if len(names) == 1 else "s"
     return f"{len(names)} tensor{plural} ({', '.join(names[:_LISTED])}{more})"
-
-
-def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
-    if any(_UNMERGED.search(name) for name in surplus):
-        return "Merge the adapter (peft's merge_and_unload) and save again"
-    for wrapper in _WRAPPERS:
-        if surplus and all(name.startswith(wrapper) for name in surplus):
-            return f"Save the model again without the wrapper that its names begin with ({wrapper})"
-    if list(missing) == ["lm_head.weight"]:
-        return (
-            "If the model's head is its embedding, set tie_word_embeddings to true in config.json;"
-            " else give a complete checkpoint"
-        )
-    return "Give a complete checkpoint, with the config.json of its weights"

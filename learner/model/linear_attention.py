@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 
@@ -32,7 +33,7 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
         return torch.cat([forward(segment, **options) for segment in segments], dim=1)
 
 
-def keep_segments_apart(model: Any) -> None:
+def keep_segments_apart(model: PreTrainedModel) -> None:
     """Have every gated delta net of transformers' `model` compute packed rows by their segments."""
     for module in model.modules():
         if type(module) is Qwen3_5GatedDeltaNet:

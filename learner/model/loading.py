@@ -19,6 +19,10 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from learner.collate import RopeIndex
@@ -82,9 +86,9 @@ def project_patches_as_matrix(model: nn.Module) -> None:
 class LoadedTokens:
     """A checkpoint without its weights: enough to ask a model and to read its answers."""
 
-    processor: Any
+    processor: ProcessorMixin | PreTrainedTokenizerBase
     """What is saved with the weights; of a text model its tokenizer."""
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there."""
@@ -96,7 +100,7 @@ class LoadedTokens:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
-    model: Any
+    model: PreTrainedModel
     """transformers' image-text-to-text or causal model, in training mode; it has no dropout."""
     device: torch.device
     coord_ids_C: torch.Tensor
@@ -115,7 +119,7 @@ class LoadedModel(LoadedTokens):
 
 def model_type_problem(
     folder: Path,
-    model_config: Any,
+    model_config: PreTrainedConfig,
     *,
     key: str = "model.path",
     types: tuple[str, ...] = VISION_MODEL_TYPES,
@@ -187,7 +191,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 
 
 def _prompt_problems(
-    data: DataSection, environment: EnvironmentSection | None, tokenizer: Any
+    data: DataSection, environment: EnvironmentSection | None, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Yield why the run's own texts cannot be asked; rows are checked as they are encoded."""
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
@@ -203,7 +207,7 @@ def _prompt_problems(
             )
 
 
-def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
+def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
     # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
     # them all, and the model has learned other ids.
@@ -292,7 +296,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
 def load_complete(
     folder: Path, *, key: str = "model.path", **options: Any
-) -> tuple[Any, tuple[str, ...]]:
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Load a checkpoint's model by transformers, and require that its files hold all weights.
 
     A head in the files that is another matrix than the embedding is the model's head, although

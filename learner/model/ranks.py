@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import (
@@ -235,16 +234,18 @@ class Ranks:
         self._spans = []
         return spans
 
-    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+    def _reduced(self, values: Sequence[int], operation: ReduceOp.RedOpType) -> list[int]:
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
         self._all_reduce(self.group, tensor, operation)
         return tensor.tolist()
 
-    def _all_reduce(self, group: ProcessGroup, tensor: torch.Tensor, operation: Any) -> None:
+    def _all_reduce(
+        self, group: ProcessGroup, tensor: torch.Tensor, operation: ReduceOp.RedOpType
+    ) -> None:
         options = AllreduceOptions()
-        options.reduceOp = operation
+        options.reduceOp = ReduceOp(operation)
         options.timeout = timedelta(seconds=self._timeout_s)
         group.allreduce([tensor], options).wait()
 
@@ -322,7 +323,7 @@ def join_ranks(
     )
 
 
-def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGroup:
+def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
     """Open gloo for what lies in host memory and, on GPUs, NCCL for what lies there.
 
     The group is an object of its own and not torch's default one, which an engine in the same

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from learner.model.adapters import without_adapter
 from learner.model.loading import LoadedModel
@@ -21,20 +22,21 @@ from learner.model.sharding import Parallel, load_parallel
 from shared.config import RunConfig
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
     """The model of the run's start: a copy, or the learner's own without its adapter."""
 
-    learner: Any
+    learner: PreTrainedModel
     """The learner's model."""
-    copy: Any | None
+    copy: PreTrainedModel | None
     """The second model, frozen; None with an adapter."""
     parallel: Parallel
     """The sharding of the model that computes: the copy, or the learner's."""
 
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[[PreTrainedModel, *Ts], T], *arguments: *Ts) -> T:
         """Return `function(model, *arguments)`, which is one forward, without gradient.
 
         Where the model is sharded, all ranks call it at once.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
@@ -32,6 +33,7 @@ from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.checksum import BucketChecksum
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 FAILED = 2**62
 """In the place of a rank's number of rows: it has an error to raise, and the others must not wait
@@ -59,7 +61,7 @@ class Parallel:
         self._model = model
         self._ranks = ranks
 
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
         return function(*arguments)
 
@@ -106,7 +108,7 @@ class ShardedModel(Parallel):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         weights: WeightSource,
         ranks: Ranks,
         *,
@@ -154,7 +156,7 @@ class ShardedModel(Parallel):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         result: T = self._root(function, *arguments)
         return result
 
@@ -222,7 +224,7 @@ class _Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return function(*arguments)
 
 

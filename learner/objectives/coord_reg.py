@@ -1,7 +1,12 @@
-"""`coord_reg`: coord slots against a soft target, and gates between coord and text (decision
-37)."""
+"""`coord_reg`: coord slots against a soft target, and gates between coord and text.
+
+`coord_diag` measures the same slots (decision 37).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -74,3 +79,25 @@ class CoordReg:
         distance = {"soft_ce": coord_math.soft_cross_entropy, "w1": coord_math.wasserstein1}[term]
         distances_S = distance(logits_SC, targets_SC, temperature=self._config.temperature)
         return (coord.weight * distances_S).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class CoordDiag:
+    """`coord_diag`: how well the coord slots' distributions point; logged, not learned."""
+
+    names: ClassVar[tuple[str, ...]] = (
+        "coord_diag/expected_bin_error",
+        "coord_diag/top5_accuracy",
+        "coord_diag/coord_mass",
+    )
+    needs: ClassVar[LogitNeeds] = LogitNeeds(coord_mass=True)
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
+        assert values.coord_mass_S is not None
+        logits_SC = values.coord_logits_SC
+        targets_S = supervision.coord.targets
+        return (
+            coord_math.expected_bin_error(logits_SC, targets_S),
+            coord_math.top5_hits(logits_SC, targets_S).float(),
+            values.coord_mass_S,
+        )

@@ -16,8 +16,7 @@ from pydantic import ValidationError, create_model
 
 from learner.objectives.base import ChannelObjectives, Diagnostic, Objective
 from learner.objectives.bbox_geo import BboxGeo
-from learner.objectives.coord_diag import CoordDiag
-from learner.objectives.coord_reg import CoordReg
+from learner.objectives.coord_reg import CoordDiag, CoordReg
 from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
 from learner.objectives.reference_kl import ReferenceKL
 from learner.objectives.token_ce import TokenCE
@@ -31,7 +30,6 @@ from shared.config.pipeline import (
     PolicyGradientEntry,
 )
 from shared.errors import ConfigError
-from shared.metrics import Reduction, metric_of
 
 OBJECTIVES: dict[str, Callable[[float, Any], Objective]] = {
     "token_ce": TokenCE,
@@ -54,8 +52,7 @@ def build_objectives(
     Raises:
         ConfigError: an imported objective or its settings are wrong; it needs the reference
             of a `reference_kl`, and none is declared; two objectives log a term of
-            the same name; a diagnostic's numbers are not in the table of metrics, so that its
-            first step could not be logged.
+            the same name.
     """
     problems: list[str] = []
     entries = pipeline.active(channel)
@@ -87,15 +84,6 @@ def build_objectives(
     diagnostics += [
         PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)
     ]
-    for diagnostic in diagnostics:
-        for name in diagnostic.names:
-            metric = metric_of(name)
-            if metric is None or metric.reduction is not Reduction.MEAN:
-                problems.append(
-                    f"rollout_matching.pipeline: {type(diagnostic).__name__} gives {name}, which"
-                    " the table of shared/metrics.py does not have as a mean; "
-                    f'add Metric("{name}", Reduction.MEAN, "...") to METRICS there'
-                )
     if problems:
         raise ConfigError(problems)
     return ChannelObjectives(tuple(objectives), tuple(diagnostics), coord_ids_C)

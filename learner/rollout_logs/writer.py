@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import InstanceOf, TypeAdapter, ValidationError
 
 from shared.config.base import dotted
-from shared.config.job import TimeoutsSection
+from shared.config.job import TelemetrySection, TimeoutsSection
 from shared.errors import RecordError
 from shared.records import ImageRef
 from shared.run_files import Patience, RunFile, cannot_write
@@ -28,11 +28,6 @@ Text = InstanceOf[str]
 
 RecordT = TypeVar("RecordT")
 """The TypedDict of a line."""
-
-
-def patience_of_learner(timeouts: TimeoutsSection) -> Patience:
-    """Return the patience of a learner rank, for which the driver waits `timeouts.learn_s`."""
-    return Patience(min(timeouts.storage_s, timeouts.learn_s / 2))
 
 
 class StepLog:
@@ -57,6 +52,17 @@ class StepLog:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
+
+    @classmethod
+    def of_run(
+        cls, telemetry: TelemetrySection, timeouts: TimeoutsSection, rank: int
+    ) -> StepLog | None:
+        """Return the log of a learner rank; None where the run keeps none. Raises StorageError."""
+        if not telemetry.rollouts:
+            return None
+        # The driver waits `learn_s` for the rank, so the rank waits for the disk for less.
+        patience = Patience(min(timeouts.storage_s, timeouts.learn_s / 2))
+        return cls(telemetry.run_dir / "rollouts", rank=rank, patience=patience)
 
     def begin(self, step: int) -> None:
         """Open the file of this step, counted from 1. Raises StorageError."""

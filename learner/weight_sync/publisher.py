@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from learner.model.adapters import adapter_files
 from learner.model.checkpoint import (
@@ -248,7 +248,7 @@ def make_sender(
     )
 
 
-def adapter_to_offer(model: Any) -> AdapterFiles:
+def adapter_to_offer(model: PreTrainedModel) -> AdapterFiles:
     """Return the model's adapter as it is sent by itself.
 
     Where the model is sharded, all ranks call it at once. Raises WeightSyncError where it cannot be

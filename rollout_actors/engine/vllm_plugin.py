@@ -38,7 +38,7 @@ def register() -> None:
         (TransportKind.INPROC, "InProcessTransferEngine"),
     ):
         WeightTransferEngineFactory.register_engine(
-            transport, "rollout_actors.weight_sync.transfer_engines", receiver
+            transport, "rollout_actors.weight_sync.worker", receiver
         )
     if (parent := parent_process()) is not None:
         write_process_down()

@@ -1,10 +1,7 @@
-"""An adapter's way into an engine, through files in memory, beside base weights that stay
-(decision 38).
-"""
+"""Loading an adapter into an engine whose base weights stay, by files (decision 38)."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -17,7 +14,6 @@ from shared.weight_sync.offer import AdapterOffer
 ADAPTER_ID = 1
 """vLLM's number of the one adapter, which every sync replaces."""
 _NAME = "policy"
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(eq=False, repr=False)
@@ -47,13 +43,8 @@ class AdapterLoader:
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
         self.request = None
-        # Containers give 64 MB of memory by default; else the folder for temporary files will do.
-        has_room = (
-            _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * terms.num_bytes
-        )
-        memory = _SHARED_MEMORY if has_room else None
-        # Gone before the engine serves it: an actor that is killed later leaves nothing in memory.
-        with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-", dir=memory) as folder:
+        # Gone before the engine serves it: an actor that is killed later leaves no files.
+        with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-") as folder:
             terms.files.save(Path(folder))
             await self.llm.add_lora(LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True))
         # Without `load_inplace`, or vLLM would load it again with every request.

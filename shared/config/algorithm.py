@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from shared.config.base import Fraction01, Section, refusal
@@ -93,7 +94,7 @@ _FORMER_NAMES = {
 }
 
 
-def _not_renamed(value: Any) -> Any:
+def _not_renamed(value: object) -> object:
     if isinstance(value, str) and value in _FORMER_NAMES:
         raise refusal(f"'{value}' was renamed", f"write {_FORMER_NAMES[value]}")
     return value
@@ -243,3 +244,15 @@ class EnvironmentSection(Section):
     teacher: TeacherSection | None = None
     """A model that is served elsewhere, towards which every sampled token is taught by its
     probability there (on-policy distillation); null: none."""
+
+    @model_validator(mode="after")
+    def _suits_its_teacher(self) -> EnvironmentSection:
+        equal = "groups of equal rewards are learned from environment.teacher"
+        for key, is_set, wrong in (
+            ("max_images_per_prompt", self.max_images_per_prompt > 0, "the teacher sees no images"),
+            ("drop_equal_groups", self.drop_equal_groups, equal),
+            ("refill_rounds", self.refill_rounds > 0, equal),
+        ):
+            if self.teacher is not None and is_set:
+                raise refusal(wrong, "remove the key, or environment.teacher", key)
+        return self

@@ -72,7 +72,7 @@ def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomEr
     return PydanticCustomError("refused", "{wrong}; {remedy}", context)
 
 
-def _path(path: Any) -> Any:
+def _path(path: object) -> object:
     if isinstance(path, str) and not path.strip():
         wrong = "must not be empty, which would be the current folder"
         raise refusal(wrong, "write a path, or remove the key")
@@ -102,9 +102,9 @@ def dotted(keys: tuple[str | int, ...]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+def leaves(values: Mapping[str, object], prefix: tuple[str, ...] = ()) -> dict[str, object]:
     """Return the values that are no mappings, by their dotted keys."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in values.items():
         path = (*prefix, key)
         if isinstance(value, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
@@ -13,7 +13,6 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
-from shared.config.retired import RENAMED
 
 MISSING = "is required, and missing"
 """The problem with an absent key."""
@@ -131,9 +130,12 @@ def sections_in(annotation: Any) -> tuple[type[Section], ...]:
     return tuple(section for part in get_args(annotation) for section in sections_in(part))
 
 
-def suggestion(word: str, known: Iterable[str]) -> str | None:
+def suggestion(word: str, known: Collection[str]) -> str | None:
     """Return the known word that `word` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)), None)
+    # A key with a needless prefix is like others too: `coord_soft_ce_weight`, `coord_ce_weight`.
+    ends = [key for key in known if word.endswith(f"_{key}")]
+    close = ends or difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)
+    return max(close, key=len, default=None)
 
 
 def shown(value: object) -> str:
@@ -192,9 +194,6 @@ def _instead(word: str, known: Collection[str], introduction: str = "choose one 
 
 def _another_key(at: KeyPath) -> str:
     """Suggest a key of the section for an unknown one."""
-    renamed = RENAMED.get(str(at.key))
-    if renamed in at.parent.model_fields:
-        return f"use {renamed}"
     return _instead(str(at.key), at.parent.model_fields, "the keys here are")
 
 

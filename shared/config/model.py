@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -49,6 +49,13 @@ class AdapterSection(Section):
     sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
     in `model.dtype`."""
 
+    @model_validator(mode="after")
+    def _quantizes_lora(self) -> AdapterSection:
+        if self.quantize is not None and self.kind != "lora":
+            wrong = f"'{self.quantize}' needs kind: lora"
+            raise refusal(wrong, "set it, or remove the key", "quantize")
+        return self
+
 
 class ModelSection(Section):
     path: Annotated[
@@ -67,6 +74,14 @@ class ModelSection(Section):
     and back. With `gradient_checkpointing` alone; no effect on CPU."""
     adapter: AdapterSection | None = None
     """Train low-rank adapters in place of the weights; null: the weights."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_recomputed(self) -> ModelSection:
+        if self.activation_offload and not self.gradient_checkpointing:
+            wrong = "true, and only what a recomputed layer starts from can wait in host memory"
+            remedy = "set model.gradient_checkpointing: true, or this to false"
+            raise refusal(wrong, remedy, "activation_offload")
+        return self
 
     @property
     def is_quantized(self) -> bool:
@@ -129,7 +144,7 @@ def _called_apart(sources: tuple[_SourceT, ...]) -> tuple[_SourceT, ...]:
     return sources
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return PATH_TAG if value is None or isinstance(value, str | Path | int | float) else LIST_TAG
 
 

@@ -3,12 +3,12 @@
 Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
 `advantage_epsilon`, `top_tokens`, and the options beyond the specification (decision 30). A new
 objective of this repository has its settings and its entry here, with what it learns from, and a
-line in both unions of entries; one of your own modules needs nothing here (`ImportedEntry`).
+line in `ObjectiveEntry`; one of your own modules needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -23,6 +23,7 @@ from pydantic import (
     PositiveInt,
     Tag,
     field_validator,
+    model_validator,
 )
 
 from shared.config.base import Fraction01, Section, refusal
@@ -216,7 +217,7 @@ class BboxGeoEntry(PipelineEntry):
         return super().teaches and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
 
 
-def _not_by_segment(normalize: Any) -> Any:
+def _not_by_segment(normalize: object) -> object:
     if normalize == "segment":
         raise refusal(
             "'segment' was removed: it depended on which calls of the model had been merged",
@@ -259,6 +260,22 @@ class PolicyGradientConfig(Section):
     """What becomes of a ratio above `ratio_cap`: it counts as `ratio_cap`, or its token is left
     out."""
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> PolicyGradientConfig:
+        if self.advantage_baseline == "leave_one_out" and self.advantage_std:
+            wrong = "leave_one_out is there to have no bias, which advantage_std: true brings back"
+            remedy = "set advantage_std: false, or advantage_baseline: mean"
+            raise refusal(wrong, remedy, "advantage_baseline")
+        if self.clip == "dual" and self.above_cap == "mask":
+            wrong = "mask has no effect under clip: dual, which stops what is above ratio_cap"
+            raise refusal(wrong, "set above_cap: truncate, or clip: ppo", "above_cap")
+        least = 1 + self.clip_high
+        if self.clip == "cispo" and self.ratio_cap < least:
+            wrong = f"{self.ratio_cap:g} is below 1 + clip_high, where clip: cispo ends the factors"
+            remedy = f"set {least:g} or more, or lower clip_high"
+            raise refusal(wrong, remedy, "ratio_cap")
+        return self
+
 
 class PolicyGradientEntry(PipelineEntry):
     """Policy gradient over the tokens that the model sampled, of trajectories of environments."""
@@ -276,7 +293,14 @@ class ReferenceKLConfig(Section):
     """How a token's divergence is measured: from the token that was sampled (`k3`), or summed over
     the tokens that are most probable to the reference, with all others as one (`top`)."""
     top_tokens: PositiveInt | None = None
-    """Tokens that `top` sums over; required there, and refused beside `k3`."""
+    """Tokens that `top` sums over; required there, and refused with `k3`."""
+
+    @model_validator(mode="after")
+    def _counts_what_it_sums(self) -> ReferenceKLConfig:
+        if (self.estimator == "top") != (self.top_tokens is not None):
+            wrong = "is a number under estimator: top, and has no effect under k3"
+            raise refusal(wrong, "write one such as 20, or change the estimator", "top_tokens")
+        return self
 
 
 class ReferenceKLEntry(PipelineEntry):
@@ -332,17 +356,7 @@ class ImportedEntry(PipelineEntry):
     torch."""
 
 
-ObjectiveEntry = (
-    TokenCEEntry
-    | CoordRegEntry
-    | BboxGeoEntry
-    | PolicyGradientEntry
-    | ReferenceKLEntry
-    | ImportedEntry
-)
-
-
-def _kind(entry: Any) -> str | None:
+def _kind(entry: object) -> str | None:
     """Return the tag of an entry's class; None without a name."""
     if isinstance(entry, PipelineEntry):
         entry = dict(entry)
@@ -354,18 +368,18 @@ def _kind(entry: Any) -> str | None:
     return IMPORTED if ":" in name else name
 
 
-_Objective = Annotated[
+ObjectiveEntry = (
     Annotated[TokenCEEntry, Tag("token_ce")]
     | Annotated[CoordRegEntry, Tag("coord_reg")]
     | Annotated[BboxGeoEntry, Tag("bbox_geo")]
     | Annotated[PolicyGradientEntry, Tag("policy_gradient")]
     | Annotated[ReferenceKLEntry, Tag("reference_kl")]
-    | Annotated[ImportedEntry, Tag(IMPORTED)],
-    Discriminator(_kind),
-]
+    | Annotated[ImportedEntry, Tag(IMPORTED)]
+)
+"""The entry of an objective; the tag is its name."""
 
 
-def _no_diagnostic(entry: Any) -> Any:
+def _no_diagnostic(entry: object) -> object:
     if isinstance(entry, Mapping) and entry.get("name") == "coord_diag":
         raise refusal(
             "'coord_diag' is a diagnostic, which nothing is learned from",
@@ -375,10 +389,9 @@ def _no_diagnostic(entry: Any) -> Any:
     return entry
 
 
-def _no_objective(entry: Any) -> Any:
-    kinds = [kind for kind in get_args(ObjectiveEntry) if kind is not ImportedEntry]
-    names = [get_args(kind.model_fields["name"].annotation)[0] for kind in kinds]
-    if isinstance(entry, Mapping) and _kind(entry) in (*names, IMPORTED):
+def _no_objective(entry: object) -> object:
+    names = [tag.tag for _, tag in map(get_args, get_args(ObjectiveEntry))]
+    if isinstance(entry, Mapping) and _kind(entry) in names:
         raise refusal(
             f"'{entry['name']}' is an objective module, and would not be learned from here",
             "move the entry to rollout_matching.pipeline.objective",
@@ -389,13 +402,38 @@ def _no_objective(entry: Any) -> Any:
 
 class PipelineSection(Section):
     objective: Annotated[
-        tuple[Annotated[_Objective, BeforeValidator(_no_diagnostic)], ...], Field(strict=False)
+        tuple[
+            Annotated[ObjectiveEntry, Discriminator(_kind), BeforeValidator(_no_diagnostic)], ...
+        ],
+        Field(strict=False),
     ]
     """The modules whose weighted losses are summed."""
     diagnostics: Annotated[
         tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...], Field(strict=False)
     ]
     """Modules that are logged and not learned from."""
+
+    @model_validator(mode="after")
+    def _once_per_channel(self) -> PipelineSection:
+        taken: dict[tuple[str, Channel], str] = {}
+        for path, entry in self.enabled():
+            for channel in entry.channels:
+                first = taken.setdefault((entry.name, channel), path)
+                if first != path:
+                    raise refusal(
+                        f"'{entry.name}' is active on channel {channel} already, by {first}",
+                        "remove or disable one of the two entries, or give each its own channel",
+                        f"{path.rpartition('.')[2]}.name",
+                    )
+        return self
+
+    def enabled(self) -> Iterator[tuple[str, ObjectiveEntry | CoordDiagEntry]]:
+        """Yield every enabled entry with its path in the configuration."""
+        lists = (("objective", self.objective), ("diagnostics", self.diagnostics))
+        for key, entries in lists:
+            for index, entry in enumerate(entries):
+                if entry.enabled:
+                    yield f"rollout_matching.pipeline.{key}[{index}]", entry
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
         """Return the enabled entries of the objective for a step of this channel."""

@@ -17,6 +17,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
@@ -266,6 +267,15 @@ class ActorsSection(Section):
     and then the run ends."""
     restart_window_s: PositiveFloat = 3600.0
     """The time of `max_restarts`: a loss that is older is not counted."""
+
+    @model_validator(mode="after")
+    def _gpus_are_its_engines(self) -> ActorsSection:
+        gpus, size = self.gpus_per_actor, self.tensor_parallel_size
+        if gpus not in (None, 0, size):
+            wrong = f"{gpus:g} GPUs for an engine of tensor_parallel_size {size}"
+            remedy = f"set it to {size} or 0, change tensor_parallel_size, or remove the key"
+            raise refusal(wrong, remedy, "gpus_per_actor")
+        return self
 
 
 class SyncSection(Section):

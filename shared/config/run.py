@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
@@ -94,7 +94,7 @@ class RunConfig(Section):
     """The run that this one goes on with."""
 
     @model_serializer(mode="wrap", when_used="json")
-    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         # JSON is what files, loggers and comparisons get of a configuration.
         return dict(masked(handler(self)))
 
@@ -147,6 +147,18 @@ class RunConfig(Section):
         if self.algorithm.is_scheduled:
             return self.stage2_ab.schedule.channel(step)
         return self.algorithm.channels[0]
+
+    @property
+    def used_channels(self) -> tuple[Channel, ...]:
+        """The channels that steps are of, if the run is long enough."""
+        if not self.algorithm.is_scheduled:
+            return self.algorithm.channels
+        schedule = self.stage2_ab.schedule
+        is_used = {
+            Channel.A: schedule.b_ratio < 1 or schedule.warmup_steps > 0,
+            Channel.B: schedule.b_ratio > 0,
+        }
+        return tuple(channel for channel in self.algorithm.channels if is_used[channel])
 
     @property
     def num_b_steps(self) -> int:

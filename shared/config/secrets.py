@@ -82,12 +82,12 @@ def masked(value: Any, *, in_secret: bool = False) -> Any:
     return _without_url_secrets(value) if isinstance(value, str) else value
 
 
-def masked_keys(values: Mapping[str, Any]) -> list[str]:
+def masked_keys(values: Mapping[str, object]) -> list[str]:
     """Return the dotted keys whose secrets are not there any more, because they were masked."""
     return [key for key, value in leaves(values).items() if MASK in str(value)]
 
 
-def hide(values: Mapping[str, Any]) -> None:
+def hide(values: Mapping[str, object]) -> None:
     """Have `redacted` find the secrets of a mapping in texts of this process."""
     _hidden.update(_secrets_in(values))
 
@@ -104,7 +104,7 @@ def redacted(text: str) -> str:
     return _without_url_secrets(re.sub(either, MASK, text) if known else text)
 
 
-def _secrets_in(value: Any, in_secret: bool = False) -> Iterator[str]:
+def _secrets_in(value: object, in_secret: bool = False) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets_in(item, in_secret or is_secret(str(key)))

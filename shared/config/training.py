@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs
+from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs, refusal
 from shared.model_families import ModelPart
 
 
@@ -66,6 +74,13 @@ class PartSection(Section):
     """With `model.adapter`: adapt those of the part's linear layers that `target_modules` names, or
     none of them; null: those of the language model alone."""
 
+    @model_validator(mode="after")
+    def _rate_has_effect(self) -> PartSection:
+        if self.frozen and self.learning_rate is not None:
+            wrong = f"{self.learning_rate:g}, and the part is frozen"
+            raise refusal(wrong, "remove one of the two keys", "learning_rate")
+        return self
+
 
 class PartsSection(Section):
     vision_tower: PartSection = PartSection()
@@ -75,18 +90,27 @@ class PartsSection(Section):
     language_model: PartSection = PartSection()
     """The language model, with its embeddings and head."""
 
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> PartsSection:
+        if all(section.frozen for _, section in self.items()):
+            raise refusal("all of them are frozen: nothing is left to train", "unfreeze one")
+        return self
+
+    def items(self) -> Iterator[tuple[ModelPart, PartSection]]:
+        """Yield every part with its section."""
+        yield ModelPart.VISION_TOWER, self.vision_tower
+        yield ModelPart.ALIGNER, self.aligner
+        yield ModelPart.LANGUAGE_MODEL, self.language_model
+
     @property
     def adapted(self) -> tuple[ModelPart, ...]:
-        """The parts that an adapter is put into, where the run has one."""
-        found = []
-        for part in ModelPart:
-            section: PartSection = getattr(self, part)
-            is_adapted = section.adapted
-            if is_adapted is None:
-                is_adapted = part is ModelPart.LANGUAGE_MODEL
-            if is_adapted:
-                found.append(part)
-        return tuple(found)
+        """The parts that an adapter is put into, if the run has one."""
+        unset = {part: part is ModelPart.LANGUAGE_MODEL for part in ModelPart}
+        return tuple(
+            part
+            for part, section in self.items()
+            if (unset[part] if section.adapted is None else section.adapted)
+        )
 
 
 class TrainingSection(Section):

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shared.errors import RecordError
 
 Box = tuple[float, float, float, float]
-Segmentation = Sequence[Sequence[float]] | Mapping[str, Any]
+Segmentation = Sequence[Sequence[float]] | Mapping[str, object]
 """Rings x, y, ... in pixels, or a run-length code of COCO."""
 
 
@@ -41,8 +41,8 @@ class Annotation:
         x, y, w, h = self.box
         return x, y, x + w, y + h
 
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"bbox": list(self.box)}
+    def as_json(self) -> dict[str, object]:
+        found: dict[str, object] = {"bbox": list(self.box)}
         return found if self.segmentation is None else {**found, "segmentation": self.segmentation}
 
 
@@ -55,7 +55,7 @@ class IgnoredRegion:
     is_crowd: bool
     """A prediction is inside by the share of its own area (COCO's crowds), else by its IoU."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {**self.annotation.as_json(), "desc": self.desc, "iscrowd": int(self.is_crowd)}
 
 

@@ -29,6 +29,7 @@ from torch.distributed import (
     ProcessGroupGloo,
     ReduceOp,
     TCPStore,
+    Work,
 )
 
 from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, buckets, offsets
@@ -52,7 +53,7 @@ class _Member:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._under_way: deque[Any] = deque()
+        self._under_way: deque[Work] = deque()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._group.set_timeout(timeout)
@@ -74,8 +75,8 @@ class _Member:
     def agree(self, yes: bool) -> bool:
         """Return whether every rank says yes, once every rank has come to say it."""
         vote = torch.tensor([yes], dtype=torch.int32)
-        options: Any = AllreduceOptions()
-        options.reduceOp = ReduceOp.MIN
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
         self._group.allreduce([vote], options).wait()
         return bool(vote.item())
 

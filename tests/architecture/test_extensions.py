@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +22,12 @@ from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.data.samples import load_samples
 from learner.model.loading import load_model
-from learner.packing import packing_policy
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import target_settings
 from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
-from shared.config.checks.algorithm import objective_has_its_input
+from shared.config.checks.algorithm import entries_have_input
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
     Channel,
@@ -38,6 +36,7 @@ from shared.config.pipeline import (
     PolicyGradientConfig,
     Reads,
 )
+from shared.config.run import RowRule
 from shared.model_families import TEXT_MODEL_TYPES
 from shared.schedule import StepPlan
 from shared.trajectory import TrainingExample
@@ -45,10 +44,11 @@ from shared.trajectory import TrainingExample
 PLAN = StepPlan(0, Channel.A, 8, 0, False, False)
 
 
-class OneSample:
+class OneSample(Algorithm):
     """Learns the first sample of `data.train`, as often as the step has samples."""
 
     def __init__(self, config, tokens, decode, ranks):
+        super().__init__()
         sample = load_samples(config, *config.data.sources("train"))[0]
         prompt = PromptEncoder(tokens.processor, config.prompts).encode(sample)
         target = ground_truth_target(sample, tokens.codec, target_settings(config))
@@ -58,36 +58,17 @@ class OneSample:
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
         return OneSampleStep(self.fixed, plan, metrics)
 
-    def held_out_requests(self, step: int) -> list[object]:
-        return []
-
-    def score(self, answers: object) -> list[object]:
-        return []
-
-    def require_same(self) -> None:
+    def move_to(self, num_samples: int) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def fingerprints(self) -> dict[str, str]:
+        return {}
 
 
-class OneSampleStep:
+class OneSampleStep(AlgorithmStep):
     def __init__(self, segment: Segment, plan: StepPlan, metrics: StepMetrics) -> None:
-        self.plan = plan
-        self.metrics = metrics
+        super().__init__(plan, metrics)
         self._segment = segment
-
-    def requests(self) -> list[object]:
-        return []
-
-    def become_current(self) -> None:
-        pass
-
-    def generation_spans(self, answers: object) -> list[object]:
-        return []
-
-    def segments(self, answers: object, *, version: int) -> Iterator[Segment]:
-        yield from ()
 
     def ground_truth(self) -> Iterator[Segment]:
         for position in range(self.plan.num_samples):
@@ -98,14 +79,13 @@ class OneSampleStep:
 
 
 @pytest.mark.slow
-def test_an_algorithm_is_a_class_with_two_interfaces(
+def test_an_algorithm_is_a_class_derived_from_two_bases(
     demo_checkpoint, demo_data, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("learner.learner.RolloutMatching", OneSample)
     changes = {"custom__trainer_variant": "stage1_sft", "training__learning_rate": 1e-3}
     learner = make_learner(configuration(demo_checkpoint, demo_data, tmp_path, **changes))
-    algorithm: Algorithm = learner.algorithm
-    assert isinstance(algorithm, OneSample)
+    assert isinstance(learner.algorithm, OneSample)
     losses = []
     for step in range(3):
         assert learner.next_requests(replace(PLAN, step=step)) == []
@@ -121,10 +101,10 @@ def test_a_variant_of_an_algorithm_is_an_entry_of_its_table(
 ):
     config = configuration(demo_checkpoint, demo_data, tmp_path)
     name = TrainerVariant.STAGE2_TWO_CHANNEL
-    assert config.custom.trainer_variant is name and not packing_policy(config).carries
+    assert config.custom.trainer_variant is name and config.row_rule is RowRule.STEP
     spec = replace(ALGORITHMS[name], channels=(Channel.B,), carries_segments=True)
     monkeypatch.setitem(ALGORITHMS, name, spec)
-    assert packing_policy(config).carries
+    assert config.row_rule is RowRule.CARRY
 
 
 def test_a_baseline_of_advantages_is_a_function_and_its_line(monkeypatch):
@@ -150,17 +130,10 @@ def test_an_objective_over_trajectories_is_an_entry_that_declares_it():
     for variant, refused in (
         ("trajectory_pg", []),
         ("stage2_two_channel", []),
-        ("stage1_sft", [0]),
+        ("stage1_sft", ["objective[0].name"]),
     ):
-        run = SimpleNamespace(
-            custom=SimpleNamespace(trainer_variant=variant),
-            algorithm=ALGORITHMS[TrainerVariant(variant)],
-            rollout_matching=SimpleNamespace(
-                pipeline=SimpleNamespace(objective=[entry], diagnostics=[])
-            ),
-        )
-        found = [problem.path for problem in objective_has_its_input(run)]
-        assert found == [f"rollout_matching.pipeline.objective[{n}].name" for n in refused]
+        found = list(entries_have_input(TrainerVariant(variant), [("objective[0]", entry)]))
+        assert [problem.path for problem in found] == refused
     with pytest.raises(ValidationError, match="must be \\[B\\], got \\[A\\]"):
         BonusEntry(enabled=True, weight=0.1, channels=["A"])
 

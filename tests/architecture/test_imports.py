@@ -104,7 +104,7 @@ ENGINE_MODULES = engine_modules()
 def test_the_engine_modules_are_found():
     assert {
         "rollout_actors.engine.vllm_engine",
-        "rollout_actors.weight_sync.transfer_engines",
+        "rollout_actors.weight_sync.worker",
         "rollout_actors.backends.colocated_llm",
     } <= ENGINE_MODULES
     assert not ENGINE_MODULES & {

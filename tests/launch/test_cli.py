@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -283,25 +282,6 @@ def test_a_value_that_hydra_cannot_read_becomes_a_text_and_structures_stay() -> 
     overrides = ["data.train=/x (1)/ü.jsonl", "a.b=[1,2]", "a.c={d: 1}", "seed=1,2", "e=${f.g}"]
     quoted = "++data.train='/x (1)/ü.jsonl'"
     assert as_schema_overrides(overrides) == [quoted, *(f"++{one}" for one in overrides[1:])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "override", "problem"),
-    [
-        ("train", "a.b[0].c=2", "a.b[0].c: a key inside a list"),
-        (
-            "preflight",
-            "training.max_steps=${training.steps}",
-            "training.max_steps: its interpolation cannot be resolved",
-        ),
-    ],
-)
-def test_the_commands_say_so_and_end(
-    command: str, override: str, problem: str, call_command: Callable[..., tuple[int, str]]
-) -> None:
-    status, output = call_command(f"launch.{command}", "+experiment=stage2_3v1", override)
-    assert status == 2 and problem in output
 
 
 def test_rollmatch_has_every_command_of_launch():

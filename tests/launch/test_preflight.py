@@ -16,12 +16,11 @@ from config_support import configuration, trajectory_config
 from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
-from fastapi import FastAPI
 from PIL import Image
 from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
-from launch.checks.host import path_problems, version_problems
+from launch.checks.host import path_problems
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import DeviceMemory
 from launch.checks.model_shape import ModelShape, RunSizes
@@ -59,6 +58,10 @@ def config(demo_checkpoint, demo_data, tmp_path):
 def in_server_mode(*base_urls, group_port=0, **section):
     servers = [{"base_url": base_url, "group_port": group_port} for base_url in base_urls]
     return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": servers, **section}}}
+
+
+def asked(run, settings=None, **limit):
+    return ask_servers(run.rollout_matching.servers, "run", settings, **limit)
 
 
 def keys(problems):
@@ -148,7 +151,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_pa
     run = config(**served)
     if of_environment:
         run = trajectory_config(tmp_path / "model", tmp_path / "run", **served)
-    (problem,) = ask_servers(run, None).problems
+    (problem,) = asked(run).problems
     assert problem.startswith(f"{SERVER.format(0, NOWHERE)} does not answer (")
     assert problem.endswith(f"launch it, check the address, or set {ways_out}")
 
@@ -156,7 +159,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_pa
 @pytest.mark.slow
 def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
     run = config(**in_server_mode(NOWHERE))
-    answers = ask_servers(run, None)
+    answers = asked(run)
     assert answers.not_up == answers.problems and len(answers.problems) == 1
     assert preflight(run, waits_for_servers=True).problems == []
     assert preflight(run).problems == list(answers.problems)
@@ -178,9 +181,10 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     def found(url, waits=False, **keys):
         teacher = {"base_url": url, "model": "teacher", **keys}
         run = trajectory_config(demo_lm, tmp_path / "run", environment__teacher=teacher)
-        return list(teacher_problems(run, waits=waits))
+        section = run.environment.teacher
+        arguments = (section, run.model.path, run.global_max_length)
+        return list(teacher_problems(*arguments, waits=waits))
 
-    assert list(teacher_problems(trajectory_config(demo_lm, tmp_path / "run"), waits=False)) == []
     (problem,) = found(NOWHERE)
     assert problem.startswith(f"environment.teacher.base_url: {NOWHERE} does not answer (")
     assert found(NOWHERE, waits=True) == []
@@ -200,17 +204,6 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:
         (problem,) = found(url, waits=True, timeout_s=0.5)
         assert problem.endswith("one answer fits into environment.teacher.timeout_s = 0.5 s")
-
-
-@pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])
-def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
-    app = FastAPI(redirect_slashes=kind == "vllm")
-
-    @app.get(route)
-    def health() -> None: ...
-
-    with serving(app) as url:
-        assert ask_servers(config(**in_server_mode(url, kind=kind)), None).problems == ()
 
 
 @pytest.fixture
@@ -312,7 +305,7 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
 def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     with serving(StockServer(changes=STOCK, worker_latency_s=60.0).app()) as url:
         run = config(**in_server_mode(url, kind="vllm"))
-        (problem,) = ask_servers(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
+        (problem,) = asked(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
         f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
         " be stuck; start it again"
@@ -322,7 +315,9 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
 def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (problem,) = port_problems(config(**in_server_mode(NOWHERE, group_port=port)))
+        (problem,) = port_problems(
+            config(**in_server_mode(NOWHERE, group_port=port)).rollout_matching.servers.servers
+        )
     assert problem == (
         f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
         " choose another, or 0 for any free one"
@@ -385,10 +380,6 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
     assert list(path_problems(none)) == []
 
 
-def test_the_installed_packages_are_those_that_were_run_together(config):
-    assert list(version_problems(config())) == []
-
-
 def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
     def nothing_is(name: str) -> str:
         raise sink.PackageNotFoundError(name)
@@ -432,24 +423,6 @@ def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
-    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))
-    assert findings.problems == []
-    (line,) = (line for line in findings.lines if "engine device" in line)
-    assert line.endswith(
-        "6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as"
-        " these)"
-    )
-
-
-@pytest.mark.slow
-def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
-    findings = preflight(config(rollout_matching__rollout_backend="hf", **NO_QUEUE))
-    assert findings.problems == []
-    assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
-
-
-@pytest.mark.slow
 def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the_layers_that_are(
     config, demo_checkpoint
 ):
@@ -485,25 +458,6 @@ def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_a
         " (max_position_embeddings); lower it"
     )
     assert findings.problems == ([too_long] if length > 4096 else [])
-
-
-@pytest.mark.slow
-def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(
-    config, monkeypatch
-):
-    """As one's own is, at first. The terms of an objective need no line: they are sums."""
-    terms = ("token_ce", "token_ce.focal")
-    monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", terms)
-    names = ("coord_diag/coord_mass", "coord_diag/own")
-    monkeypatch.setattr("learner.objectives.coord_diag.CoordDiag.names", names)
-    entry = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
-    run = config(rollout_matching__pipeline__diagnostics=[entry])
-    (problem,) = preflight(run, **CPU_NODE).problems
-    assert problem == (
-        "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
-        ' shared/metrics.py does not have as a mean; add Metric("coord_diag/own",'
-        ' Reduction.MEAN, "...") to METRICS there'
-    )
 
 
 @pytest.mark.slow

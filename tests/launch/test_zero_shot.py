@@ -103,5 +103,5 @@ def test_a_model_is_asked_within_its_positions_and_longer_sequences_are_refused(
 def test_an_evaluation_says_what_vllm_does_not_do_with_the_family(demo_data, tmp_path):
     config = config_of(make_stock_model(tmp_path / "model", "qwen3_5"), demo_data, *SIZES)
     assert config.model.dtype == "float32"
-    (problem,) = engine_family_problems(config, Device.CPU)
+    (problem,) = engine_family_problems(config.model, config.rollout_matching, Device.CPU)
     assert problem.startswith("model.dtype: float32, and vLLM 0.32 computes the linear attention")

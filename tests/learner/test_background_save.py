@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 from learner import host_memory
 from learner.host_memory import NodeMemory
 from learner.model.checkpoint import CheckpointContent
-from learner.model.checkpoint_save import CheckpointSave, HostCopies
 from learner.run_state import RandomState, RankState
 from shared.errors import StorageError
 from shared.schedule import RunSchedule
@@ -159,18 +157,6 @@ def test_the_copy_holds_each_tensor_once_and_so_much_memory_is_asked_for(
         learner.finish_save(wait=True)
 
 
-def test_only_a_tensor_of_the_same_elements_gets_the_copy_that_there_is():
-    weight = torch.arange(6.0).reshape(2, 3)
-    copies = HostCopies([weight])
-    copy = copies(weight.detach())
-    assert copies(weight).data_ptr() == copy.data_ptr() != weight.data_ptr()
-    for other in (weight[:1], weight.T, weight.view(torch.int32), weight.clone()):
-        assert torch.equal(copies(other), other)
-        assert copies(other).data_ptr() != copy.data_ptr()
-    weight += 1
-    assert torch.equal(copy, torch.arange(6.0).reshape(2, 3))
-
-
 @pytest.mark.parametrize(
     ("nodes", "scarcest"),
     [
@@ -181,22 +167,6 @@ def test_only_a_tensor_of_the_same_elements_gets_the_copy_that_there_is():
 )
 def test_each_node_has_to_have_room_for_the_copies_of_its_own_ranks(nodes, scarcest):
     assert NodeMemory.scarcest([20, 20, 20], [90, 80, 70], nodes) == scarcest
-
-
-def test_processes_of_a_machine_have_its_number_and_those_of_another_one_have_another(
-    tmp_path, monkeypatch
-):
-    boot = tmp_path / "boot_id"
-    monkeypatch.setattr(host_memory, "BOOT_ID", boot)
-    numbers = []
-    for own in ("4bd3b2a5-5c0c-4a56-8ad5-0e9c8a4d6c7f", "0e1f", "0e1f"):
-        boot.write_text(f"{own}\n")
-        numbers.append(host_memory.node_number())
-    first, second, again = numbers
-    assert first != second == again
-    assert all(0 <= number < 2**63 for number in numbers)
-    boot.unlink()
-    assert host_memory.node_number() == host_memory.node_number()
 
 
 def test_a_rank_flushes_its_own_files_and_none_that_another_is_writing(tmp_path, monkeypatch):
@@ -254,17 +224,3 @@ def test_a_container_has_the_memory_that_its_limit_leaves_and_cached_files_give_
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     assert host_memory.available_memory() == available
-
-
-def test_of_two_ranks_each_sums_up_what_it_wrote_and_nothing_that_another_writes(tmp_path):
-    """safetensors writes into `.tmpXXXXXX`, which another rank sees come and go."""
-    files = ["model.safetensors", "rank_0.json", "rank_1.json", ".tmpAb12cd", "SHA256SUMS.1"]
-    for name in files:
-        (tmp_path / name).touch()
-    own = []
-    for rank in range(2):
-        save = CheckpointSave(
-            SimpleNamespace(rank=rank), tmp_path, write=lambda _: None, finish=None
-        )
-        own.append([name for name in files if save._is_own(tmp_path / name)])
-    assert own == [["model.safetensors", "rank_0.json"], ["rank_1.json"]]

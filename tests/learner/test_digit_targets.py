@@ -182,13 +182,10 @@ def test_terms_of_coord_tokens_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(mapping(tmp_path, tmp_path, tmp_path, **changes))
     for problem in (
-        (
-            "objective[1].name: 'coord_reg' reads one token for each coordinate, and"
-            " data.answer_format qwen3_vl writes them in digits; remove the entry: token_ce"
-        ),
+        "objective[1].name: 'coord_reg' reads one token for each coordinate, and qwen3_vl writes",
         "rollout_matching.geometry: poly cannot be written in data.answer_format qwen3_vl",
-        "max_object_keys: 9 counts keys object_n",
-        "custom.object_field_order: geometry_first has no effect in data.answer_format qwen3_vl",
+        "max_object_keys: has no effect in data.answer_format qwen3_vl",
+        "custom.object_field_order: has no effect in data.answer_format qwen3_vl",
     ):
         assert problem in str(caught.value)
 

@@ -4,7 +4,6 @@ import io
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
-from shared.errors import ConfigError, RecordError, RolloutError
+from shared.errors import ConfigError, RecordError
 from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.json_list import PictureResize
 from shared.grounding.objects import DropReason
@@ -79,11 +78,6 @@ def test_every_sample_is_asked_for_greedily_however_training_decodes(held_out):
     assert requests == held.requests(3)
 
 
-def test_max_val_samples_takes_the_first(held_out):
-    requests = held_out(data__max_val_samples=5).requests(0)
-    assert [request.sample_id for request in requests] == [f"val:{line}" for line in range(1, 6)]
-
-
 @pytest.mark.parametrize(("score", "asked"), [("constant", False), ("coord_probability", True)])
 def test_log_probabilities_are_asked_for_only_where_they_are_the_score(held_out, score, asked):
     (request, *_) = held_out(evaluation__score=score).requests(0)
@@ -138,12 +132,6 @@ def test_an_answer_keeps_its_text_its_end_and_whether_it_ever_opened(
     assert (scene.truncated, scene.never_opened) == (truncated, never_opened)
 
 
-def test_a_constant_score_is_1(held_out):
-    held = held_out(evaluation__score="constant")
-    (scene,) = held.score([answered(held, 1, serialize_objects(held.samples[1].objects))])
-    assert [found.score for found in scene.objects] == [1.0] * len(held.samples[1].objects)
-
-
 def test_the_score_is_the_mean_probability_of_the_objects_own_coord_tokens(held_out):
     held = held_out()
     position = next(i for i, sample in enumerate(held.samples) if len(sample.objects) > 1)
@@ -157,13 +145,6 @@ def test_the_score_is_the_mean_probability_of_the_objects_own_coord_tokens(held_
     (scene,) = held.score([rollout])
     assert [found.score for found in scene.objects] == pytest.approx(expected, abs=1e-12)
     assert len(set(expected)) > 1
-
-
-def test_an_engine_that_saw_another_prompt_ends_the_evaluation(held_out):
-    held = held_out()
-    rollout = answered(held, 0, "{}")
-    with pytest.raises(RolloutError, match="the prompts differ first at token 0"):
-        held.score([replace(rollout, prompt_token_ids=(1, *rollout.prompt_token_ids))])
 
 
 PROMPT = 11
@@ -261,15 +242,6 @@ def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec, 
     assert "of 4 of the 4 samples" in remark(2)
 
 
-def test_a_ground_truth_is_encoded_once_where_what_is_appended_fits_an_answer(codec):
-    fitting = require(codec, sample("cat"), sample("dog"))
-    encoder = Mock()
-    limit = int(fitting.measures.text_K.max()) + 1
-    options = {"max_new_tokens": limit, "answer_format": COORD_TOKENS_FORMAT}
-    assert describe_cut_answers(fitting, encoder, **options) is None
-    assert not encoder.encode.called
-
-
 def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_and_told_like_any_bad_row(
     codec, caplog
 ):
@@ -353,10 +325,6 @@ def test_a_control_or_coord_token_in_a_description_is_an_error_with_sample_and_f
 )
 def test_text_that_resembles_a_token_is_text(codec, desc):
     require(codec, sample(desc))
-
-
-def test_descriptions_that_nobody_is_taught_may_be_anything(codec):
-    require(codec, sample("<|image_pad|>", unicodedata.normalize("NFD", "café")), taught=False)
 
 
 @pytest.mark.parametrize("descs", [(), ("cat",)])

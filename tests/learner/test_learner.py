@@ -159,15 +159,6 @@ def test_several_files_are_learned_by_their_weights_with_figures_for_each(config
     assert others["data.train"] != learner.algorithm.fingerprints()["data.train"]
 
 
-def test_one_file_in_a_list_is_learned_as_its_path_alone(config, demo_data):
-    files = [{"path": str(demo_data / "train.jsonl"), "weight": 5}]
-    plain, weights = channel_b_step(config(), [range(12)])
-    listed, other = channel_b_step(config(data__train=files), [range(12)])
-    assert same(weights, other)
-    assert plain.metrics["loss/total"] == listed.metrics["loss/total"]
-    assert not any(name.startswith("source/") for name in plain.metrics)
-
-
 def test_points_are_learned_on_both_channels_beside_boxes(config, demo_data, tmp_path):
     """Those of odd rows; `bbox_geo` passes over them."""
     rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
@@ -352,26 +343,6 @@ def test_training_uses_one_sequence_and_one_forward_pass(config):
     # A prompt holds one <|im_end|> (the user's turn), a target one more.
     assert sum(tokens.count(eos) for tokens in forwards) == 2 * 12
     assert sum(map(len, forwards)) == report.metrics["packing/num_tokens"]
-
-
-def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(config):
-    """Scenario: micro-steps of one sample each; the step's rollouts are asked for together, learned
-    to completion, and give one update.
-    """
-    settings = config(
-        training__gradient_accumulation_steps=12,
-        training__effective_batch_size=None,
-        stage2_ab__channel_b__rollouts_per_step=None,
-    )
-    learner = make_learner(settings)
-    updates = []
-    learner.optimizer.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    rollouts = half_right(learner, RunSchedule(settings).plan(1))
-    assert len(rollouts) == 12, "unset, rollouts_per_step is the derived global batch"
-    learner.accumulate(rollouts)
-    assert updates == []
-    finish_step(learner)
-    assert updates == [1]
 
 
 def test_packing_is_never_applied_during_rollout_generation(config):

@@ -127,18 +127,6 @@ def test_carrying_two_ranks_divide_by_the_segments_of_both(two_ranks, rank_confi
         assert_same_updates(alone, ranks)
 
 
-def test_leftovers_are_a_ranks_own_and_what_each_learned_is_counted(two_ranks, rank_config):
-    carry = CARRY | {"global_max_length": 400, "training__per_device_train_batch_size": 4}
-    ranks = two_ranks.run(rank_jobs.learn, rank_config(**carry, **DDP), STEPS, 4)
-    learned = [report.metrics["packing/num_segments"] for report in merged(ranks)]
-    carried = merged(ranks)[-1].metrics["packing/num_carried"]
-    assert carried > 0, "the case needs leftovers"
-    assert sum(learned) + carried == STEPS * 8
-    assert all(
-        torch.equal(weight, ranks[1].weights[name]) for name, weight in ranks[0].weights.items()
-    )
-
-
 # fsdp
 
 
@@ -157,17 +145,6 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
     )
     ones = rank_jobs.learn(ALONE, None, rank_config(training__packing=False), STEPS, 6)
     assert_same_updates(ones, ranks)
-
-
-def test_sharded_ranks_learn_with_frozen_parts_and_recomputed_activations(two_ranks, rank_config):
-    config = {
-        "training__parts": {"vision_tower": {"frozen": True}},
-        "model__gradient_checkpointing": True,
-        "training__max_steps": 2,
-    }
-    alone = rank_jobs.learn(ALONE, None, rank_config(**config), 2, CHUNK)
-    ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **FSDP), 2, CHUNK // 2)
-    assert_same_updates(alone, ranks)
 
 
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(

@@ -74,11 +74,3 @@ def test_carry_buffer_preserves_segments_without_splitting():
     assert len({piece.position for piece in learned}) == len(learned)
     waiting = {piece.position for piece in drawn} - {piece.position for piece in learned}
     assert len(waiting) == policy.num_carried
-
-
-def test_every_row_of_the_carry_mode_holds_the_oldest_segment():
-    policy = CarryOver(CarryBuffer(10, 64), micro_step=2)
-    rows = one_step(policy, pieces(6, 6, 4, 4))
-    assert positions(rows) == [[0], [1, 2]]
-    assert policy.num_carried == 1
-    assert positions(one_step(policy, [Piece(4, 1), Piece(5, 1)])) == [[3, 4, 5]]

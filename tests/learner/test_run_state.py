@@ -97,11 +97,6 @@ def test_a_state_comes_back_with_its_types_and_bits_and_shares_what_it_shared(tm
     assert type(read.report.spans) is tuple and read.report.channel is Channel.B
 
 
-def test_a_state_of_the_same_values_has_the_same_bytes(tmp_path):
-    (one, other) = (saved(tmp_path / name, rank_state()).read_bytes() for name in ("a", "b"))
-    assert one == other
-
-
 class Harmful:
     """Makes a folder where it is unpickled."""
 

@@ -47,19 +47,6 @@ def prompt_of(processor, images):
     return encoded["input_ids"][0].tolist(), encoded
 
 
-def test_an_image_that_is_not_of_three_colours_is_encoded_as_the_prompt_s(processor, encoder):
-    data = ImageRef(None, GREY_PNG, "grey")
-    token_ids, expected = prompt_of(processor, [data])
-    assert torch.equal(encoder.encode([data], token_ids).pixel_values_RD, expected["pixel_values"])
-
-
-GREY_PNG = bytes.fromhex(
-    # one pixel, eight bits of grey
-    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
-    "0000000a49444154789c6368000000820081775b0a0000000049454e44ae426082"
-)
-
-
 @pytest.mark.parametrize(
     ("brought", "counts"),
     [([0], "24"), ([0, 1, 2], "24, 35, 27"), ([0, 2], "24, 27"), ([1, 0], "35, 24")],

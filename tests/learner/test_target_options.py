@@ -116,14 +116,6 @@ def test_of_an_answer_without_a_match_nothing_is_kept_and_the_target_is_that_of_
     )
 
 
-def test_where_the_last_entry_is_matched_nothing_changes(codec):
-    text = answer(FALSE_ENTRY, SEVEN_ENTRY)
-    trimmed, plain = (target_of(text, codec, rules) for rules in (TRIM, RULES))
-    assert trimmed.token_ids == plain.token_ids
-    assert trimmed.reading.kept == plain.reading.parsed
-    assert trimmed.reading.num_trimmed == 0
-
-
 # Separators
 
 
@@ -142,20 +134,6 @@ def test_going_on_to_a_matched_object_is_taught_and_to_a_false_positive_it_is_no
     assert set(plain.roles[changed]) == {TokenRole.NEUTRAL}
     weights_L = TextWeights(desc=0.5, matched_structure=0.25).of(target)
     assert weights_L[changed].tolist() == [1.0, 1.0], "as much as the end that it may not be"
-
-
-@pytest.mark.parametrize("name", ["bytes", "qwen words"])
-def test_with_any_tokenizer_the_choice_to_go_on_is_the_token_with_the_comma(name):
-    codec = small_codecs()[name]
-    target = target_of(answer(SEVEN_ENTRY, entry(2, "two", TWO.bins)), codec, SEPARATORS)
-    (first, quote), (second, comma) = with_role(target, codec, TokenRole.SEPARATOR)
-    assert '"' in quote
-    assert text_of(target.token_ids[:first], codec) + quote in ('{"', "{")
-    assert "," in comma
-    assert text_of(target.token_ids[: second + 1], codec) in (
-        answer(SEVEN_ENTRY)[:-1] + ",",
-        answer(SEVEN_ENTRY)[:-1] + ", ",
-    )
 
 
 # Names
@@ -177,31 +155,6 @@ def test_the_true_name_is_taught_where_the_models_first_differs_and_its_rest_sta
     assert target.roles[position] == TokenRole.CORRECTED_DESC
     weights = TextWeights(desc=1.0, matched_structure=1.0, matched_desc=0.5)
     assert weights.of(target)[position] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("written", "truth"),
-    [
-        ("black cat", "black"),  # taught to end
-        ("black", "black cat"),  # taught not to end
-        ("a", 'a "b"'),
-        ("größe", "größe 猫"),
-    ],
-)
-@pytest.mark.parametrize("write", [entry, geometry_first])
-def test_what_is_taught_begins_the_right_text_behind_the_models_own(codec, write, written, truth):
-    named = replace(SEVEN, desc=truth)
-    text = answer(write(1, written, SEVEN.bins), write(2, "two", TWO.bins))
-    rules = replace(
-        NAMES,
-        answer_format=ObjectDictionary("desc_first" if write is entry else "geometry_first"),
-    )
-    target = target_of(text, codec, rules, (named, TWO))
-    (override,) = target.label_overrides
-    before = b"".join(map(codec.piece_bytes, target.token_ids[: override.position]))
-    right = answer(write(1, escaped(truth), SEVEN.bins), write(2, "two", TWO.bins)).encode()
-    assert right.startswith(before + codec.piece_bytes(override.token_id))
-    assert target.token_ids[override.position] != override.token_id
 
 
 def test_a_name_is_left_alone_where_it_is_right_or_another_tokenisation_or_ends_in_our_own_text(

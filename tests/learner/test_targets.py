@@ -165,44 +165,6 @@ def test_geometry_first_changes_only_per_object_field_order_in_fn_append(codec):
     assert roles_text(target, codec, TokenRole.DESC) == ["seven", "two"]
 
 
-def test_one_malformed_object_does_not_block_training(codec):
-    """Scenario: of three entries the middle one has a wrong coord count; it is excluded, the others
-    match, what is missing is appended.
-    """
-    entries = [("seven", SEVEN.bins), ("eight", (1, 2, 3)), ("two", TWO.bins)]
-    text = "{" + ", ".join(entry(i, *one) for i, one in enumerate(entries, 1)) + "}"
-    third = GroundTruthObject(GeometryKind.BBOX, (900, 900, 950, 950), "one")
-    target = target_of(text, codec, (SEVEN, TWO, third))
-    reading = target.reading
-    dropped = [(dropped.key, dropped.reason) for dropped in reading.parsed.dropped]
-    assert dropped == [("object_2", "wrong_arity")]
-    assert pairs_of(reading.supervised) == [(0, 0), (1, 1)]
-    assert reading.appended == (2,)
-    assert text_of(target.token_ids[:-1], codec) == text[:-1] + reading.appended_text
-    neutral = "".join(roles_text(target, codec, TokenRole.NEUTRAL)).replace('": "', ': "')
-    assert '"eight"' in neutral, "the malformed entry stays, unsupervised"
-
-
-def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds(codec):
-    complete = "{" + entry(1, "seven", SEVEN.bins)
-    cut = ', "object_2": {"desc": "two", "bbox_2d": ["<|coord_5|>", "<|co'
-    target = target_of(complete + cut, codec)
-    assert target.reading.parsed.truncated
-    expected = complete + ", " + entry(2, "two", TWO.bins) + "}"
-    assert text_of(target.token_ids[:-1], codec) == expected
-    assert target.token_ids[-1] == codec.eos_token_id
-    nothing = target_of('{"object_1": {"desc": "sev', codec).reading
-    assert (nothing.parsed.prefix_text, nothing.appended) == ("{", (0, 1))
-
-
-def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append(codec):
-    reading = target_of("{" + entry(1, "seven", (290, 290, 500, 500)) + "}", codec).reading
-    assert reading.match.pairs == ()
-    assert reading.match.unmatched_predictions == (0,)
-    assert reading.match.gating_rejections == 2
-    assert reading.appended == (0, 1)
-
-
 def ambiguous(text, codec, objects=(SEVEN, TWO)):
     """The target of a response whose first object has coord positions that are not those of its
     coord tokens: what a response cannot do to the parser.
@@ -267,16 +229,6 @@ def test_poly_prediction_is_supervised_by_barycentric_projected_targets(codec):
     assert any(value % 1 for value in target.coord_targets), "projections are fractions"
     assert slots_of(target, codec) == list(TRIANGLE)
     assert target.box_slots == (), "a polygon is no box"
-
-
-def test_a_box_matched_with_a_polygon_aims_at_the_enclosing_box_of_its_projected_corners(codec):
-    corners = (100, 100, 400, 100, 400, 500, 100, 500)
-    outline = GroundTruthObject(GeometryKind.POLY, (105, 95, 390, 110, 405, 490, 95, 505), "three")
-    text = "{" + entry(1, "three", (100, 100, 400, 500)) + "}"
-    target = target_of(text, codec, (outline,), BOTH_KINDS)
-    projected = barycentric_targets(points(*corners), points(*outline.bins))
-    assert target.coord_targets == pytest.approx((*projected.min(axis=0), *projected.max(axis=0)))
-    assert target.box_slots == (), "transport aims coord tokens; it is no box to regress to"
 
 
 def test_polygons_are_appended_as_nested_pairs_and_every_coordinate_is_a_slot(codec):

@@ -65,10 +65,6 @@ def test_a_row_becomes_a_sample() -> None:
     assert (image.path, image.sha256, image.data) == (Path("/nowhere/a.png"), "", None)
 
 
-def test_no_objects_are_a_valid_answer() -> None:
-    assert loaded() == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scene_support import scene
 
-from shared.grounding.evaluation import Evaluation
 from shared.rollouts import DecodeMode, DecodeSettings
 from shared.trajectory import (
     EnvironmentRequest,
@@ -86,10 +84,6 @@ def test_rewards_that_differ_or_are_no_number_are_not_taken_for_equal(rewards):
     assert has_signal(rewards)
 
 
-def test_two_rollouts_one_right_and_one_wrong():
-    assert group_advantages([1.0, 0.0]) == [0.5, -0.5]
-
-
 ROLLOUT = EnvironmentRollout(
     position=7,
     example=3,
@@ -131,15 +125,3 @@ def test_what_learner_and_environments_tell_each_other_is_frozen_and_travels_bet
     assert pickle.loads(pickle.dumps(value)) == value
     with pytest.raises(AttributeError):
         setattr(value, field, 1)
-
-
-def test_an_example_that_a_step_draws_twice_is_two_groups_of_their_own_positions():
-    assert [group.positions for group in REQUEST.groups] == [range(8), range(8, 16)]
-    assert not REQUEST.is_held_out
-
-
-def test_an_evaluation_is_of_scenes_or_of_rollouts():
-    """Whoever makes one orders its outcomes by what both have (`launch.driver.evaluate`)."""
-    outcomes = (scene(4, [], []), ROLLOUT)
-    evaluations = [Evaluation(1, 1, (outcome,), wall_s=1.0) for outcome in outcomes]
-    assert [one.outcomes[0].position for one in evaluations] == [4, 7]

@@ -14,9 +14,15 @@ from pathlib import Path
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
-from launch.tools.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
-from launch.tools.demo.data import DemoGeometry, make_demo_data
 from launch.tools.demo.once import make_trained_start
+from launch.tools.demo.scenes import (
+    MAX_DIGITS,
+    MIN_DIGITS,
+    SPLITS,
+    DemoGeometry,
+    make_crowded_data,
+    make_demo_data,
+)
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -84,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steps=options.tower_steps,
                 report=lambda line: print(line, flush=True),
             )
-            result = "model of crowded scenes: Qwen3-VL architecture, a tower that knows digits,"
+            result = f"model of crowded scenes ({options.tower_steps} updates of its tower)"
         else:
             is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
             result = "demo language model: Qwen3 architecture, random weights,"

@@ -25,6 +25,7 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
             "few_digits": "crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0",
             "crowded": "crowded",
             "crowded_model": "crowded-model",
+            "crowded_untrained": "crowded-model --tower-steps 0",
             "start": "trained +experiment=demo_start data.val=null",
             "stage1_polygons": "trained +experiment=stage1_polygons",
             "lm": "language-model",
@@ -33,6 +34,17 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Models and data of the shipped experiments: the arguments of `rollmatch demo` that make them."""
+UNTRAINED: Mapping[Path, Path] = MappingProxyType(
+    {
+        Path("outputs/demo") / trained: Path("outputs/demo") / untrained
+        for trained, untrained in {
+            "crowded_model": "crowded_untrained",
+            "start": "crowded_untrained",
+            "stage1_polygons": "model",
+        }.items()
+    }
+)
+"""Models of `DEMO_FOLDERS` that take minutes to train, with one of the same shape that does not."""
 SETTINGS_FILE = "made_from.json"
 """The settings that a folder was made from, inside it."""
 
@@ -75,6 +87,9 @@ def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
             "launch.train", *overrides, f"telemetry.run_dir={folder}", f"telemetry.name={out.name}"
         )
 
+    # The Makefile trained the starts until 2026-11-28: the same runs, without SETTINGS_FILE.
+    if out in DEMO_FOLDERS and _is_complete_run(out) and not (out / SETTINGS_FILE).exists():
+        return False
     return make_once(out, {"overrides": " ".join(overrides)}, train)
 
 
@@ -89,16 +104,46 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
     Raises:
         ConfigError: a command failed. It has printed why.
     """
-    model = Path(config.model.path)
-    paths = [source.path for split in ("train", "val") for source in config.data.sources(split)]
-    # A trained model is the checkpoint in the folder of its run.
-    folders = {model, model.parent, *(path.parent for path in paths)}
+    files = [source.path for split in ("train", "val") for source in config.data.sources(split)]
+    if config.environment is not None:
+        files += [Path(text) for text in config.environment.args.values() if isinstance(text, str)]
+    folders = {_model_folder(config), *(file.parent for file in files)}
     for folder in sorted(folders & DEMO_FOLDERS.keys()):
         if not folder.exists():
-            words = ("launch.tools.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
-            command = f"python -m {' '.join(words)}"
-            show(f"demo      {folder} does not exist and is made now: {command}")
-            _run(*words)
+            show(f"demo      {folder} does not exist and is made now: {_command(folder)}")
+            _run("launch.tools.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
+
+
+def with_untrained_model(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with an untrained model of the same shape and tokenizer, if the run
+    would train its own one first (`UNTRAINED`).
+
+    Args:
+        show: is given a line that says so.
+    """
+    folder = _model_folder(config)
+    if folder.exists() or folder not in UNTRAINED:
+        return config
+    show(
+        f"demo      {folder} does not exist: the run trains it first, in some minutes, as"
+        f" `{_command(folder)}` does. Checked is {UNTRAINED[folder]}, untrained, of the same shape"
+    )
+    model = config.model.model_copy(update={"path": str(UNTRAINED[folder])})
+    return config.model_copy(update={"model": model})
+
+
+def _model_folder(config: RunConfig) -> Path:
+    """Return the folder that holds the model: of a trained one, that of its run."""
+    path = Path(config.model.path)
+    return path.parent if path.name == "checkpoint" else path
+
+
+def _command(folder: Path) -> str:
+    return f"rollmatch demo {' '.join(DEMO_FOLDERS[folder])} --out {folder}"
+
+
+def _is_complete_run(folder: Path) -> bool:
+    return (folder / "checkpoint" / "config.json").is_file()
 
 
 def _run(*words: str) -> None:

@@ -14,11 +14,11 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from launch.tools.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
-from launch.tools.vf_eval.results_file import FinishedRollout
+from launch.tools.vf_eval.results_file import FinishedRollout, first_problem
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients.openai import merged
 from shared.config.secrets import masked, masked_keys
-from shared.errors import ConfigError, RecordError, StorageError
+from shared.errors import ConfigError, StorageError
 from shared.run_files import cannot_write, replace_file
 
 NAME = "evaluation.json"
@@ -83,7 +83,7 @@ class EvaluationSettings:
             "-C": (options.state_columns, self.state_columns),
         }
         problems = [
-            f"{flag}: {_difference(now, before)}"
+            f"{flag}: is {_text(now)} and was {_text(before)}"
             for flag, (now, before) in settings.items()
             if now is not None and now != before
         ]
@@ -103,15 +103,6 @@ class EvaluationSettings:
             rollouts_per_example=options.rollouts_per_example or self.rollouts_per_example,
         )
 
-    def no_smaller_than(self, other: EvaluationSettings) -> EvaluationSettings:
-        """Return these settings with the larger sizes of the two."""
-        sizes = (self.num_examples, other.num_examples)
-        return replace(
-            self,
-            num_examples=-1 if -1 in sizes else max(sizes),
-            rollouts_per_example=max(self.rollouts_per_example, other.rollouts_per_example),
-        )
-
     def write(self, folder: Path) -> None:
         """Write the folder's `evaluation.json`, whole or not at all, without secrets.
 
@@ -120,7 +111,6 @@ class EvaluationSettings:
         path = folder / NAME
         text = json.dumps(masked(asdict(self)), indent=1, ensure_ascii=False) + "\n"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, text)
         except OSError as error:
             raise cannot_write(path, error, remedy=StorageError.ANOTHER_FOLDER) from error
@@ -142,13 +132,8 @@ def read_evaluation(folder: Path) -> EvaluationSettings:
             " of vf-eval made"
         ) from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RecordError(
-            first["msg"],
-            field=".".join(map(str, first["loc"])) or "evaluation",
-            remedy="start a new evaluation without --resume",
-            file=str(path),
-        ) from error
+        remedy = "start a new evaluation without --resume"
+        raise first_problem(error, path, "evaluation", remedy) from error
 
 
 def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
@@ -198,18 +183,6 @@ def missing_rollouts(
 
 def _sampling(options: EvalOptions) -> dict[str, Any]:
     return merged(RETURNS_TOKENS if options.tokens else None, options.sampling_args)
-
-
-def _difference(now: Any, before: Any) -> str:
-    if not isinstance(now, Mapping) or not isinstance(before, Mapping):
-        return f"is {_text(now)} and was {_text(before)}"
-    parts = []
-    for key in dict.fromkeys([*now, *before]):
-        if key not in now or key not in before or now[key] != before[key]:
-            new = _text(now[key]) if key in now else "not said"
-            old = _text(before[key]) if key in before else "not said"
-            parts.append(f"{key} is {new} and was {old}")
-    return "; ".join(parts)
 
 
 def _text(value: Any) -> str:

@@ -18,15 +18,17 @@ from launch.cli import EXPLAINED
 from launch.run_folder.console import escaped, make_console
 from launch.tools.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
 from launch.tools.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models, say
-from launch.tools.vf_eval.record import (
-    EvaluationSettings,
-    missing_rollouts,
-    new_folder,
-    read_evaluation,
-)
+from launch.tools.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder
 from launch.tools.vf_eval.results_file import NAME, FinishedRollout, ResultsFile
 from launch.tools.vf_eval.summary import results_of, show_rollout, summary_tables
-from rollout_actors.environments.datasets import RESULTS, Examples, digest, has_field
+from rollout_actors.environments.datasets import (
+    RESULTS,
+    Examples,
+    GenerateOutputs,
+    digest,
+    has_field,
+    push_dataset,
+)
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.types import State
 from shared.errors import ConfigError
@@ -77,16 +79,13 @@ class EvalRun:
                 self._evaluation.rollouts_per_example,
                 by_example=self._environment.rubric.compares_rollouts,
             )
-            settings = self._evaluation
             if self._options.resume is not None:
                 total = len(names) * self._evaluation.rollouts_per_example
                 say(f"{total - len(missing)} of {total} rollouts are there")
                 # Where nothing is missing, the endpoint may be gone.
                 if missing:
                     client = await self._connect(stack)
-                # Asking for less makes the evaluation no smaller.
-                settings = self._evaluation.no_smaller_than(read_evaluation(self.folder))
-            settings.write(self.folder)
+            self._evaluation.write(self.folder)
             if client is not None and missing:
                 await self._generate(client, sampling, examples, missing, digests, file)
 
@@ -137,8 +136,8 @@ class EvalRun:
             example = rollout.example
             if example < len(digests) and rollout.row != digests[example]:
                 raise ConfigError(
-                    f"--resume: example {example} (id {rollout.example_id!r}) is not what it was:"
-                    f" the environment's data have changed, or {file.path} is another"
+                    f"--resume: example {example} is not what it was: the environment's data have"
+                    f" changed, or {file.path} is another"
                     " evaluation's; start a new evaluation without --resume"
                 )
 
@@ -168,11 +167,14 @@ class EvalRun:
                 num_failed += 1
                 return
             num_sound += 1
-            absent = [path for path in columns if path not in rollout.columns]
+            absent = [path for path in columns if not has_field(path, [state])]
             # At the first, and not when all are done: a wrong name is better known early.
             if absent and num_sound == 1:
                 known = ", ".join(map(str, state))
-                say(f"-C: the first rollout has no {', '.join(absent)}; its state has {known}")
+                say(
+                    f"-C: the first rollout has no {', '.join(absent)}; its state has {known}; the"
+                    " dataset will lack it unless another rollout has it"
+                )
 
         try:
             await self._environment.generate(
@@ -200,7 +202,7 @@ class EvalRun:
             await list_models(client, self._endpoint)
 
     def report(self) -> int:
-        """Show the scores, save and push them where that is asked for; return the exit status."""
+        """Show the scores, save and push them if that is asked for; return the exit status."""
         assert self.folder is not None, "it was evaluated"
         evaluation = self._evaluation
         wall_s = time.perf_counter() - self._start_s
@@ -210,40 +212,37 @@ class EvalRun:
             for example in range(self._num_examples)
             for rollout in range(evaluation.rollouts_per_example)
         ]
+        results = results_of(
+            rollouts, evaluation, self._environment, wall_s=wall_s, date=self._date
+        )
         console = make_console()
         if self._options.verbose:
-            show_rollout(rollouts[0], console)
+            show_rollout(rollouts[0].state, console)
         console.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))
-        for table in summary_tables(rollouts, solved_at=self._options.solved_at, wall_s=wall_s):
+        solved_at = self._options.solved_at
+        for table in summary_tables(rollouts, results.metadata, solved_at=solved_at):
             console.print(table, highlight=False)
         print(escaped(f"rollouts   {self.folder / NAME}"))
-        self._save(self.folder, rollouts, wall_s)
-        num_failed = sum(rollout.error is not None for rollout in rollouts)
+        if self._options.save or self._options.push:
+            self._save(self.folder, results)
+        num_failed = results.metadata.num_errors
         if num_failed:
             again = f"`vf-eval --resume {self.folder}` makes them again"
             say(f"{num_failed} of {len(rollouts)} rollouts failed; {again}")
         return 1 if num_failed == len(rollouts) else 0
 
-    def _save(self, folder: Path, rollouts: Sequence[FinishedRollout], wall_s: float) -> None:
+    def _save(self, folder: Path, results: GenerateOutputs) -> None:
         """Make the dataset of the rollouts, in the folder and on the hub."""
         wanted = self._evaluation.state_columns
-        environment = self._environment
-        results = results_of(
-            rollouts, self._evaluation, environment, wall_s=wall_s, date=self._date
-        )
         columns = [path for path in wanted if has_field(path, results.state)]
-        if len(columns) < len(wanted):
-            absent = ", ".join(sorted(set(wanted) - set(columns)))
-            say(f"-C: no rollout has {absent}; a dataset goes without")
+        dataset = self._environment.make_dataset(results, state_columns=columns)
         if self._options.save:
-            results.save(folder, environment.make_dataset(results, state_columns=columns))
+            results.save(folder, dataset)
             print(escaped(f"dataset    {folder / RESULTS}"))
         if self._options.push:
-            name = self._options.dataset_name or f"{environment.name}-results"
+            name = self._options.dataset_name or f"{self._environment.name}-results"
             try:
-                environment.make_dataset(
-                    results, state_columns=columns, push_to_hf_hub=True, hub_name=name
-                )
+                push_dataset(dataset, name)
             except EXPLAINED:
                 say(f"the rollouts are kept; `vf-eval --resume {folder} -H -D {name}` only pushes")
                 raise

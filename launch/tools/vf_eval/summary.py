@@ -14,10 +14,10 @@ from rich.text import Text
 
 from launch.run_folder.console import escaped
 from launch.tools.vf_eval.record import EvaluationSettings
-from launch.tools.vf_eval.results_file import FinishedRollout
+from launch.tools.vf_eval.results_file import FinishedRollout, KeptState
 from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.clients.openai import merged
-from rollout_actors.environments.datasets import GenerateOutputs, mean
+from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.generate import metadata_of
 from rollout_actors.environments.rewards import compare_rollouts
@@ -39,7 +39,7 @@ def results_of(
 
     States hold what was kept of them.
     """
-    states = [rollout.state() for rollout in rollouts]
+    states = [rollout.full_state() for rollout in rollouts]
     groups: dict[str, list[State]] = {}
     for state in states:
         groups.setdefault(repr((state["task"], state["example_id"])), []).append(state)
@@ -58,15 +58,14 @@ def results_of(
     return GenerateOutputs.from_states(states, metadata)
 
 
-def show_rollout(rollout: FinishedRollout, console: Console) -> None:
+def show_rollout(state: KeptState, console: Console) -> None:
     """Print prompt, completion and reward."""
-    completion = rollout.completion or ""
-    for title, messages in (("prompt", rollout.prompt), ("completion", completion)):
-        console.print(Text(f"{title} of example {rollout.example_id}", style="bold"))
+    shown = {"prompt": state["prompt"], "completion": state["completion"] or ""}
+    for title, messages in shown.items():
+        console.print(Text(f"{title} of example {state['example_id']}", style="bold"))
         console.print(Text(escaped(_transcript(messages))))
-    end = f"reward {rollout.reward}, answer {rollout.answer!r}, ended by {rollout.stop_condition}"
-    if rollout.error:
-        end += f", error {rollout.error}"
+    names = ("reward", "answer", "stop_condition", "error")
+    end = ", ".join(f"{name} {state.get(name)!r}" for name in names)
     console.print(Text(escaped(end), style="bold"))
 
 
@@ -120,31 +119,32 @@ def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
 
 
 def summary_tables(
-    rollouts: Sequence[FinishedRollout], *, solved_at: float, wall_s: float
+    rollouts: Sequence[FinishedRollout], metadata: GenerateMetadata, *, solved_at: float
 ) -> list[Table]:
     """Return the scores of the rollouts, at least one, that did not fail, and further facts."""
     groups: dict[int, list[FinishedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.example, []).append(rollout)
     examples = list(groups.values())
+    sound = [[one.state for one in group if one.error is None] for group in examples]
     scores = {}
-    if any(rollout.error is None for rollout in rollouts):
+    if any(sound):
         scores["reward"] = ScoreSummary.from_values(
-            [[one.reward or 0.0 for one in group if one.error is None] for group in examples]
+            [[state["reward"] or 0.0 for state in group] for group in sound]
         )
-    tasks = list(dict.fromkeys(one.task for one in rollouts if one.error is None))
+    tasks = list(dict.fromkeys(state["task"] for group in sound for state in group))
     for task in tasks if len(tasks) > 1 else ():
         scores[f"reward of {task}"] = ScoreSummary.from_values(
             [
-                [one.reward or 0.0 for one in group if one.error is None and one.task == task]
-                for group in examples
+                [state["reward"] or 0.0 for state in group if state["task"] == task]
+                for group in sound
             ]
         )
-    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
+    for name in metadata.avg_metrics:
         label = "reward (metric)" if name == "reward" else name
         # Rollouts of the other environments of a group do not have it.
         scores[label] = ScoreSummary.from_values(
-            [[one.metrics[name] for one in group if name in one.metrics] for group in examples]
+            [[one["metrics"][name] for one in group if name in one["metrics"]] for group in sound]
         )
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
@@ -153,48 +153,48 @@ def summary_tables(
     for name, score in scores.items():
         figures = ("-" if figure is None else f"{figure:.4f}" for figure in score)
         table.add_row(Text(escaped(name)), *figures)
-    return [table, _facts(examples, rollouts, solved_at, wall_s)]
+    return [table, _facts(examples, metadata, solved_at)]
 
 
 def _facts(
-    examples: Sequence[Sequence[FinishedRollout]],
-    rollouts: Sequence[FinishedRollout],
-    solved_at: float,
-    wall_s: float,
+    examples: Sequence[Sequence[FinishedRollout]], metadata: GenerateMetadata, solved_at: float
 ) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
 
     def add(name: str, fact: str) -> None:
         table.add_row(name, Text(escaped(fact)))
 
+    rollouts = [rollout for group in examples for rollout in group]
+    states = [rollout.state for rollout in rollouts]
     add("rollouts", f"{len(rollouts)}, of {len(examples)} examples")
     fewest = min(map(len, examples))
     if fewest > 1:
         # A rollout that failed has not solved its example.
         solved = []
         for group in examples:
-            rewards = [one.reward or 0.0 for one in group if one.error is None]
+            rewards = [one.state["reward"] or 0.0 for one in group if one.error is None]
             solved.append((sum(reward >= solved_at - 1e-9 for reward in rewards), len(group)))
         for k in [*(k for k in _PASS_AT if k < fewest), fewest]:
             remark = f"  (reward of {solved_at:g} or more)" if k == 1 else ""
             add(f"pass@{k}", f"{pass_at(k, solved):.4f}{remark}")
-    errors = Counter(one.error for one in rollouts if one.error is not None)
+    errors = Counter(state["error"] for state in states if state["error"] is not None)
     add("errors", f"{errors.total()}, not in the means" if errors else "0")
     for text, count in errors.most_common(_NUM_ERRORS_SHOWN):
         add("", f"{count} x {_short(text)}")
     if len(errors) > _NUM_ERRORS_SHOWN:
         add("", f"and {len(errors) - _NUM_ERRORS_SHOWN} others")
-    failed = Counter(name for one in rollouts for name in one.reward_errors)
-    for name, count in failed.most_common():
-        first = next(one.reward_errors[name] for one in rollouts if name in one.reward_errors)
-        add("reward errors", f"{count} x {name}, not in its mean: {_short(first)}")
-    given_up = Counter(name for one in rollouts for name in one.given_up)
-    if given_up:
-        names = ", ".join(f"{count} x {name}" for name, count in given_up.most_common())
+    for name, count in metadata.num_reward_errors.items():
+        of_states = (state.get("reward_errors", {}).get(name) for state in states)
+        add(
+            "reward errors",
+            f"{count} x {name}, not in its mean: {_short(next(filter(None, of_states)))}",
+        )
+    if metadata.num_given_up:
+        names = ", ".join(f"{count} x {name}" for name, count in metadata.num_given_up.items())
         add("given up", f"{names}: plain functions that ran past a limit")
-    add("truncated", str(sum(one.is_truncated for one in rollouts)))
-    stops = Counter(one.stop_condition for one in rollouts if one.stop_condition is not None)
-    add("ended by", ", ".join(f"{name} {count}" for name, count in stops.most_common()))
+    add("truncated", str(metadata.num_truncated))
+    stops = Counter(state["stop_condition"] for state in states)
+    add("ended by", ", ".join(f"{name} {count}" for name, count in stops.most_common() if name))
     counted = [
         (one.prompt_tokens, one.completion_tokens)
         for one in rollouts
@@ -205,9 +205,9 @@ def _facts(
         each = f"{num_read / len(counted):.1f} and {num_sampled / len(counted):.1f}"
         add("tokens", f"{num_read} read, {num_sampled} sampled; a rollout {each}")
     for name in ("generation", "scoring"):
-        mean_ms = mean([one.timing.get(f"{name}_ms", 0.0) for one in rollouts])
+        mean_ms = mean([state["timing"].get(f"{name}_ms", 0.0) for state in states])
         add(name, f"{mean_ms / 1000:.3f} s a rollout")
-    add("wall time", f"{wall_s:.1f} s")
+    add("wall time", f"{metadata.time_ms / 1000:.1f} s")
     return table
 
 

@@ -14,7 +14,7 @@ def test_a_vllm_that_is_installed_and_cannot_be_imported_is_a_problem(mode, tmp_
     (tmp_path / "vllm" / "__init__.py").write_text(f'raise AttributeError("{error}")')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = load({"rollout_matching.vllm": {"mode": mode}, PIPELINE: mode == "actors"})
-    with vllm_import(config) as problems:
+    with vllm_import(config.rollout_matching, 300.0) as problems:
         (problem,) = problems()
     assert problem.startswith(f"installation: vLLM cannot be imported (AttributeError: {error})")
 
@@ -22,5 +22,5 @@ def test_a_vllm_that_is_installed_and_cannot_be_imported_is_a_problem(mode, tmp_
 def test_a_run_without_engines_of_its_own_imports_no_vllm(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
     config = load({"rollout_matching.rollout_backend": "hf", PIPELINE: False})
-    with vllm_import(config) as problems:
+    with vllm_import(config.rollout_matching, 300.0) as problems:
         assert list(problems()) == []

@@ -69,12 +69,12 @@ def refusal(folder, **options):
         (
             lambda tensors: tensors,
             {"tie_word_embeddings": False},
-            ["lack 1 tensor (lm_head.weight)", "set tie_word_embeddings to true"],
+            ["lack 1 tensor (lm_head.weight)", "tie_word_embeddings: true if"],
         ),
         (
             prefixed("_orig_mod."),
             {},
-            ["lack 14 tensors", "hold 13 tensors", "without the wrapper", "(_orig_mod.)"],
+            ["lack 14 tensors", "hold 13 tensors", "without a wrapper", "(_orig_mod."],
         ),
         (
             lambda tensors: {

@@ -39,8 +39,8 @@ from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from rollout_actors.engine import ray_calls
 from shared.config import load_config
-from shared.config.checks.general import cross_check
 from shared.config.job import TimeoutsSection
+from shared.config.load import cross_check
 from shared.errors import ConfigError, RolloutError
 from shared.weight_sync.phases import sync_weights
 

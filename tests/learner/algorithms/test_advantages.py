@@ -6,22 +6,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from learner.algorithms.advantages import (
     AdvantageEstimator,
-    group_advantage,
-    learned_by_call,
     token_advantages,
 )
 from learner.algorithms.trajectories import trajectory_target
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample
 
-REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=9)
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0}
 
 
@@ -126,40 +120,6 @@ def test_an_example_without_a_learned_token_has_no_target():
 def test_what_nothing_can_be_learned_from_is_refused_with_its_example(changes, message):
     with pytest.raises(ValueError, match=f"example 7, rollout 0: {message}"):
         of(replace(TWO_TURNS, **changes))
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(REWARDS)
-def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewards):
-    advantages = [group_advantage(reward, rewards, std_epsilon=0.0) for reward in rewards]
-    # Scaled, for the squares of the tiniest rewards are 0 in numpy's deviation.
-    scaled = np.array(rewards) / max(np.abs(rewards).max(), np.finfo(float).tiny)
-    if np.std(scaled) > 1e-6:
-        expected = (scaled - np.mean(scaled)) / np.std(scaled, ddof=1)
-        np.testing.assert_allclose(advantages, expected, rtol=1e-4, atol=1e-4)
-    assert np.abs(advantages).max() <= len(rewards) ** 0.5 + 1e-6
-
-
-def test_with_an_epsilon_rewards_that_hardly_differ_are_hardly_told_apart():
-    """Divided by the deviation alone, the eighth rollout is as good as a single hit among
-    misses."""
-    rewards = (1.0,) * 7 + (1.000001,)
-    best = group_advantage(rewards[-1], rewards, std_epsilon=None)
-    divided = group_advantage(rewards[-1], rewards, std_epsilon=1e-4)
-    whole = group_advantage(rewards[-1], rewards, std_epsilon=0.0)
-    assert best == pytest.approx(7 / 8 * 1e-6)
-    assert whole == pytest.approx(2.474874, rel=1e-6)
-    assert divided == pytest.approx(best / (np.std(rewards, ddof=1) + 1e-4))
-    assert divided < 0.01
-    hit = (0.0,) * 7 + (1.0,)
-    assert group_advantage(1.0, hit, std_epsilon=1e-4) == pytest.approx(2.474, abs=1e-3)
-
-
-def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
-    example = TrainingExample(list(range(6)), [0.0] * 6, [0, 1, 1, 0, 0, 1], 0.0)
-    assert learned_by_call(example) == [[1, 2, 5]]
-    assert learned_by_call(replace(example, steps=(0, 2), step_ends=(3, 6))) == [[1, 2], [5]]
 
 
 ROOT = math.sqrt(0.5)

@@ -13,7 +13,6 @@ from trajectory_support import ALONE, EXAMPLES, begin, make_learner, rollouts_fo
 
 from shared.metrics import merge_reports
 from shared.schedule import RunSchedule
-from shared.trajectory import ExampleCounts
 
 PLACES = 3
 ROLLOUTS = PLACES * GROUP
@@ -121,25 +120,6 @@ def test_groups_that_are_still_without_signal_when_the_rounds_are_over_stay(conf
 
 
 @pytest.mark.slow
-def test_a_step_whose_groups_all_have_a_signal_asks_for_nothing_and_is_as_without_refill(config):
-    step, without = (
-        Refilled(config(environment__refill_rounds=rounds), flat()) for rounds in (2, 0)
-    )
-    assert step.asked == [[], []]
-    assert step.metrics["rollout/num_refilled"] == 0
-    assert "rollout/num_refilled" not in without.metrics
-    assert same(without.weights, step.weights)
-    assert (step.report.digests, step.report.refilled) == (without.report.digests, {})
-
-
-@pytest.mark.slow
-def test_a_group_of_which_fewer_than_two_rollouts_are_left_is_drawn_again(config):
-    step = Refilled(config(environment__refill_rounds=1), flat(), fails={0, 1, 2, 3, 4, 5, 6})
-    assert [positions.start for positions in step.positions[0]] == [ROLLOUTS, ROLLOUTS + 4]
-    assert step.metrics["rollout/num_failed"] == 7
-
-
-@pytest.mark.slow
 def test_further_examples_follow_from_seed_step_and_round_alone_and_are_no_others_of_the_step(
     config,
 ):
@@ -152,16 +132,6 @@ def test_further_examples_follow_from_seed_step_and_round_alone_and_are_no_other
     assert examples != [group.example for groups in of_next for group in groups]
     # What the others need changes nothing.
     assert Refilled(config(), flat(1, 4)).asked == [[groups[1]] for groups in of_step]
-
-
-@pytest.mark.slow
-def test_an_environment_with_few_examples_has_them_drawn_again(config):
-    examples = ExampleCounts(train=4, held_out=0)
-    step = Refilled(config(), flat(*range(9)), examples=examples)
-    drawn = {group[0].example for group in step.answers[:PLACES]}
-    first = [group.example for group in step.asked[0]]
-    assert first[0] not in drawn and set(first[1:]) < drawn
-    assert {group.example for group in step.asked[1]} <= set(range(4))
 
 
 @pytest.mark.processes

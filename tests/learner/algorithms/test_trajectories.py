@@ -213,21 +213,6 @@ def test_a_step_does_not_depend_on_packing_and_rows(config, changes):
 # Failed rollouts, groups without signal, steps without anything
 
 
-def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
-    """The others of its group are as they would be without it."""
-    settings = config(training__max_grad_norm=None)
-    failed = Learned(settings, fails={4})
-    rewards = [one.reward for group in failed.answers for one in group if one.error is None]
-    assert failed.metrics["rollout/num_failed"] == 1
-    assert failed.metrics["rollout/num"] == ROLLOUTS
-    assert failed.metrics["rollout/reward"] == pytest.approx(fmean(rewards))
-    assert failed.answers[1][0].examples == ()
-    sound = [group if index != 1 else group[1:] for index, group in enumerate(failed.answers)]
-    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
-    expected = slowly(model, sound, settings, ROLLOUTS).item()
-    assert failed.metrics["loss/total"] == pytest.approx(expected, abs=1e-6)
-
-
 def flat_in_the_middle(position):
     """The second of the three groups is all equal."""
     return 0.5 if position // GROUP == 1 else (0.0, 1.0, 0.25)[position % 3]
@@ -294,14 +279,6 @@ def test_with_a_teacher_the_loss_is_of_its_advantages_and_the_mean_log_ratio_is_
     assert step.metrics["policy/teacher_log_ratio"] == pytest.approx(fmean(ratios), abs=1e-6)
     alone = Learned(config(training__max_grad_norm=None), groups=scored, **equal)
     assert alone.metrics["loss/total"] != pytest.approx(loss.item(), abs=1e-3)
-
-
-def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
-    teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
-    with pytest.raises(
-        RolloutError, match=r"no teacher has scored it, and environment\.teacher is"
-    ):
-        Learned(config(environment__teacher=teacher))
 
 
 @pytest.mark.parametrize("normalize", ["rollout", "batch"])
@@ -449,12 +426,6 @@ def test_a_reward_that_is_no_number_ends_the_run(config, reward):
         learned_of(config(), lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
 
 
-def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
-    learner, groups = begun(config())
-    with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
-        learner.algorithm.score(only(6, reward=math.nan)(groups))
-
-
 # Staleness (decision 13)
 
 
@@ -515,29 +486,6 @@ def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_
             assert decode.return_logprobs
 
 
-def test_more_examples_than_the_environment_has_are_drawn_again(config):
-    """Also within a step: an example may be there twice, as two groups."""
-    learner = make_learner(config(), ExampleCounts(train=2, held_out=1))
-    asked = learner.next_requests(RunSchedule(config()).plan(0))
-    examples = [request.groups[0].example for request in asked]
-    assert sorted(examples[:2]) == [0, 1]
-    learner.accumulate(rollouts_for(learner, asked))
-    assert finish_step(learner).metrics["rollout/num_groups"] == 3
-
-
-def test_rollouts_that_come_back_in_another_order_are_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    with pytest.raises(AssertionError, match="expected position 0, got 4: rounds arrive in order"):
-        learner.accumulate(groups[1:])
-
-
-def test_a_step_of_which_rollouts_are_missing_is_a_programmers_mistake(config):
-    learner, groups = begun(config())
-    learner.accumulate(groups[:2])
-    with pytest.raises(AssertionError, match="8 of 12 rollouts came back"):
-        learner.finish_step()
-
-
 @pytest.mark.parametrize("number", [1, 4, 9])
 def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
     learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
@@ -566,14 +514,6 @@ def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
     lines = logged(settings, 0)
     assert lines == [json.loads(json.dumps(trajectory_record(1, one))) for one in rollouts]
     assert [len(line["examples"]) > 0 for line in lines] == [one.error is None for one in rollouts]
-
-
-def test_a_run_that_keeps_no_rollouts_writes_none(config):
-    settings = config(
-        telemetry={"run_dir": str(config().telemetry.run_dir / "without"), "rollouts": False}
-    )
-    Learned(settings)
-    assert not (settings.telemetry.run_dir / "rollouts").exists()
 
 
 def test_the_timeline_has_a_span_for_each_environment_actor_of_a_round(config):

@@ -205,20 +205,6 @@ def test_loss_and_gradient_of_a_step_are_those_of_each_example_alone(config, who
     assert step.metrics["policy/logprob_difference"] < 1e-4
 
 
-def test_a_step_whose_environment_may_show_images_and_shows_none_is_one_of_text(config, whole):
-    def text(position):
-        question = Part(f"user\n Locate {position // GROUP}.")
-        return [whole.example(question, Part(f"bbox {position}", is_learned=True))]
-
-    with_images = Learned(config(), whole, text)
-    without = Learned(config(environment__max_images_per_prompt=0), whole, text)
-    # Of the first update: ratios of 1 and advantages whose sum is 0.
-    assert with_images.metrics["loss/total"] == without.metrics["loss/total"]
-    learned = [name for name, gradient in with_images.gradients.items() if gradient.any()]
-    assert learned
-    assert not any(".visual." in name for name in learned)
-
-
 def test_an_image_behind_the_last_learned_token_is_left_out(config, whole):
     behind = Part(f"user\n{IMAGE} Right?", (picture(64, 64, seed=200),))
 

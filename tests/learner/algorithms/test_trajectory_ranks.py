@@ -9,7 +9,7 @@ import pytest
 import trajectory_jobs
 from config_support import GROUP, trajectory_config
 from rank_support import assert_same_updates, merged
-from trajectory_support import ALONE, EXAMPLES
+from trajectory_support import ALONE
 
 from shared.errors import RolloutError
 
@@ -81,34 +81,6 @@ def test_ranks_compare_with_the_start_of_the_run_as_one_does(
     assert (first, second > 1e-4) == (pytest.approx(0.0, abs=1e-9), True)
     expected = merged([alone])[1].metrics["loss/reference_kl"]
     assert second == pytest.approx(expected, rel=1e-3)
-
-
-def test_each_rank_has_a_share_of_whole_groups_and_together_they_have_what_one_asks_for(alone, ddp):
-    for step in range(STEPS):
-        first, second = (
-            [group for request in rank.requests[step] for group in request.groups] for rank in ddp
-        )
-        assert [list(group.positions) for group in first] == [
-            list(range(GROUP)),
-            list(range(GROUP, 2 * GROUP)),
-        ]
-        assert [list(group.positions) for group in second] == [list(range(2 * GROUP, 3 * GROUP))]
-        assert [request for rank in ddp for request in rank.requests[step]] == alone.requests[step]
-
-
-def test_the_held_out_examples_are_each_asked_for_once_over_all_ranks(ddp):
-    shares = [
-        [group.example for request in rank.held_out for group in request.groups] for rank in ddp
-    ]
-    assert shares == [[0, 1, 2, 3], [4, 5, 6]]
-    assert [*shares[0], *shares[1]] == list(range(EXAMPLES.held_out))
-    assert [
-        position
-        for rank in ddp
-        for request in rank.held_out
-        for group in request.groups
-        for position in group.positions
-    ] == list(range(7))
 
 
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])

@@ -135,13 +135,6 @@ def test_an_update_that_is_skipped_is_the_last_of_its_step(config):
     assert math.isfinite(step.metrics["loss/total"])
 
 
-@pytest.mark.slow
-def test_a_step_that_is_told_to_stop_behind_its_first_update_takes_the_others_too(config):
-    """A checkpoint is of whole steps."""
-    step = Spoilt(config(), lambda learner: learner.stop())
-    assert (len(step.after), step.learner.num_updates) == (UPDATES, 1)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_take_the_updates_that_one_takes(two_ranks, config, parallel):

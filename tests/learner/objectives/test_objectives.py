@@ -167,16 +167,6 @@ def test_text_gate_weight_introduces_a_non_zero_contribution_when_coord_vocab_ma
     assert gradient[0, 500] > 0, "descending lowers the coord token's logit"
 
 
-def test_text_gate_leaves_tokens_of_no_gate_weight_alone(logits, row):
-    """Closing brace, EOS and tokens of no weight have gate weight 0 (learner/collate.py), and coord
-    slots are no text.
-    """
-    gate = objectives(entry("coord_reg", NEUTRAL | {"text_gate_weight": 1.0}))
-    _, _, gradient = learn(logits, row, gate)
-    text = row.supervision.text
-    assert torch.equal(gradient.any(dim=1).nonzero()[:, 0], text.at[text.gate_weight != 0])
-
-
 # bbox_geo
 
 

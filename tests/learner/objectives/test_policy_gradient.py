@@ -176,19 +176,6 @@ def slow_loss(tables, all_examples, **changes):
     return total
 
 
-def slow_teaching(at, tables, all_examples, **changes):
-    """What has the loss's gradient at the tables `at`: a sum over tokens of `-A w log p`.
-
-    `w` is the truncated ratio at `at`, which stays as it is.
-    """
-    total = 0.0
-    for example, position, advantage, ratio in slow_tokens(at, all_examples, **changes):
-        is_clipped = ratio > HIGH if advantage > 0 else ratio < LOW
-        if not is_clipped:
-            total -= advantage * min(ratio, CAP) * slow_logprob(tables, example, position)
-    return total
-
-
 LOW, HIGH, CAP = 0.8, 1.3, 2.0
 DISTANCES = [
     *(0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, -3.0, 0.02, -0.05, 0.0)
@@ -222,23 +209,6 @@ def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables, level):
         assert packed[2] == pytest.approx(alone[2], abs=1e-5)
         for gradient, expected in zip(packed[3], alone[3], strict=True):
             torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
-def test_the_gradient_agrees_with_finite_differences(tables, normalize):
-    """Of the log-probabilities, with weights that stay as they are: beyond the cap too."""
-    of = examples(tables, DISTANCES)
-    row = [segment_of(one, rule(normalize=normalize)) for one in of]
-    *_, gradients = learn(tables, [row], normalize=normalize)
-    for index, gradient in enumerate(gradients):
-        for at in [(i, v) for i in range(0, len(gradient), 3) for v in range(0, VOCABULARY, 2)]:
-            ends = []
-            for step in (-1e-5, 1e-5):
-                moved = [table.clone() for table in tables]
-                moved[index][at] += step
-                ends.append(slow_teaching(tables, moved, of, normalize=normalize))
-            assert gradient[at].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=2e-5)
 
 
 def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
@@ -289,21 +259,6 @@ def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(
     assert loss == pytest.approx(-advantage * counts_as, rel=1e-9)
     assert gradient == [pytest.approx(-advantage * counts_as if is_learned else 0.0, rel=1e-9)]
     assert clipped == [not is_learned]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "gradient", "is_learned"), [(1.5, -1.5, True), (2.5, -2.0, True), (3.5, 0.0, False)]
-)
-def test_a_cap_below_the_clip_truncates_what_the_clip_still_lets_through(
-    ratio, gradient, is_learned
-):
-    loss, gradients, clipped = loss_of([math.log(ratio)], [1.0], clip_high=2.0)
-    assert loss == pytest.approx(-min(ratio, CAP))
-    assert (gradients, clipped) == ([pytest.approx(gradient)], [not is_learned])
-
-
-def test_a_token_without_advantage_is_not_counted_as_clipped():
-    assert loss_of([-5.0, 0.0, 5.0], [0.0] * 3)[2] == [False] * 3
 
 
 @pytest.mark.slow

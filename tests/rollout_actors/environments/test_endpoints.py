@@ -624,8 +624,8 @@ def test_vf_eval_of_an_example(
     assert "rollouts    4, of 2 examples" in out
     assert "[assistant]" in out
     for line in evaluations.lines():
-        steps = line["columns"]["trajectory"]
-        assert (line["error"], len(steps), line["completion_tokens"]) == (
+        steps = line["state"]["trajectory"]
+        assert (line["state"]["error"], len(steps), line["completion_tokens"]) == (
             None,
             turns,
             sum(len(step["tokens"]["completion_ids"]) for step in steps),
@@ -676,4 +676,4 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
     assert sorted((line["example"], line["rollout"]) for line in evaluations.lines()) == [
         (e, r) for e in range(6) for r in range(2)
     ]
-    assert {line["error"] for line in evaluations.lines()} == {None}
+    assert {line["state"]["error"] for line in evaluations.lines()} == {None}

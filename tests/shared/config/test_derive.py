@@ -116,10 +116,6 @@ def test_a_run_without_rollouts_has_no_rounds():
     assert len(algebra.describe()) == 3
 
 
-def test_a_warm_up_longer_than_the_run_leaves_channel_a_alone():
-    assert steps_of(batch_algebra(load({"training.max_steps": 10}))) == (10, 10, 10, 0)
-
-
 def test_the_aligned_variant_takes_the_rollouts_of_its_micro_steps_and_one_row_after_each():
     algebra = batch_algebra(load(ALIGNED_BY_8))
     assert (algebra.gradient_accumulation_steps, algebra.per_device_train_batch_size) == (4, 8)
@@ -229,16 +225,6 @@ def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_th
     run = load(changes)
     assert run.rollout_matching.backend.location is location
     assert (run.rollout_matching.servers is not None) == has_servers
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "sharded"), [(1, "fsdp", False), (2, "ddp", False), (2, "fsdp", True)]
-)
-def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(ranks, parallel, sharded):
-    assert (
-        load({"learner.world_size": ranks, "learner.parallel": parallel}).learner.is_sharded
-        == sharded
-    )
 
 
 @pytest.mark.parametrize(

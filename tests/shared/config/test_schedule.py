@@ -85,20 +85,6 @@ def test_the_ratio_that_is_meant_has_a_denominator_of_a_million_at_most(written,
     assert [schedule.channel(step) for step in range(NUM_STEPS)] == slow_channels(meant, NUM_STEPS)
 
 
-def test_floats_alone_would_move_a_step_to_the_other_channel():
-    """The ratio is read as it is written: 100 x 0.29 is 28.999999999999996 in floats."""
-    assert floor(100 * 0.29) == floor(99 * 0.29)
-    assert ScheduleSection(b_ratio=0.29).channel(99) is Channel.B
-
-
-@pytest.mark.parametrize("hundredths", [0, 1, 29, 33, 50, 100])
-def test_every_hundred_steps_hold_as_many_of_channel_b_as_the_ratio_has_hundredths(hundredths):
-    schedule = ScheduleSection(b_ratio=hundredths / 100)
-    for first in (0, 100, 300, 10_000):
-        channels = [schedule.channel(step) for step in range(first, first + 100)]
-        assert channels.count(Channel.B) == hundredths
-
-
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 def test_ratio_0_is_channel_a_alone_and_ratio_1_channel_b_after_the_warm_up(warmup_steps):
     never = ScheduleSection(b_ratio=0.0, warmup_steps=warmup_steps)

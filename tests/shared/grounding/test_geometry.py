@@ -189,27 +189,6 @@ def test_a_random_shape_is_identical_to_itself_and_to_itself_begun_elsewhere() -
         assert mask_iou(shape, turned) == pytest.approx(1.0, abs=1e-12)
 
 
-def test_exact_areas_agree_with_a_fine_grid() -> None:
-    generator = random.Random(6)
-    centres = (np.arange(8 * 40) + 0.5) / 40
-
-    def inside(ring: list[Point]) -> np.ndarray:
-        x, y = np.meshgrid(centres, centres)
-        odd = np.zeros_like(x, dtype=bool)
-        for (ax, ay), (bx, by) in edges_of(ring):
-            if ay != by:
-                odd ^= ((ay <= y) != (by <= y)) & (ax + (y - ay) * (bx - ax) / (by - ay) <= x)
-        return odd
-
-    for _ in range(60):
-        a, b = (vertices(random_shape(generator, reach=8)) for _ in range(2))
-        mask_a, mask_b = inside(a), inside(b)
-        num_pixels = (mask_a | mask_b).sum()
-        if num_pixels > 2000:
-            expected = (mask_a & mask_b).sum() / num_pixels
-            assert polygon_iou(a, b) == pytest.approx(expected, abs=0.02)
-
-
 def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
     """Common area and union in fractions: slab after slab between the ordinates of all ends and
     crossings.

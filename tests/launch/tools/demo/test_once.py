@@ -7,7 +7,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.tools.demo.__main__ import main
-from launch.tools.demo.once import DEMO_FOLDERS, SETTINGS_FILE, make_missing_demo_files, make_once
+from launch.tools.demo.once import (
+    DEMO_FOLDERS,
+    SETTINGS_FILE,
+    UNTRAINED,
+    make_missing_demo_files,
+    make_once,
+    with_untrained_model,
+)
 from shared.errors import ConfigError
 from tests.fixtures.config_changes import load
 
@@ -86,6 +93,34 @@ def test_a_trained_start_is_made_for_the_checkpoint_in_it_and_only_kept_whole(
     assert [list(words[: len(overrides)]) for words in runs] == [overrides, overrides]
 
 
+def test_a_start_that_the_makefile_once_trained_is_taken_and_half_a_one_is_not(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "outputs/demo/start/checkpoint"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main(["trained", "+experiment=demo_start"])
+    assert "was not made by this command" in capsys.readouterr().out
+    (checkpoint / "config.json").write_text("{}")
+    main(["trained", "+experiment=demo_start"])
+    assert "there already" in capsys.readouterr().out
+
+
+def test_preflight_trains_no_start_and_looks_at_an_untrained_model_of_its_shape(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    start = Path("outputs/demo/start")
+    config = load(LANGUAGE_MODEL | {"model.path": str(start / "checkpoint")})
+    shown = []
+    assert with_untrained_model(config, shown.append).model.path == str(UNTRAINED[start])
+    assert len(shown) == 1 and "rollmatch demo trained +experiment=demo_start" in shown[0]
+    assert UNTRAINED.keys() | set(UNTRAINED.values()) <= DEMO_FOLDERS.keys()
+    start.mkdir(parents=True)
+    assert with_untrained_model(config, pytest.fail) == config
+
+
 def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load(
@@ -104,7 +139,7 @@ def test_a_command_that_cannot_make_them_is_named(tmp_path, monkeypatch):
     (tmp_path / "outputs").write_text("a file where a folder has to be")
     config = load(LANGUAGE_MODEL)
     with pytest.raises(
-        ConfigError, match=r"launch\.demo language-model --out outputs/demo/lm.*status"
+        ConfigError, match=r"launch\.tools\.demo language-model --out outputs/demo/lm.*status"
     ):
         make_missing_demo_files(config, lambda line: None)
 

@@ -157,9 +157,9 @@ def test_resume_refuses_other_settings_and_names_what_differs():
     assert remedy.startswith("a: is of another evaluation; say what it says, or leave it out")
     assert differences == [
         'ENVIRONMENT: is "arithmetic" and was "echo"',
-        "-a: num is 9 and was not said; seed is null and was not said",
+        '-a: is {"num": 9, "seed": null} and was {}',
         '-m: is "other" and was "demo"',
-        "-t, -T, -S, --tokens: max_tokens is 8 and was not said; temperature is 0.7 and was 0.5",
+        '-t, -T, -S, --tokens: is {"max_tokens": 8, "temperature": 0.7} and was {"temperature": 0.5}',
         "-C: is letters and was ",
     ]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 
+from launch.tools.vf_eval.arguments import read_options
+from launch.tools.vf_eval.record import EvaluationSettings
 from launch.tools.vf_eval.results_file import FinishedRollout
-from launch.tools.vf_eval.summary import summary_tables
+from launch.tools.vf_eval.summary import results_of, summary_tables
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+
+SETTINGS = EvaluationSettings.from_options(read_options(["echo", "-m", "demo"]))
 
 
-def finished(example: int, **changes) -> FinishedRollout:
-    fields = {
-        "example": example,
-        "rollout": 0,
+def finished(example: int, *, rollout: int = 0, **changes: Any) -> FinishedRollout:
+    state = {
+        "id": example,
         "example_id": example,
-        "row": "digest",
         "prompt": "?",
         "completion": "!",
         "task": "default",
@@ -23,17 +28,18 @@ def finished(example: int, **changes) -> FinishedRollout:
         "stop_condition": "max_turns_reached",
         "is_truncated": False,
         "timing": {},
-        "prompt_tokens": None,
-        "completion_tokens": None,
-        "columns": {},
     }
-    return FinishedRollout(**fields | changes)
+    place = {"example": example, "rollout": rollout, "row": "digest"}
+    tokens = {"prompt_tokens": None, "completion_tokens": None}
+    return FinishedRollout.model_validate({**place, **tokens, "state": state | changes})
 
 
 def shown(*rollouts: FinishedRollout) -> str:
     console = Console(width=200)
+    environment = SingleTurnEnv(dataset=[{"question": "?"}])
+    metadata = results_of(rollouts, SETTINGS, environment, wall_s=1.0, date="").metadata
     with console.capture() as capture:
-        for table in summary_tables(rollouts, solved_at=0.0, wall_s=1.0):
+        for table in summary_tables(rollouts, metadata, solved_at=0.0):
             console.print(table)
     return " ".join(capture.get().split())
 

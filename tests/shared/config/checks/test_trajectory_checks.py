@@ -58,10 +58,7 @@ def test_the_batch_size_that_a_refusal_of_cut_groups_proposes_is_accepted():
         path, number, unit = re.search(
             r"^([\w.]+): .*?(\d+), or a larger multiple of (\d+)$", line
         ).groups()
-        replaced = {}
-        if path == STEPS:
-            path = BATCH
-            replaced = {STEPS: None}
+        replaced = {STEPS: None} if path == BATCH and STEPS in changes else {}
         for proposed in (int(number), int(number) + int(unit)):
             assert trajectory_problems({**changes, **replaced, path: proposed}) == [], line
     assert num_refused > 50
