@@ -2,10 +2,6 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
-DATA := outputs/demo/data
-MODEL := outputs/demo/model
-LM := outputs/demo/lm
-TOOLS_LM := outputs/demo/lm_tools
 
 # The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
@@ -21,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lock foreign demo demo-data demo-start demo-lm control aligned check test test-engines test-all lint clean
+.PHONY: help setup lock foreign demo demo-start control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,8 +33,6 @@ help:
 	@echo "make test-engines  the tests that need servers, commands or engines of their own"
 	@echo "make test-all      both, as CI"
 	@echo "make demo-start    what the demo starts from, in outputs/demo/start (kept where it is there)"
-	@echo "make demo-data     scenes of digits and a random model in outputs/demo (kept where they are there)"
-	@echo "make demo-lm       the language models for environments in outputs/demo/lm and lm_tools (kept where they are there)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
@@ -49,23 +43,6 @@ lock: setup
 
 foreign: setup
 	@scripts/foreign.sh
-
-# Both folders appear when they are complete, so whether they are there decides.
-$(DATA): | setup
-	@$(ROLLMATCH) demo data --out $@
-
-$(MODEL): | setup
-	@$(ROLLMATCH) demo model --out $@
-
-demo-data: $(DATA) $(MODEL)
-
-$(LM): | setup
-	@$(ROLLMATCH) demo language-model --out $@
-
-$(TOOLS_LM): | setup
-	@$(ROLLMATCH) demo language-model --tools --out $@
-
-demo-lm: $(LM) $(TOOLS_LM)
 
 # Kept where it is there; the experiments that start from it make it too.
 demo-start: setup

@@ -4,7 +4,7 @@
 
 The mean reward of the greedy rollouts on the held-out prompts has to rise from under 0.35 to over
 0.70 within ten minutes of the command's start (issue 5, "Learning"). Exit status 1 where it does
-not on one of the seeds. Needs `make demo-lm`.
+not on one of the seeds.
 """
 
 from __future__ import annotations

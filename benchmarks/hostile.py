@@ -38,7 +38,7 @@ TRIES = {
     "folders": (
         f"{LAUNCH}/test_preflight.py::test_every_folder_that_a_run_writes_is_looked_at",
         f"{LAUNCH}/test_preflight.py::test_a_full_folder_for_temporary_files_is_told",
-        f"{LAUNCH}/demo/test_once.py::test_what_is_made_follows_the_umask_whoever_wrote_it",
+        f"{LAUNCH}/tools/demo/test_once.py::test_what_is_made_follows_the_umask_whoever_wrote_it",
         "tests/learner/test_run_state.py::test_files_of_a_state_are_as_open_as_their_folder",
     ),
     "Ray": (
@@ -62,10 +62,10 @@ TRIES = {
     "secrets": (
         "tests/shared/config/test_secrets.py",
         f"{LAUNCH}/run_folder/test_saved_run.py::test_a_secret_is_not_kept_and_the_environment_asks_for_it_again",
-        f"{LAUNCH}/test_sweep.py::test_the_files_of_a_sweep_have_no_secret_of_its_configuration",
+        f"{LAUNCH}/processes/test_sweep.py::test_the_files_of_a_sweep_have_no_secret_of_its_configuration",
         "tests/rollout_actors/environments/test_tool.py::test_the_model_is_told_no_secret_of_this_process",
     ),
-    "data": ("tests/shared/test_limits.py", f"{LAUNCH}/import_data/test_hostile_sources.py"),
+    "data": ("tests/shared/test_limits.py", f"{LAUNCH}/tools/import_data/test_hostile_sources.py"),
 }
 """Tests by area; a file stands for all of its tests."""
 

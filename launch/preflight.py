@@ -63,6 +63,7 @@ from rollout_actors.engine.settings import family_problems
 from rollout_actors.server.lease import run_name
 from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
+from shared.config.job import ClusterSection
 from shared.config.model import ModelSection
 from shared.config.pipeline import Channel, PipelineSection
 from shared.config.rollout import RolloutMatchingSection
@@ -130,7 +131,7 @@ def main(composed: DictConfig) -> None:
 def preflight(
     config: RunConfig,
     *,
-    nodes_of: Callable[[RunConfig], list[Resources]] = cluster_nodes,
+    nodes_of: Callable[[ClusterSection, float], list[Resources]] = cluster_nodes,
     memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
     waits_for_servers: bool = False,
 ) -> PreflightReport:
@@ -146,7 +147,7 @@ def preflight(
     report.lines += (f"note      {remark}" for remark in remarks(config))
     rollouts = config.rollout_matching
     report.collect(version_problems(rollouts))
-    report.collect(missing_packages(config))
+    report.collect(missing_packages(config.telemetry.loggers))
     report.collect(_optimizer_problems(config.training))
     report.collect(path_problems(config))
     report.collect(port_problems(rollouts.servers.servers if rollouts.servers else ()))
@@ -166,7 +167,8 @@ def preflight(
             of_run = (config.model.path, config.global_max_length)
             report.collect(teacher_problems(teacher, *of_run, waits=waits_for_servers))
 
-    nodes = report.attempt(lambda: nodes_of(config))
+    start_s = config.timeouts.start_s
+    nodes = report.attempt(lambda: nodes_of(config.cluster, start_s))
     placement = None if nodes is None else report.attempt(lambda: plan_placement(config, nodes))
     expected = None
     if nodes is not None and placement is not None:

@@ -166,7 +166,7 @@ def run(config: RunConfig, console: Console) -> None:
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])
         if point is not None and point.step:
-            require_same_step(config, point, learner.last_report())
+            require_same_step(folder, point, learner.last_report())
         checkpoints = Checkpoints(config, learner, telemetry, point)
         if point is not None:
             telemetry.go_on(point)

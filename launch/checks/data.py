@@ -216,7 +216,7 @@ def _check_template(environment: Environment, checkpoint: Path) -> str | None:
     return (
         f"{environment.name} has tools, and the chat template of {checkpoint} shows none: the model"
         " is not told that it can call them; choose a checkpoint whose template writes `tools`"
-        " (`make demo-lm` makes one, outputs/demo/lm_tools)"
+        " (`rollmatch demo language-model --tools` makes one)"
     )
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
@@ -24,6 +24,9 @@ from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 
+Line: TypeAlias = dict[str, Any]
+"""A line of a run's files, or an object in one."""
+
 _MATCHED = (
     *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
     *("appended", "appended_text"),
@@ -31,7 +34,7 @@ _MATCHED = (
     *("prefix_text", "num_kept_bytes", "num_kept", "num_prefix", "max_object_index"),
     *("trimmed", "num_trimmed_dropped"),
 )
-SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+SAMPLE_STAGES: dict[str, Callable[[Line], object]] = {
     "draw": lambda line: _of(line, "sample_id", "ground_truth", "example"),
     "request": lambda line: (
         _of(line["rollout"], "seed", "num_prompt_tokens")
@@ -89,8 +92,8 @@ class Parting:
     where: str
     """The sample; empty for what is of the whole step."""
     field: str
-    a: Any
-    b: Any
+    a: object
+    b: object
 
     def describe(self) -> list[str]:
         place = f", {self.where}" if self.where else ""
@@ -133,7 +136,7 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     return [*lines, both], False
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
+def _metrics(run: Path) -> list[Line]:
     """Return the lines of metrics, which have to be of the steps 1, 2, 3 and so on."""
     lines = read_lines(run / "metrics.jsonl")
     steps = [line["step"] for line in lines]
@@ -147,7 +150,7 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 def first_difference(
     runs: tuple[Path, Path],
-    metrics: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+    metrics: tuple[list[Line], list[Line]],
     *,
     has_logs: bool,
 ) -> Parting | None:
@@ -172,9 +175,7 @@ def first_difference(
     return None
 
 
-def _of_samples(
-    step: int, one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]
-) -> Iterator[Parting]:
+def _of_samples(step: int, one: dict[int, Line], other: dict[int, Line]) -> Iterator[Parting]:
     """Yield the differences of a step's samples: stage by stage, and in each by position."""
     if one.keys() != other.keys():
         positions = [sorted(one), sorted(other)]
@@ -187,19 +188,19 @@ def _of_samples(
                 yield Parting(step, stage, f"position {position} ({name})", field, a, b)
 
 
-def _samples(run: Path, step: int) -> dict[int, dict[str, Any]]:
+def _samples(run: Path, step: int) -> dict[int, Line]:
     """Return a step's lines of all ranks by position; none where the run keeps no such log."""
     path = step_path(run / "rollouts", step)
     files = [path, *path.parent.glob(f"{path.stem}.rank*.jsonl")]
     return {line["position"]: line for file in files for line in read_lines(file)}
 
 
-def _computed(config: dict[str, Any]) -> dict[str, Any]:
+def _computed(config: Line) -> Line:
     """Return the configuration without what says where a run is and what it writes."""
     return _without(config, "telemetry", "cluster", "timeouts", "checkpoint", "resume")
 
 
-def _differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(a: object, b: object, field: str = "") -> Iterator[tuple[str, object, object]]:
     """Yield path and both values of whatever differs, in order."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in (*a, *(name for name in b if name not in a)):
@@ -214,15 +215,15 @@ def _differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, An
         yield field, a, b
 
 
-def _of(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+def _of(line: Line | None, *names: str) -> Line:
     return {name: line[name] for name in names if name in line} if line is not None else {}
 
 
-def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+def _without(line: Line | None, *names: str) -> Line:
     return {name: value for name, value in (line or {}).items() if name not in names}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 

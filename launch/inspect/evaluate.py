@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,18 +34,15 @@ from launch.run_folder.console import StartUp, make_console
 from launch.run_folder.saved_run import changed_config, load_run
 from launch.tools.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems, hub_id
-from rollout_actors.backends.rollmatch_server import serve_command
 from shared.config import RunConfig
-from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
 from shared.config.pipeline import EXAMPLE_PIPELINE
-from shared.config.secrets import masked
 from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
 from shared.sent_requests import PictureShelf
-from shared.weight_sync.transports import Device, Sharing, choose_transport
+from shared.weight_sync.transports import Device
 
 if TYPE_CHECKING:
     from learner.held_out import HeldOut
@@ -77,9 +73,6 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
 
 MAX_CHARACTERS = 200
 """The most of an answer's text on the console."""
-
-_SERVED_AT = "http://127.0.0.1:8000"
-"""The server's address in the commands for runs that this one does not evaluate."""
 
 
 def _folder_name(name: str) -> str:
@@ -161,8 +154,8 @@ def run(
     from launch.preflight import engine_family_problems, position_problems
     from launch.processes.cluster import Cluster
     from launch.processes.ray_connection import cluster_nodes
-    from launch.reports.detection import answer_line, make_report, report_tables
-    from launch.reports.page import write_report
+    from launch.reports.detection import make_report
+    from launch.reports.page import answer_line, report_tables, write_report
     from learner.held_out import HeldOut
     from learner.model.loading import load_tokens
 
@@ -177,7 +170,7 @@ def run(
         key = "model" if isinstance(options, ModelOptions) else "checkpoint"
         warnings = weight_warnings(Path(config.model.path), key=key, for_engines=True)
         # `ray.init` would wait for minutes for a cluster that does not answer.
-        cluster_nodes(config)
+        cluster_nodes(config.cluster, config.timeouts.start_s)
         held_out = HeldOut(config, datasets, load_tokens(config))
     for warning in warnings:
         show(f"warning   {warning}")
@@ -252,13 +245,10 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
     problems = list(checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy))
     if config.environment is not None:
-        problem = "run: it is of an environment, which vf-eval evaluates"
-        if not problems:
-            try:
-                problem += f"; {_instead(config, config.environment, checkpoint)}"
-            except ConfigError as error:  # it names the run's own key
-                problems = [f"checkpoint: {one.partition(': ')[2]}" for one in error.problems]
-        problems.append(problem)
+        problems.append(
+            "run: it is of an environment; start `rollmatch serve` on its checkpoint, and evaluate"
+            " it with `vf-eval` (docs/vf_eval.md)"
+        )
     elif config.data.val is None:
         problems.append(
             "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
@@ -323,50 +313,6 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
         "data": {"train": str(options.data), "val": str(options.data)},
     }
     return with_absolute_paths(changed_config(mapping, {**changes, **_BY_ACTORS_ALONE}))
-
-
-def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
-    """Write the two commands that evaluate a run of an environment. Raises ConfigError."""
-    from launch.checks.data import ImageNeeds
-    from launch.processes.engine_settings import settings_of_run
-    from launch.processes.placement import Placement
-
-    device = device_here()
-    devices = config.rollout_matching.vllm.actors.tensor_parallel_size
-    transport = choose_transport(device, device, Sharing.NOTHING)
-    placement = Placement((), (), devices, device, transport)
-    model = config.model.model_copy(update={"path": str(checkpoint)})
-    images = ImageNeeds(section.max_images_per_prompt)
-    settings = settings_of_run(config.model_copy(update={"model": model}), placement, images)
-    # It takes no weights: a checkpoint has its adapter merged.
-    settings = replace(settings, enable_lora=False)
-    serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
-    evaluate = _vf_eval_command(config, section)
-    instead = f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
-    if section.system_prompt is not None:
-        instead += (
-            "; `vf-eval` does not add environment.system_prompt: give it by `-a`, if"
-            " load_environment takes one"
-        )
-    return instead
-
-
-def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
-    command = ["vf-eval", section.id, "-b", f"{_SERVED_AT}/v1"]
-    if section.args:
-        command += ["-a", json.dumps(masked(section.args))]
-    command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
-    command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
-    extra_body: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
-    if section.chat_template_args:
-        extra_body["chat_template_kwargs"] = section.chat_template_args
-    if stop := config.rollout_matching.decoding.stop:
-        sampling["stop"] = list(stop)
-        extra_body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-    if extra_body:
-        command += ["-S", json.dumps({**sampling, "extra_body": extra_body})]
-    return shlex.join(command)
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:

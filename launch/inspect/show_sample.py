@@ -10,11 +10,10 @@ dialogue, its rewards, and its tokens coloured by their advantage. Reads the run
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -32,12 +31,18 @@ from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section
-from shared.config.pipeline import Channel, PolicyGradientEntry
+from shared.config.model import DataSection
+from shared.config.pipeline import Channel, PipelineSection, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
+from shared.grounding.serialize import AnswerFormat
 from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 from shared.tokens.hf_codec import HFTokenCodec, token_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _RESTORE_MODEL = "restore the folder that the run began from"
 
@@ -80,10 +85,11 @@ def show_sample(options: ShowOptions) -> Path:
 
 
 def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
-    line = _find_line(options, config, rollout_log.read_step)
+    line = _find_line(options, rollout_log.read_step)
     sample = _find_sample(config, line)
-    tokenizer = _load_tokenizer(config)
-    codec = _require_same_tokens(config, tokenizer, line)
+    model = Path(config.model.path)
+    tokenizer = _load_tokenizer(model)
+    codec = _require_same_tokens(model, config.answer_format, tokenizer, line)
     messages = detection_messages(len(sample.images), *config.prompts.texts(sample))
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return SamplePage(
@@ -91,41 +97,37 @@ def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
         line=line,
         canvas=Canvas(tuple(map(_image_file, sample.images)), sample.width, sample.height),
         prompt=str(prompt),
-        objective=_objective(config, Channel(line["channel"])),
+        objective=_objective(config.rollout_matching.pipeline, Channel(line["channel"])),
         notes=_notes(config, sample, line),
         codec=codec,
     )
 
 
 def _rollout_page(options: ShowOptions, config: RunConfig) -> RolloutPage:
-    line = _find_line(options, config, trajectory_log.read_step)
+    assert config.environment is not None, "runs of samples have other pages"
+    line = _find_line(options, trajectory_log.read_step)
     return RolloutPage(
         run=f"{config.telemetry.name}, {options.run}",
         line=line,
-        pieces=_pieces(config, line),
-        objective=_objective(config, Channel.B),
-        notes=_rollout_notes(config, line),
+        pieces=_pieces(Path(config.model.path), line),
+        objective=_objective(config.rollout_matching.pipeline, Channel.B),
+        notes=_rollout_notes(config.environment, config.rollout_matching.pipeline, line),
     )
 
 
-def _find_line(
-    options: ShowOptions, config: RunConfig, read_step: Callable[[Path], list[RecordT]]
-) -> RecordT:
+def _find_line(options: ShowOptions, read_step: Callable[[Path], list[RecordT]]) -> RecordT:
     folder = options.run / "rollouts"
     path = step_path(folder, options.step)
     try:
         lines = read_step(path)
     except FileNotFoundError as error:
-        matches = [
-            re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in folder.glob("step_*.jsonl")
-        ]
-        if steps := sorted(int(match[1]) for match in matches if match):
-            problem = f"has no step {options.step}; it has {_ranges(steps)}"
-            raise ConfigError(f"step: {options.run} {problem}") from error
-        why = "it ended before its first step, or an older version ran it"
-        if not config.telemetry.rollouts:
-            why = "train with telemetry.rollouts: true"
-        raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
+        files = folder.glob("step_*.jsonl")
+        steps = sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
+        if not steps:
+            why = "train at least a step with telemetry.rollouts: true"
+            raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
+        problem = f"has no step {options.step}; it has {_ranges(steps)}"
+        raise ConfigError(f"step: {options.run} {problem}") from error
     except OSError as error:
         unread = f"{path} cannot be read ({error.strerror})"
         raise ConfigError(f"step: {unread}; permit reading it, or show another") from error
@@ -151,13 +153,13 @@ def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
                     return sample.with_image_data()
                 return Augmentation(**line["augmentation"]).applied(sample)
     raise ConfigError(
-        f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
-        " what the run learned from"
+        f"data.train: {_train_files(config.data)} has no sample {line['sample_id']!r} any more;"
+        " restore what the run learned from"
     )
 
 
-def _train_files(config: RunConfig) -> str:
-    return ", ".join(str(source.path) for source in config.data.sources("train"))
+def _train_files(data: DataSection) -> str:
+    return ", ".join(str(source.path) for source in data.sources("train"))
 
 
 def _image_file(image: ImageRef) -> bytes:
@@ -171,8 +173,7 @@ def _image_file(image: ImageRef) -> bytes:
     return image.data
 
 
-def _load_tokenizer(config: RunConfig) -> Any:
-    path = Path(config.model.path)
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path: {path} holds no tokenizer (no tokenizer.json); {_RESTORE_MODEL}"
@@ -187,14 +188,19 @@ def _load_tokenizer(config: RunConfig) -> Any:
         ) from error
 
 
-def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord) -> HFTokenCodec:
+def _require_same_tokens(
+    model: Path,
+    answer_format: AnswerFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    line: RolloutRecord,
+) -> HFTokenCodec:
     """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
-    problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
+    problem = f"model.path: the tokenizer of {model} is not the one of the run"
     try:
         codec = HFTokenCodec(
             tokenizer,
-            coord_tokens=config.answer_format.coord_tokens,
-            markup_tokens=config.answer_format.markup_tokens,
+            coord_tokens=answer_format.coord_tokens,
+            markup_tokens=answer_format.markup_tokens,
         )
     except ValueError as error:
         raise ConfigError(f"{problem} ({error}); {_RESTORE_MODEL}") from error
@@ -207,16 +213,15 @@ def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord)
     return codec
 
 
-def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
+def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
     """Return the text of every token of the examples. Raises ConfigError for another model."""
     examples = line["examples"]
     token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
     if not token_ids:
         return {}
-    tokenizer = _load_tokenizer(config)
+    tokenizer = _load_tokenizer(path)
     from transformers import AutoConfig
 
-    path = config.model.path
     try:
         # Often more than the tokenizer has, and the engine may sample those without a text.
         num_rows = int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
@@ -238,10 +243,10 @@ def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
     return {token_id: table[token_id] if token_id < len(table) else b"" for token_id in token_ids}
 
 
-def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
+def _objective(pipeline: PipelineSection, channel: Channel) -> tuple[str, ...]:
     """Describe the active modules: the weight and the settings that are not 0 or null."""
     described = []
-    for entry in config.rollout_matching.pipeline.active(channel):
+    for entry in pipeline.active(channel):
         settings = [
             f"{key} {f'{value:g}' if isinstance(value, (int, float)) else value}"
             for key, value in dict(entry.config).items()
@@ -257,7 +262,7 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     notes = []
     if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
         notes.append(
-            f"{_train_files(config)} has changed since the run: the ground truth here is the"
+            f"{_train_files(config.data)} has changed since the run: the ground truth here is the"
             " run's, the images are today's."
         )
     if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
@@ -271,40 +276,28 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     return tuple(notes)
 
 
-def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]:
-    assert config.environment is not None, "runs of samples have other pages"
+def _rollout_notes(
+    section: EnvironmentSection, pipeline: PipelineSection, line: TrajectoryRecord
+) -> tuple[str, ...]:
+    changes = []
+    for entry in pipeline.active(Channel.B):
+        if isinstance(entry, PolicyGradientEntry):
+            changes += ["advantage_std"] if entry.config.advantage_std else []
+            if entry.config.advantage_baseline == "leave_one_out":
+                changes.append("leave_one_out")
+    if section.teacher is not None:
+        changes.append("the teacher's log-probabilities")
     notes = []
-    for entry in config.rollout_matching.pipeline.active(Channel.B):
-        if not isinstance(entry, PolicyGradientEntry):
-            continue
-        if entry.config.advantage_std:
-            notes.append(
-                "Advantages are those of the log: advantage_std divides them by the standard"
-                " deviation of their group's rewards before they are learned."
-            )
-        if entry.config.advantage_baseline == "leave_one_out":
-            notes.append(
-                "Advantages are those of the log: leave_one_out multiplies them by n / (n - 1), n"
-                " being the rewards of their group, before they are learned."
-            )
-    if (teacher := config.environment.teacher) is not None:
-        notes.append(
-            "Advantages are those of the log: what is learned is"
-            f" {teacher.reward_weight:g} times them, and {teacher.weight:g} times the teacher's"
-            " log-probability of each token less the engine's."
-        )
-    if config.environment.drop_truncated:
+    if changes:
+        names = ", ".join(changes)
+        notes.append(f"Advantages are those of the log, from before {names} changed them.")
+    if section.drop_truncated:
         notes.append("Nothing is learned of it if it is truncated (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]
-    if config.environment.drop_equal_groups and values and not any(values):
+    if (section.drop_equal_groups or section.refill_rounds) and values and not any(values):
         notes.append(
-            "Its advantages are 0: where all rollouts of its row have the same reward,"
-            " drop_equal_groups leaves them out of the step."
-        )
-    if config.environment.refill_rounds and values and not any(values):
-        notes.append(
-            "Its advantages are 0: where all rollouts of its row have the same reward, those of"
-            " another row take their place, in at most refill_rounds rounds."
+            "Its advantages are 0: a group of equal rewards is left out of the step"
+            " (drop_equal_groups), or another row takes its place (refill_rounds)."
         )
     return tuple(notes)
 

@@ -1,12 +1,18 @@
-"""Events that the driver sends to the process of a logger, pickled."""
+"""Events that the driver sends to the process of a logger, pickled, and tables of rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from learner.rollout_logs.samples import RolloutRecord
+    from learner.rollout_logs.trajectories import LoggedMessages, TrajectoryRecord
 
 Scalar: TypeAlias = float | str
 
@@ -85,3 +91,104 @@ class EndEvent:
 
 
 Event: TypeAlias = RunEvent | MetricsEvent | PicturesEvent | RolloutsEvent | EndEvent
+
+
+# The first rollouts of a file as a table to read
+
+MAX_ROWS = 32
+MAX_CHARACTERS = 4000
+"""Longest text of a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTable:
+    columns: tuple[str, ...]
+    rows: list[tuple[Scalar, ...]]
+    """As wide as the columns; texts can be encoded."""
+
+
+def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
+    """Return the first rollouts of a file. Raises OSError."""
+    with path.open("rb") as file:
+        lines: Iterator[Any] = map(json.loads, file)
+        match kind:
+            case RolloutFile.SAMPLES:
+                readable = _sample_rows(lines)
+            case RolloutFile.TRAJECTORIES:
+                readable = _trajectory_rows(lines)
+            case RolloutFile.PREDICTIONS:
+                readable = _prediction_rows(lines)
+        rows = [
+            {name: _cell(value) for name, value in row.items()}
+            for row in islice(readable, MAX_ROWS)
+        ]
+    columns = tuple(rows[0]) if rows else ()
+    return RolloutTable(columns, [tuple(row.values()) for row in rows])
+
+
+def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        rollout, reading = line["rollout"], line["reading"]
+        # Those of channel A were not generated.
+        if rollout is not None and reading is not None:
+            yield {
+                "position": line["position"],
+                "sample": line["sample_id"],
+                "answer": rollout["text"],
+                "end": rollout["finish_reason"],
+                "tokens": len(rollout["response_token_ids"]),
+                "truth": ", ".join(truth["desc"] for truth in line["ground_truth"]),
+                "found": ", ".join(found["desc"] for found in reading["objects"]),
+                "matched": len(reading["pairs"]),
+                "dropped": ", ".join(dropped["reason"] for dropped in reading["dropped"]),
+                "appended": len(reading["appended"]),
+            }
+
+
+def _trajectory_rows(lines: Iterable[TrajectoryRecord]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        yield {
+            "position": line["position"],
+            "example": line["example"],
+            "reward": line["reward"],
+            "prompt": _dialogue(line["prompt"]),
+            "completion": _dialogue(line["completion"]),
+            "rewards": ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items()),
+            "turns": line["num_turns"],
+            "error": line["error"] or "",
+        }
+
+
+def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        yield {
+            "sample": line["sample_id"],
+            "answer": line["text"],
+            "end": line["finish_reason"],
+            "found": ", ".join(f"{one['desc']} {one['score']:.2f}" for one in line["objects"]),
+        }
+
+
+def _dialogue(messages: LoggedMessages | None) -> str:
+    """Write messages below each other; what is not a text, as JSON."""
+    if messages is None or isinstance(messages, str):
+        return messages or ""
+    lines = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        role = fields.pop("role", "message")
+        content = fields.pop("content", "")
+        parts = [content if isinstance(content, str) else json.dumps(content)]
+        if fields:
+            parts.append(json.dumps(fields))
+        lines.append(f"{role}: {' '.join(parts)}")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> Scalar:
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_CHARACTERS:
+        value = f"{value[:MAX_CHARACTERS]}..."
+    # A model's text may hold half of a surrogate pair, which no package can store.
+    return value.encode(errors="replace").decode()

@@ -8,8 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from launch.loggers.events import MetricsEvent, PicturesEvent, RunEvent, Scalar
-from launch.loggers.tables import RolloutTable
+from launch.loggers.events import MetricsEvent, PicturesEvent, RolloutTable, RunEvent, Scalar
 
 
 class Logger(ABC):

@@ -21,9 +21,9 @@ from launch.loggers.events import (
     PicturesEvent,
     RolloutsEvent,
     RunEvent,
+    rollout_table,
 )
 from launch.loggers.packages import LOGGERS, Logger
-from launch.loggers.tables import rollout_table
 from launch.run_folder.console import escaped
 
 NICENESS = 5

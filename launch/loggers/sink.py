@@ -88,9 +88,9 @@ PACKAGES = {
 }
 
 
-def missing_packages(config: RunConfig) -> Iterator[str]:
+def missing_packages(loggers: Sequence[str]) -> Iterator[str]:
     """Yield a problem for every logger whose package is not installed."""
-    for name in _names(config):
+    for name in _names(loggers):
         package = PACKAGES[name]
         # Not by an import: a folder that is called wandb, as wandb makes one, could be imported.
         if not any(map(_is_installed, package.distributions)):
@@ -108,8 +108,8 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _names(config: RunConfig) -> list[str]:
-    return [name for name in dict.fromkeys(config.telemetry.loggers) if name != "jsonl"]
+def _names(loggers: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys(loggers) if name != "jsonl"]
 
 
 class Loggers:
@@ -128,7 +128,7 @@ class Loggers:
             self._rollouts = section.run_dir / "rollouts"
         self._is_of_environment = config.algorithm.uses_environment
         self._loggers = []
-        for logger in _names(config):
+        for logger in _names(section.loggers):
             run = RunEvent(
                 logger=logger,
                 folder=section.run_dir / FOLDER,

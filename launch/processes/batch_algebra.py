@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.chunking import rank_rounds, rank_share, round_chunk, split_over
+from shared.config.rollout import RolloutMatchingSection
 from shared.config.run import RowRule, RunConfig
 from shared.schedule import RunSchedule
 
@@ -171,7 +172,9 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         group_size=together,
         refill_rounds=RunSchedule(run).refill_rounds,
         rounds=tuple(rounds),
-        shares=tuple(_engine_shares(run, round_, devices) for round_ in rounds),
+        shares=tuple(
+            _engine_shares(run.rollout_matching, together, one, devices) for one in rounds
+        ),
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
@@ -184,11 +187,14 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
 
 
 def _engine_shares(
-    run: RunConfig, round_: Sequence[range], devices: Sequence[int]
+    section: RolloutMatchingSection,
+    group_size: int,
+    round_: Sequence[range],
+    devices: Sequence[int],
 ) -> tuple[int, ...]:
-    if run.rollout_matching.in_learner:  # each rank's generates what that rank learns
+    if section.in_learner:  # each rank's generates what that rank learns
         return tuple(map(len, round_))
-    if run.group_size > 1:
+    if group_size > 1:
         # Environments ask call by call, the engines in turn.
         positions = [position for part in round_ for position in part]
         return tuple(

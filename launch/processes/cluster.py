@@ -88,7 +88,7 @@ class Cluster:
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                session = connect(self._config, **options)
+                session = connect(cluster, **options)
         except ConfigError:
             self._ends.close()
             raise
@@ -419,7 +419,7 @@ def start_ranks(
     observer: RunObserver,
 ) -> RankRolloutClient:
     """Start a learner whose ranks generate their own rollouts, and return the client of these."""
-    timeouts = RolloutTimeouts.for_ranks(config)
+    timeouts = RolloutTimeouts.for_ranks(config.timeouts, config.environment)
     # One wait for both: a rank loads its engine after its model, on the same device.
     learner.start(
         config,

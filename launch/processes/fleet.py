@@ -17,8 +17,7 @@ from launch.processes.replacements import (
     ended_error,
 )
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
-from shared.config import RunConfig
-from shared.config.algorithm import TeacherSection
+from shared.config.algorithm import EnvironmentSection, TeacherSection
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
 from shared.errors import ConfigError, LostStartError, RolloutError, Timeout, WeightSyncError
@@ -87,11 +86,13 @@ class RolloutTimeouts:
         )
 
     @classmethod
-    def for_ranks(cls, config: RunConfig) -> RolloutTimeouts:
+    def for_ranks(
+        cls, timeouts: TimeoutsSection, environment: EnvironmentSection | None
+    ) -> RolloutTimeouts:
         """Return the limits over learner ranks that generate, perhaps through an environment."""
-        if config.environment is None:
-            return cls.for_actors(config.timeouts)
-        return cls.for_environments(config.timeouts, config.environment.teacher)
+        if environment is None:
+            return cls.for_actors(timeouts)
+        return cls.for_environments(timeouts, environment.teacher)
 
     @classmethod
     def for_environments(

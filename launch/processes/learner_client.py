@@ -122,21 +122,21 @@ class RankExecutor(Protocol):
 
     num_ranks: int
 
-    def ask(self, rank: int, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:
         """Return a reference to the task's result; the name is for who watches the processes."""
 
     def ask_kept(
-        self, rank: int, name: str, task: Callable[..., list[Any]], *arguments: Any
-    ) -> tuple[Any, Any]:
+        self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
+    ) -> tuple[object, object]:
         """Return references to the task's list, which stays where it is, and to its length."""
 
-    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], Any]) -> Any:
+    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
         """Run the task now, whatever the rank is doing."""
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: object) -> object:
         """Return a reference to this value."""
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, Any]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
         """Return the results of names and references, or raise the error that explains most."""
 
     def close(self, timeout_s: float) -> None:
@@ -150,23 +150,23 @@ class RayRanks:
         self._actors = tuple(actors)
         self.num_ranks = len(actors)
 
-    def ask(self, rank: int, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:
         return self._actors[rank].run.options(name=name).remote(task, *arguments)
 
     def ask_kept(
-        self, rank: int, name: str, task: Callable[..., list[Any]], *arguments: Any
-    ) -> tuple[Any, Any]:
+        self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
+    ) -> tuple[object, object]:
         method = self._actors[rank].run_kept.options(name=name, num_returns=2)
         answers, count = method.remote(task, *arguments)
         return answers, count
 
-    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], Any]) -> Any:
+    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
         return self._actors[rank].run_at_once.remote(task)
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: object) -> object:
         return ray.put(value)
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, Any]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
         return wait_for_all(call, asked)
 
     def close(self, timeout_s: float) -> None:
@@ -411,7 +411,7 @@ class LearnerClient:
         def generate(rank: LearnerRank, places: range, *objects: SentRequests) -> list[Any]:
             return rank.generate(objects, places)
 
-        def ask() -> dict[int, tuple[Any, Any]]:
+        def ask() -> dict[int, tuple[object, object]]:
             """Return references to each rank's rollouts and to their number."""
             sent = {}
             for rank, requests in enumerate(round_):
@@ -492,7 +492,7 @@ class LearnerClient:
         asked = self._ask_all(phase, task)
         return self._wait(phase, limit or self._limit("learn_s"), asked)
 
-    def _ask_all(self, phase: str, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def _ask_all(self, phase: str, task: Callable[..., object], *arguments: object) -> list[object]:
         ranks = range(self._ranks.num_ranks)
         return self._ask(lambda: [self._ranks.ask(rank, phase, task, *arguments) for rank in ranks])
 
@@ -505,7 +505,7 @@ class LearnerClient:
         """
         return self._asking.submit(ask).result()
 
-    def _wait(self, phase: str, limit: Timeout | None, asked: list[Any]) -> list[Any]:
+    def _wait(self, phase: str, limit: Timeout | None, asked: Sequence[object]) -> list[Any]:
         """Return the answers to what was `asked` of the first ranks, or raise the best error."""
         named = list(zip(self._names, asked, strict=False))
         shown = SHOWN.get(phase)

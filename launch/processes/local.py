@@ -43,27 +43,34 @@ class ThreadRank:
         self.rank = LearnerRank(shelf, lambda boxes: [box.result() for box in boxes])
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
-    def ask(self, rank: int, name: str, task: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ARG002
-        def run() -> Any:
+    def ask(
+        self,
+        rank: int,  # noqa: ARG002
+        name: str,  # noqa: ARG002
+        task: Callable[..., object],
+        *arguments: object,
+    ) -> Future[Any]:
+        def run() -> object:
             values = (one.result() if isinstance(one, Future) else one for one in arguments)
             return task(self.rank, *values)
 
         return self._thread.submit(run)
 
     def ask_kept(
-        self, rank: int, name: str, task: Callable[..., list[Any]], *arguments: Any
-    ) -> tuple[Any, Any]:
+        self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
+    ) -> tuple[object, object]:
         answers = self.ask(rank, name, task, *arguments)
         return answers, self._thread.submit(lambda: len(answers.result()))
 
-    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], Any]) -> Any:  # noqa: ARG002
+    def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:  # noqa: ARG002
         return _done(task(self.rank))
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: object) -> object:
         return value
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, Any]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
         ((name, answer),) = asked
+        assert isinstance(answer, Future), "what `ask` returned"
         wait([answer], timeout=None if call.limit is None else call.limit.seconds)
         if not answer.done():
             raise call.timeout_error([name])
@@ -115,11 +122,12 @@ class LocalRun:
             ConfigError, RecordError: what the learner finds wrong with model and data.
             RolloutError: the engine does not come up.
         """
-        placement = plan_placement(self._config, cluster_nodes(self._config))
-        require_vllm(self._config.rollout_matching, placement.transport)
+        config = self._config
+        placement = plan_placement(config, cluster_nodes(config.cluster, config.timeouts.start_s))
+        require_vllm(config.rollout_matching, placement.transport)
         with self._start_up.stage("the learner with an engine, in this process"):
             rollouts = start_ranks(
-                *(self._config, self._learner, placement, self._images, self._examples),
+                *(config, self._learner, placement, self._images, self._examples),
                 self._observer,
             )
         return self._learner, rollouts

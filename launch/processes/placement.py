@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from shared.config import RunConfig
-from shared.config.rollout import EngineLocation
+from shared.config.algorithm import EnvironmentSection
+from shared.config.rollout import ActorsSection, EngineLocation, RolloutMatchingSection
 from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
 
@@ -85,6 +86,7 @@ def plan_placement(
         ConfigError: too little on all nodes or on the largest, or GPUs on one side alone.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
+    actors = config.rollout_matching.vllm.actors
     location = EngineLocation.ACTORS
     ranks: tuple[Resources, ...] = ()
     if learns:
@@ -97,9 +99,9 @@ def plan_placement(
         ranks = (rank,) * section.world_size
     match location:
         case EngineLocation.RANKS:
-            placement = _in_ranks(config, ranks, nodes)
+            placement = _in_ranks(config.rollout_matching, ranks, nodes)
         case EngineLocation.ACTORS:
-            placement = _with_actors(config, ranks, has_gpus)
+            placement = _with_actors(actors, ranks, has_gpus)
         case EngineLocation.SERVERS:
             # Servers live where the learner does: on GPUs or on CPUs.
             device = ranks[0].device
@@ -108,17 +110,16 @@ def plan_placement(
     # Each kind of problem only where the kind before it has none, which would be its reason.
     everything = Resources.sum(nodes)
     problems = (
-        [*_too_large(config, placement, nodes)]
+        [*_too_large(actors, placement, nodes)]
         or [*_too_many(placement, everything)]
-        or [*_no_room_for_environments(config, placement, everything)]
+        or [*_no_room_for_environments(config.environment, placement, everything)]
     )
     if problems:
         raise ConfigError(problems)
     return placement
 
 
-def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool) -> Placement:
-    actors = config.rollout_matching.vllm.actors
+def _with_actors(actors: ActorsSection, ranks: tuple[Resources, ...], has_gpus: bool) -> Placement:
     devices = actors.tensor_parallel_size
     gpus = actors.gpus_per_actor
     if gpus is None:
@@ -140,12 +141,12 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
 
 
 def _in_ranks(
-    config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]
+    section: RolloutMatchingSection, ranks: tuple[Resources, ...], nodes: Sequence[Resources]
 ) -> Placement:
     device = ranks[0].device
-    if config.rollout_matching.rollout_backend == "hf":
+    if section.rollout_backend == "hf":
         return Placement((), ranks, 1, device, TransportKind.INPROC)
-    wanted = config.rollout_matching.vllm.tensor_parallel_size
+    wanted = section.vllm.tensor_parallel_size
     if device is Device.CUDA:
         devices = colocate_tensor_parallel(wanted, _gpus_per_rank(nodes, len(ranks)))
         ranks = tuple(replace(rank, gpus=max(rank.gpus, float(devices))) for rank in ranks)
@@ -166,7 +167,7 @@ def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
 
 
 def _too_large(
-    config: RunConfig, placement: Placement, nodes: Sequence[Resources]
+    actors: ActorsSection, placement: Placement, nodes: Sequence[Resources]
 ) -> Iterator[str]:
     """Name the processes that are larger than any node."""
     for who, bundles in (("an actor", placement.engines), ("a learner rank", placement.ranks)):
@@ -185,16 +186,15 @@ def _too_large(
         for kind, (asked, available) in found.items():
             key = f"learner.{kind.lower()}s"
             if bundles is placement.engines:
-                key = _actor_size_key(config, kind)
+                key = _actor_size_key(actors, kind)
             yield (
                 f"{key}: {who} of {asked} has to fit one node, and {available}; lower it, or join a"
                 " cluster of larger nodes with cluster.address"
             )
 
 
-def _actor_size_key(config: RunConfig, kind: str) -> str:
+def _actor_size_key(actors: ActorsSection, kind: str) -> str:
     """Return the key of the actors' resources, or of the engine's devices that decide them."""
-    actors = config.rollout_matching.vllm.actors
     resources = actors.gpus_per_actor if kind == "GPU" else actors.cpus_per_actor
     if resources is not None or actors.tensor_parallel_size == 1:
         return f"{_ACTORS}.{kind.lower()}s_per_actor"
@@ -227,9 +227,8 @@ def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
 
 
 def _no_room_for_environments(
-    config: RunConfig, placement: Placement, available: Resources
+    section: EnvironmentSection | None, placement: Placement, available: Resources
 ) -> Iterator[str]:
-    section = config.environment
     rest = Resources.sum(placement.bundles).cpus
     if section is not None and section.num_actors * section.cpus_per_actor > available.cpus - rest:
         yield (

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
 from launch.processes.placement import Resources
-from shared.config import RunConfig
 from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
@@ -49,15 +48,17 @@ print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """A program that prints the resources of each node; its arguments are address and seconds."""
 
 
-def cluster_nodes(config: RunConfig) -> list[Resources]:
+def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
     """Return CPUs and GPUs of each node that Ray has, or would find, and start nothing.
+
+    `start_s` is timeouts.start_s, the limit of importing Ray.
 
     Raises:
         ConfigError: no cluster at the address answers in time.
     """
     # Asked from another process: `ray.init` waits for many minutes at an address where nothing
     # answers, takes no limit, and cannot be interrupted.
-    address = config.cluster.address
+    address = cluster.address
     if address == "local":
         import torch
 
@@ -65,7 +66,6 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
         return [Resources(cpus=cpus, gpus=float(torch.cuda.device_count()))]
     _require_listener(address)
     command = [sys.executable, "-c", _ASK, address, str(ANSWER_S)]
-    start_s = config.timeouts.start_s
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=start_s + ANSWER_S, check=False
@@ -95,7 +95,7 @@ class Session(NamedTuple):
     """The dashboard's address, and who gets in."""
 
 
-def connect(config: RunConfig, **options: Any) -> Session:
+def connect(cluster: ClusterSection, **options: Any) -> Session:
     """Call `ray.init` at the configured address.
 
     The processes of a cluster of the run's own do not hear a signal to this process's group, and
@@ -103,9 +103,9 @@ def connect(config: RunConfig, **options: Any) -> Session:
 
     Raises ConfigError if that gives no cluster.
     """
-    address = config.cluster.address
+    address = cluster.address
     if address == "local":
-        options["_temp_dir"] = str(_private_ray_folder(config.cluster))
+        options["_temp_dir"] = str(_private_ray_folder(cluster))
     else:
         _require_listener(address)
     import ray

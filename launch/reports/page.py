@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.inspect.sample_pages.html import render
-from launch.reports.detection import DetectionReport, WorstScene, answer_line, report_tables
+from launch.reports.coco_ap import MAX_PREDICTIONS, IouType
+from launch.reports.detection import DetectionReport, WorstScene
 from launch.reports.pictures import draw_scene
 from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import DetectionSummary, Scene
+from shared.rollouts import FinishReason
 from shared.run_files import cannot_write
 
 MAX_CHARACTERS = 600
@@ -127,3 +130,156 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+# The report's numbers as tables of text: the page and the console show the same ones.
+
+
+class Table(NamedTuple):
+    title: str
+    note: str
+    """Help for reading it."""
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    """As wide as the head; the first column is a name, the others are numbers."""
+
+
+def report_tables(report: DetectionReport) -> list[Table]:
+    """Return the tables that have rows."""
+    incomplete = Table(
+        "Incomplete answers",
+        f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an"
+        " answer begins with, up to its last complete entry.",
+        ("", "answers"),
+        [(fault, str(number)) for fault, number in report.faults().items() if number],
+    )
+    dropped = Table(
+        "Dropped entries",
+        "Complete entries that are no valid objects, by the first reason that holds.",
+        ("reason", "entries"),
+        [(str(reason), str(count)) for reason, count in report.detection.dropped.items()],
+    )
+    tables = [_detection(report), _lenient(report), _coco(report), _sources(report)]
+    tables += [_classes(report), dropped, incomplete]
+    return [table for table in tables if table.rows]
+
+
+_DETECTION_HEAD = ("", "precision", "recall", "F1", "equal names among pairs")
+
+
+def _detection_rows(detection: DetectionSummary) -> list[tuple[str, ...]]:
+    rows = []
+    for at in detection.thresholds:
+        # Where only equal names can be a pair, how many are equal says nothing.
+        for name, counts, equal_names in (
+            ("any class", at.any_class, at.any_class.class_accuracy),
+            ("by class", at.same_class, None),
+        ):
+            figures = _figures(counts.precision, counts.recall, counts.f1, equal_names)
+            rows.append((f"IoU {at.iou_threshold:g}, {name}", *figures))
+    return rows
+
+
+def _lenient(report: DetectionReport) -> Table:
+    lenient = report.lenient
+    needed = ", ".join(f"{kind} {count}" for kind, count in lenient.needed.items())
+    note = (
+        f"{lenient.num_objects} more objects of {lenient.num_answers} answers, by what they needed:"
+        f" {needed}. Every other figure is of the strict reading, with which a run trains."
+    )
+    rows = _detection_rows(lenient.detection) if lenient.num_answers else []
+    return Table("Detection, read leniently", note, _DETECTION_HEAD, rows)
+
+
+def _detection(report: DetectionReport) -> Table:
+    rows = _detection_rows(report.detection)
+    note = (
+        "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
+        " objects of equal names."
+    )
+    if report.coco.num_points:
+        tolerance = report.config.rollout_matching.point_tolerance
+        note += f" Of two points {tolerance:g} bins apart the IoU counts as 0.5 (point_tolerance)."
+    return Table("Detection", note, _DETECTION_HEAD, rows)
+
+
+def _coco(report: DetectionReport) -> Table:
+    names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
+    groups = (("by class", report.coco.by_class), ("any class", report.coco.any_class))
+    rows = [
+        (f"{names[kind]}, {group}", *_figures(scores.ap, scores.ap50, scores.ap75, scores.ar))
+        for group, by_kind in groups
+        for kind, scores in by_kind.items()
+    ]
+    score = "a prediction's score is the mean probability of its coord tokens"
+    penalty = report.config.rollout_matching.repetition_penalty
+    if report.config.evaluation.score == "constant":
+        score = "every prediction has score 1, so AP ranks predictions by their place in an answer"
+    elif penalty != 1:
+        # The engine gives probabilities as it samples by them: a coord token that the prompt or the
+        # answer has had already is less probable.
+        score += (
+            ", which are not the model's own but those under rollout_matching.repetition_penalty"
+            f" {penalty:g}"
+        )
+    note = (
+        f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
+        f" class; {score}."
+    )
+    if report.coco.num_crowded:
+        note += (
+            f" {report.coco.num_crowded} pictures have more than {MAX_PREDICTIONS} objects of a"
+            " class: AP and AR leave out the least sure there."
+        )
+    if report.coco.num_points:
+        note += f" Without points, of which there are {report.coco.num_points} on both sides."
+    return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)
+
+
+def _sources(report: DetectionReport) -> Table:
+    rows = []
+    for source in report.sources:
+        any_class = source.counts.any_class
+        figures = _figures(
+            *(any_class.precision, any_class.recall, any_class.f1),
+            *(source.counts.same_class.f1, source.coco.ap),
+        )
+        rows.append((source.name, str(source.num_samples), *figures))
+    note = (
+        f"The samples of each file of data.val, with an IoU of at least {report.iou_threshold:g};"
+        " AP as COCO's, of boxes by class."
+    )
+    head = ("file", "samples", "precision", "recall", "F1", "F1 by class", "AP")
+    return Table("Files", note, head, rows)
+
+
+def _classes(report: DetectionReport) -> Table:
+    rows = []
+    for name, counts in report.detection.classes.items():
+        ap = report.coco.class_ap[name]
+        figures = _figures(counts.precision, counts.recall, counts.f1, ap)
+        rows.append((name, str(counts.num_ground_truth), str(counts.num_predictions), *figures))
+    note = (
+        f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of"
+        " boxes."
+    )
+    head = ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP")
+    return Table("Classes", note, head, rows)
+
+
+def _figures(*values: float | None) -> list[str]:
+    return ["-" if value is None else f"{value:.3f}" for value in values]
+
+
+def answer_line(scene: Scene, max_characters: int) -> str:
+    """Describe an incomplete answer: its sample, its fault, and its text or the beginning of it."""
+    ends = {
+        FinishReason.STOP: "ended by the model",
+        FinishReason.LENGTH: "cut by length",
+        FinishReason.REPETITION: "ended by the repeat guard",
+        FinishReason.ABORTED: "aborted",
+    }
+    fault = "never opened" if scene.never_opened else "not closed"
+    text = scene.text if len(scene.text) <= max_characters else f"{scene.text[:max_characters]}..."
+    text = text or "no text at all"
+    return f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}): {text}"

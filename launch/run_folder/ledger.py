@@ -193,7 +193,7 @@ def check_ledger(run: Path) -> str | None:
     return None
 
 
-def require_same_step(config: RunConfig, point: ResumePoint, report: StepReport) -> None:
+def require_same_step(run: Path, point: ResumePoint, report: StepReport) -> None:
     """Require that a checkpoint is of the step that the run's ledger has a line of, if it has one.
 
     Args:
@@ -202,7 +202,7 @@ def require_same_step(config: RunConfig, point: ResumePoint, report: StepReport)
     Raises:
         ConfigError: they are of two runs, or one was changed.
     """
-    path = config.telemetry.run_dir / LEDGER
+    path = run / LEDGER
     try:
         lines = [line for line in read_lines(path) if "channel" in line]
     except RecordError:

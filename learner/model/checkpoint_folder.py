@@ -17,9 +17,8 @@ from shared.errors import ConfigError
 from shared.model_families import IN_OTHER_FORMS
 
 _ANOTHER_MODEL = (
-    "run `make demo-data` (it makes outputs/demo/model), `make demo-lm` (outputs/demo/lm) or `make"
-    " demo-start` (outputs/demo/crowded_model and start), or set model.path to a folder that"
-    " save_pretrained wrote"
+    "set model.path to a folder that save_pretrained wrote, or make a small one: `rollmatch demo"
+    " model` (outputs/demo/model), `rollmatch demo language-model` (outputs/demo/lm)"
 )
 _JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 

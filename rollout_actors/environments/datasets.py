@@ -22,7 +22,6 @@ from rollout_actors.environments.chat.messages import (
     cleanup_tools,
     concat_messages,
     copied,
-    deeply_copied,
     require_roles,
     sanitize_messages,
 )
@@ -120,7 +119,7 @@ class PromptFormat:
             result["id"] = row["id"]
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
-                result[key] = deeply_copied(row[key])
+                result[key] = copied(row[key])
         info: Any = result.get("info")
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])

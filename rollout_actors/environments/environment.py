@@ -20,7 +20,7 @@ from rollout_actors.environments.chat.messages import (
     cleanup_messages,
     cleanup_tools,
     concat_messages,
-    deeply_copied,
+    copied,
     require_roles,
 )
 from rollout_actors.environments.chat.tools import UncalledTools
@@ -221,7 +221,7 @@ class Environment(ABC):
 
     async def init_state(self, input: RolloutInput, *args: Any, **kwargs: Any) -> State:  # noqa: ARG002
         """Make the state that every rollout begins with. The input stays as it is."""
-        row: dict[str, Any] = deeply_copied(dict(input))
+        row: dict[str, Any] = copied(dict(input))
         prompt = row.get("prompt")
         if self.message_type == "chat" and isinstance(prompt, str):
             row["prompt"] = self.prompt_format.prompt(row)
@@ -236,7 +236,7 @@ class Environment(ABC):
         if row.get("example_id") is None:
             row["example_id"] = row.get("id", 0)
         tools = (row.get("info") or {}).get("oai_tools")
-        tools = deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(tools))
+        tools = copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(tools))
         if tools and self.message_type == "completion":
             raise ValueError(
                 f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out"

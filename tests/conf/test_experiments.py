@@ -100,8 +100,10 @@ def test_the_folders_that_a_shipped_experiment_needs_are_made_on_the_way(experim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2_5_vl_3b", "qwen3_vl_4b"])
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("experiment", "model"),
+    [*((one, "qwen3_vl_4b") for one in EXPERIMENTS), ("stage2_3v1_4b", "qwen2_5_vl_3b")],
+)
 def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(
     experiment, model
 ):

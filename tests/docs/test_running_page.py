@@ -69,7 +69,7 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_p
         config = load_config(as_mapping(compose("train", overrides=overrides)))
     findings = preflight(
         with_absolute_paths(config),
-        nodes_of=lambda _: [Resources(cpus=64, gpus=4)],
+        nodes_of=lambda *_: [Resources(cpus=64, gpus=4)],
         memory_of=lambda _: None,
     )
     assert findings.problems == []

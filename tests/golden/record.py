@@ -4,8 +4,8 @@
     python tests/golden/record.py /tmp/after /tmp/before    # on the commit after: runs, compares
 
 Run it by hand: it takes some minutes, and pytest does not collect this file. It compares
-`metrics.jsonl`, `plan.jsonl`, `evaluations.jsonl` and `rollouts/`, without times. The commit before
-has to make the model and data of the demo (`make demo-data demo-lm`).
+`metrics.jsonl`, `plan.jsonl`, `evaluations.jsonl` and `rollouts/`, without times. The model
+and data of the demo are made if they are missing.
 """
 
 import json

@@ -15,7 +15,7 @@ from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.inspect.diff_runs import diff_runs
-from launch.inspect.replay.__main__ import ReplayOptions, replay
+from launch.inspect.replay import ReplayOptions, replay
 from launch.tools.demo.language_model import make_demo_lm
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

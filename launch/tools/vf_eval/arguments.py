@@ -254,12 +254,14 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _number(kind: type, allows: Callable[[float], bool], name: str) -> Callable[[str], Any]:
+def _number(
+    kind: type[int] | type[float], allows: Callable[[float], bool], name: str
+) -> Callable[[str], float]:
     """Make the type of an option whose value is a number of some range."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> float:
         try:
-            number = kind(text)
+            number: float = kind(text)
         except ValueError:
             number = math.nan  # which no range allows
         if not allows(number):

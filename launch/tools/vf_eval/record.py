@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from launch.tools.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
@@ -22,12 +22,6 @@ from shared.errors import ConfigError, StorageError
 from shared.run_files import cannot_write, replace_file
 
 NAME = "evaluation.json"
-
-
-def _some_or_all(number: int) -> int:
-    if number < 1 and number != -1:
-        raise ValueError(f"must be 1 or more, or -1 for all, got {number}")
-    return number
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
@@ -46,9 +40,9 @@ class EvaluationSettings:
     base_url: str | None
     """As it was given; the same for the key."""
     key_variable: str | None
-    num_examples: Annotated[int, AfterValidator(_some_or_all)]
+    num_examples: int
     """-1: all."""
-    rollouts_per_example: Annotated[int, Field(ge=1)]
+    rollouts_per_example: int
     state_columns: tuple[str, ...]
 
     @classmethod
@@ -75,7 +69,7 @@ class EvaluationSettings:
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None
-        settings: dict[str, tuple[Any, Any]] = {
+        settings: dict[str, tuple[object, object]] = {
             "ENVIRONMENT": (options.environment, self.environment),
             "-a": (masked(options.env_args), masked(self.env_args)),
             "-m": (options.model, self.model),
@@ -185,5 +179,5 @@ def _sampling(options: EvalOptions) -> dict[str, Any]:
     return merged(RETURNS_TOKENS if options.tokens else None, options.sampling_args)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else json.dumps(value, ensure_ascii=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NotRequired
@@ -34,12 +34,12 @@ class KeptState(TypedDict):
     # `constants`: a metric may be infinite or NaN, which `plain` would make None.
     __pydantic_config__ = ConfigDict(extra="allow", strict=True, ser_json_inf_nan="constants")  # type: ignore[misc]
 
-    id: Any
-    example_id: Any
+    id: object
+    example_id: object
     prompt: Messages
     completion: Messages | None
-    answer: NotRequired[Any]
-    info: NotRequired[Any]
+    answer: NotRequired[object]
+    info: NotRequired[object]
     task: str
     reward: float | None
     metrics: dict[str, float]
@@ -108,7 +108,7 @@ class FinishedRollout(BaseModel):
         return State({"is_completed": True, "trajectory": [], "advantage": None, **self.state})
 
 
-def count_tokens(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def count_tokens(state: State) -> tuple[int | None, int | None]:
     """Count the tokens that all calls of a rollout read, and that they sampled.
 
     None if a step has neither tokens nor the endpoint's count.

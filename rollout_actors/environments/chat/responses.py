@@ -26,7 +26,7 @@ RETURNS_TOKENS: dict[str, Any] = {
 """Sampling arguments with which vLLM answers a chat with what `parse_response_tokens` reads."""
 
 
-def is_cut(response: Any) -> bool:
+def is_cut(response: object) -> bool:
     """Tell whether an answer was cut by length: at `max_tokens`, or where there was no more room.
 
     Environments may note anything as a step's response.
@@ -113,7 +113,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     }
 
 
-def _extra(model: Any, name: str) -> Any:
+def _extra(model: object, name: str) -> Any:
     # A field that vLLM or another endpoint adds to OpenAI's.
     extra = getattr(model, "__pydantic_extra__", None)
     # pydantic's `__getattr__` finds the same, and takes long to say that there is none.

@@ -45,10 +45,10 @@ class Tool:
     """Plain, or asynchronous."""
     schema: dict[str, Any]
     """The tool among the `tools` of a call of the API."""
-    arguments: type[BaseModel]
-    """Model of the arguments; each field goes by its alias."""
+    required: tuple[str, ...]
+    """Names of the arguments that have no default."""
     partial_arguments: type[BaseModel]
-    """The same, where none of them has to be present."""
+    """Model of the arguments, none of which has to be there; each field goes by its alias."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], args_to_skip: Collection[str] = ()) -> Tool:
@@ -111,7 +111,9 @@ class Tool:
         shown.pop("title", None)
         described = {"name": name, "description": description, "parameters": shown}
         schema = {"type": "function", "function": described}
-        return cls(name, function, schema, arguments, partial_arguments)
+        of_fields = arguments.model_fields.values()
+        required = tuple(str(info.alias) for info in of_fields if info.is_required())
+        return cls(name, function, schema, required, partial_arguments)
 
     def read(self, text: str, *, is_whole: bool = True) -> dict[str, Any]:
         """Read the arguments that a model wrote as JSON, as the function takes them.
@@ -128,27 +130,27 @@ class Tool:
             raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from error
         if not isinstance(written, Mapping):
             raise ValueError(f"the arguments of {self.name} are no JSON object, but {text[:60]}")
-        kind = self.arguments if is_whole else self.partial_arguments
         try:
-            checked = kind.model_validate(written)
+            checked = self.partial_arguments.model_validate(written)
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
                 for one in error.errors(include_url=False)
             )
             raise ValueError(f"the arguments of {self.name} are wrong: {problems}") from error
-        return {
+        arguments = {
             str(info.alias): getattr(checked, field)
-            for field, info in kind.model_fields.items()
+            for field, info in self.partial_arguments.model_fields.items()
             if field in checked.model_fields_set
         }
+        if is_whole:
+            self.require_whole(arguments)
+        return arguments
 
     def require_whole(self, arguments: Mapping[str, Any]) -> None:
         """Raise ValueError, for the model to read, where a required argument is missing."""
-        required = [
-            info.alias for info in self.arguments.model_fields.values() if info.is_required()
-        ]
-        if missing := [f"{name}: Field required" for name in required if name not in arguments]:
+        absent = [name for name in self.required if name not in arguments]
+        if missing := [f"{name}: Field required" for name in absent]:
             raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(missing)}")
 
     async def call(self, arguments: Mapping[str, Any]) -> str:

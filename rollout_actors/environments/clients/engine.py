@@ -68,11 +68,8 @@ class EngineClient:
             max_images: most images of one prompt; None: any number.
             name: whose error too many images are (the environment actor's).
         """
-        if max_under_way < 1 or not len(engines):
-            raise ValueError(
-                f"max_under_way, engines: at least one of each, got {max_under_way} and"
-                f" {len(engines)}"
-            )
+        assert max_under_way >= 1, max_under_way
+        assert len(engines), "a run has engines"
         self._engines = engines
         self._settings = settings
         self._run_seed = run_seed

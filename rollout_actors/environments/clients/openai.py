@@ -64,7 +64,7 @@ A RolloutError of the run's own engines is not among them: they were tried again
 """
 
 
-def is_rollout_client(client: Any) -> bool:
+def is_rollout_client(client: object) -> bool:
     """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
     # By its class: a mock has any attribute that it is asked for.
     return getattr(type(client), "conversation", None) is not None
@@ -196,7 +196,7 @@ def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int
     return room if room < max(limits) else None
 
 
-def require_asynchronous(client: Any) -> None:
+def require_asynchronous(client: object) -> None:
     """Raise TypeError for OpenAI's synchronous client, with which every rollout would fail."""
     if isinstance(client, openai.OpenAI):
         raise TypeError(
@@ -205,7 +205,7 @@ def require_asynchronous(client: Any) -> None:
         )
 
 
-def _wanted_limit(error: openai.BadRequestError, arguments: Mapping[str, Any]) -> str | None:
+def _wanted_limit(error: openai.BadRequestError, arguments: SamplingArgs) -> str | None:
     found = _INSTEAD.search(str(error))
     if found is None or not any(name in arguments for name in LIMITS):
         return None
@@ -213,7 +213,7 @@ def _wanted_limit(error: openai.BadRequestError, arguments: Mapping[str, Any]) -
     return None if wanted in arguments else wanted
 
 
-def _with_limit_as(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _with_limit_as(name: str, arguments: SamplingArgs) -> dict[str, Any]:
     return {name if key in LIMITS else key: value for key, value in arguments.items()}
 
 

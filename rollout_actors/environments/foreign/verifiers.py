@@ -20,9 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from array import array
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -46,7 +44,6 @@ from rollout_actors.environments.rewards import scoring_limit
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
-from shared.data.limits import MAX_EXAMPLE_BYTES, file_lines
 
 VERSION = "0.3.1"
 """The last release with the interface that most environments are written for."""
@@ -78,32 +75,31 @@ def load_environment(
     """
     process = BridgeProcess(f"verifiers:{name}", interpreter or _interpreter(name))
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            files = {split: str(Path(folder) / split) for split in ("train", "held_out")}
-            request = {"name": name, "args": arguments, "rows": files}
-            try:
-                answer = process.send("load", **request).result(start_timeout_s)
-            except TimeoutError as error:
-                raise ValueError(
-                    f"verifiers:{name}: is not loaded after environment.args.start_timeout_s ="
-                    f" {start_timeout_s:g} s; look what it waits for, or allow more"
-                ) from error
-            except (RuntimeError, ConnectionError) as error:
-                raise ValueError(str(error)) from error
-            loaded = Loaded.model_validate(answer)
-            rows = {split: JsonRows(split, Path(files[split])) for split in loaded.splits}
+        try:
+            answer = process.send("load", name=name, args=arguments).result(start_timeout_s)
+        except TimeoutError as error:
+            raise ValueError(
+                f"verifiers:{name}: is not loaded after environment.args.start_timeout_s ="
+                f" {start_timeout_s:g} s; look what it waits for, or allow more"
+            ) from error
+        except (RuntimeError, ConnectionError) as error:
+            raise ValueError(str(error)) from error
+        loaded = Loaded.model_validate(answer)
     except BaseException:
         process.close(wait_s=0.0)  # there is nothing to tear down
         raise
-    return VerifiersEnv(process, loaded, rows)
+    return VerifiersEnv(process, loaded)
 
 
 class VerifiersEnv(MultiTurnEnv):
     """Rollouts that are played in the process, and answered here."""
 
-    def __init__(
-        self, process: BridgeProcess, loaded: Loaded, rows: Mapping[str, JsonRows]
-    ) -> None:
+    def __init__(self, process: BridgeProcess, loaded: Loaded) -> None:
+        # A rollout is asked for by the number of its row: the process has the whole row.
+        rows = {
+            split: [{**row, "info": {"split": split, "row": n}} for n, row in enumerate(of_split)]
+            for split, of_split in loaded.rows.items()
+        }
         super().__init__(
             dataset=rows.get("train"),
             eval_dataset=rows.get("held_out"),
@@ -207,8 +203,8 @@ class BridgedRubric(Rubric):
 class Loaded(BaseModel):
     """An environment that the process has loaded."""
 
-    splits: list[str]
-    """`train`, `held_out` or both."""
+    rows: dict[str, list[dict[str, Any]]]
+    """What is shown of each row, by `train`, `held_out` or both."""
     message_type: str
     sampling_args: dict[str, Any]
     tools: list[dict[str, Any]]
@@ -227,28 +223,6 @@ class Scored(BaseModel):
 
     reward: float
     metrics: dict[str, float]
-
-
-class JsonRows:
-    """Rows of a file with a line of JSON each, read when they are asked for."""
-
-    def __init__(self, split: str, path: Path) -> None:
-        self._split = split
-        self._file = path.open("rb")  # it stays readable when its name is gone
-        self._lock = threading.Lock()
-        self._starts = array("Q", [0])
-        for line in file_lines(path, "MAX_EXAMPLE_BYTES", MAX_EXAMPLE_BYTES):
-            line.require_short()
-            self._starts.append(line.offset + line.size)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        with self._lock:
-            self._file.seek(self._starts[index])
-            row: dict[str, Any] = json.loads(self._file.readline())
-        return {**row, "info": {"split": self._split, "row": index}}
 
 
 class BridgeProcess:

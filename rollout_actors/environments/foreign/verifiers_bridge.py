@@ -39,14 +39,14 @@ class Bridge:
     def load(self, request: dict[str, Any]) -> None:
         """Load the environment, before there is an event loop: its code may run one of its own."""
         try:
-            result = self._load(request["name"], request["args"], request["rows"])
+            result = self._load(request["name"], request["args"])
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # An environment may await what it has cancelled itself.
             self._answer(request["id"], error=described(error))
             raise SystemExit(1) from error
         self._answer(request["id"], result)
 
-    def _load(self, name: str, args: dict[str, Any], rows: dict[str, str]) -> dict[str, Any]:
+    def _load(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         import verifiers
 
         version = getattr(verifiers, "__version__", "of an unknown version")
@@ -61,13 +61,12 @@ class Bridge:
             self._rows["train"] = environment.get_dataset()
         if has_own(environment, "eval_dataset"):  # it would give those to train on
             self._rows["held_out"] = environment.get_eval_dataset()
-        for split, dataset in self._rows.items():
-            with open(rows[split], "w") as file:  # noqa: PTH123 (it imports as little as it can)
-                for row in dataset:
-                    seen = {key: row.get(key) for key in ("prompt", "answer", "task", "example_id")}
-                    file.write(json.dumps(seen, default=str) + "\n")
+        shown = ("prompt", "answer", "task", "example_id")
         return {
-            "splits": list(self._rows),
+            "rows": {
+                split: [{key: row.get(key) for key in shown} for row in dataset]
+                for split, dataset in self._rows.items()
+            },
             "message_type": getattr(environment, "message_type", "chat"),
             "sampling_args": {
                 key: value
@@ -154,7 +153,7 @@ class Bridge:
 
     def _answer(self, number: int, result: Any = None, error: str | None = None) -> None:
         answer = {"id": number, "result": result, "error": error}
-        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.write(json.dumps(answer, default=str) + "\n")
         self._answers.flush()
 
 

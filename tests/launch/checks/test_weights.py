@@ -246,7 +246,7 @@ def test_a_run_is_refused_by_preflight_and_by_the_learner_itself(changed, tmp_pa
     run = trajectory_config(lacking, tmp_path / "run")
     lacks = f"lack 1 tensor ({DOWN})"
     nodes = [Resources(cpus=16, gpus=0)]
-    findings = preflight(run, nodes_of=lambda _: nodes, memory_of=lambda _: None)
+    findings = preflight(run, nodes_of=lambda *_: nodes, memory_of=lambda _: None)
     assert any(lacks in problem for problem in findings.problems)
     with pytest.raises(ConfigError) as caught:
         load_model(run, torch.device("cpu"))

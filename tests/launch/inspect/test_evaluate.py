@@ -4,21 +4,17 @@
 
 import json
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from config_support import configuration, trajectory_config
 from hydra import compose, initialize_config_dir
-from ray.exceptions import ObjectLostError
 
 from launch.checks.data import ImageNeeds
-from launch.cli import as_mapping, read_arguments
+from launch.cli import as_mapping
 from launch.driver import evaluate
 from launch.inspect.evaluate import (
     EvaluateOptions,
@@ -32,16 +28,12 @@ from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Resources, plan_placement
 from launch.reports.detection import make_report
 from launch.reports.page import write_report
-from launch.tools.serve import ServeOptions, settings_of
-from launch.tools.vf_eval.arguments import read_options
 from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from rollout_actors.engine import ray_calls
 from shared.config import load_config
-from shared.config.job import TimeoutsSection
 from shared.config.load import cross_check
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError
 from shared.weight_sync.phases import sync_weights
 
 ROOT = Path(__file__).parents[3]
@@ -215,88 +207,12 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     assert no_data in problems
 
 
-@pytest.mark.parametrize(("images", "devices"), [(0, 1), (3, 2)])
-def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
-    tmp_path, demo_checkpoint, images, devices
-):
-    """As the run's own held-out reports: its arguments, greedily, by a server that is started as
-    its engines were.
-    """
-    folder = tmp_path / "my run"
-    shutil.copytree(demo_checkpoint, folder / "checkpoint")
-    environment = {
-        "id": "guess_number",
-        "args": {"largest": 9},
-        "tool_call_parser": "hermes",
-        "num_eval_examples": 12,
-        "rollouts_per_example": 4,
-        "chat_template_args": {"enable_thinking": False},
-        "max_images_per_prompt": images,
-    }
-    config = trajectory_config(
-        demo_checkpoint,
-        folder,
-        environment=environment,
-        rollout_matching__repeat_terminate={"enabled": True},
-        rollout_matching__decoding={"temperature": 1.0, "stop": ["</answer>"]},
-        rollout_matching__vllm={"mode": "actors", "actors": {"tensor_parallel_size": devices}},
-    )
-    (folder / "config.json").write_text(config.model_dump_json())
-    serve, evaluate = (shlex.split(one) for one in refused(folder).split("`")[1::2])
-    options = read_arguments(ServeOptions, serve[3:])
-    settings = settings_of(options)
-    assert (options.model, options.tool_call_parser) == (folder / "checkpoint", "hermes")
-    matching = config.rollout_matching
-    assert settings.repeat_guard == matching.repeat_terminate.settings()
-    gpus = 8 if settings.device == "cuda" else 0
-    placement = plan_placement(config, [Resources(cpus=32, gpus=gpus)])
-    of_the_run = settings_of_run(config, placement, ImageNeeds(max(images, 1)))
-    copied = {"model_path": str(options.model), "max_lora_rank": settings.max_lora_rank}
-    assert settings == replace(of_the_run, **copied)
-    sizes = (settings.max_model_len, settings.tensor_parallel_size, settings.max_num_seqs)
-    assert sizes == (48, devices, devices * matching.decode_batch_size)
-    asked = read_options(evaluate[3:])
-    assert (asked.environment, asked.env_args) == ("guess_number", {"largest": 9})
-    assert (asked.num_examples, asked.rollouts_per_example) == (12, 1)
-    assert asked.sampling_args == {
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "stop": ["</answer>"],
-        "extra_body": {
-            "chat_template_kwargs": {"enable_thinking": False},
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        },
-    }
-    assert asked.base_url == f"http://{options.host}:{options.port}/v1"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        pytest.param(
-            lambda file: file.write_text('{"model_type": "qwen3"}'), "checkpoint: ", id="damaged"
-        ),
-        pytest.param(
-            lambda file: file.unlink(),
-            "checkpoint: {} holds no checkpoint (no config.json); let the run end with"
-            " checkpoint.save_final: true",
-            id="none",
-        ),
-    ],
-)
-def test_a_run_of_an_environment_without_a_sound_checkpoint_is_refused_for_both(
-    make_run, tmp_path, demo_checkpoint, spoil, problem
-):
-    folder = make_run(trajectory_config(demo_checkpoint, tmp_path / "run"))
-    checkpoint = folder / "checkpoint"
-    shutil.copytree(demo_checkpoint, checkpoint, dirs_exist_ok=True)
-    spoil(checkpoint / "config.json")
-    problems = refused(folder).splitlines()
-    # Without a command that serves it: nothing can be served.
-    assert "run: it is of an environment, which vf-eval evaluates" in problems
-    (found,) = (one for one in problems if one.startswith(problem.format(checkpoint)))
-    assert str(checkpoint) in found
+def test_a_run_of_an_environment_is_refused_with_the_command_that_evaluates_it(make_run, tmp_path):
+    folder = make_run(trajectory_config(tmp_path / "model", tmp_path / "run"))
+    assert "run: it is of an environment; start `rollmatch serve`" in refused(folder)
+    (folder / "checkpoint" / "config.json").unlink()
+    both = refused(folder)
+    assert "run: it is of an environment" in both and "checkpoint: " in both
 
 
 @pytest.mark.parametrize(
@@ -377,49 +293,3 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
     assert content["detection"][0]["f1"] == report.counts.f1
     assert len(list((tmp_path / "report" / "pictures").iterdir())) == len(content["worst_scenes"])
     assert len((tmp_path / "report" / "predictions.jsonl").read_text().splitlines()) == 16
-
-
-LOST = ObjectLostError("ab" * 28, None, "")
-
-
-class Scores:
-    """The part of `HeldOut` that `LocalHeldOut` uses."""
-
-    def score(self, rollouts):
-        return [f"scene of {rollout}" for rollout in rollouts]
-
-
-@pytest.fixture
-def score(monkeypatch):
-    """Scores two references with these answers of Ray's; None is late."""
-
-    def score(*answers):
-        def wait(refs, *, timeout):
-            assert 0 < timeout <= 7
-            return [ref for ref in refs if answers[ref] is not None][-1:], refs
-
-        def get(ref):
-            if isinstance(answers[ref], Exception):
-                raise answers[ref]
-            return answers[ref]
-
-        monkeypatch.setattr(ray_calls, "ray", SimpleNamespace(wait=wait, get=get))
-        return LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[0, 1]])
-
-    return score
-
-
-def test_the_shares_are_scored_in_order_within_the_timeout(score):
-    assert score(["a", "b"], ["c"]) == ["scene of a", "scene of b", "scene of c"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (None, r"no answer from .* after timeouts\.generate_s = 7 s; check that every actor's"),
-        (LOST, r"a finished answer was lost \(.*\); check that every actor's"),
-    ],
-)
-def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(score, answer, message):
-    with pytest.raises(RolloutError, match=f"(?s)collect on rollout engines: {message}"):
-        score(["a", "b"], answer)

@@ -13,7 +13,7 @@ from resumable_run import start
 from trajectory_support import picture
 from transformers import AutoProcessor
 
-from launch.inspect.replay.__main__ import ReplayOptions, main, replay
+from launch.inspect.replay import ReplayOptions, main, replay
 from learner.rollout_logs.trajectories import read_step
 from learner.segments import decode_image
 from shared.errors import ConfigError

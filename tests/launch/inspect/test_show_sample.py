@@ -146,7 +146,6 @@ def assert_page(run, name, **where):
     [
         ("everything", {}),
         ("fallback", {"position": 1}),
-        ("perfect", {"position": 2}),
         ("channel_a", {"step": 1}),
     ],
 )
@@ -165,9 +164,8 @@ def test_what_options_beyond_the_specification_did_is_on_the_page(
     }
     run = Run(tmp_path / "run", demo_checkpoint, demo_data, **config)
     run.rules = replace(run.rules, corrects_names=True)
-    run.write(run.everything(), "{" + entry(1, "x", (0, 0, 6, 6)) + "}")
+    run.write(run.everything())
     assert_page(run, "options")
-    assert_page(run, "options_nothing_kept", position=1)
 
 
 def test_an_excluded_match_is_marked(run):
@@ -237,7 +235,7 @@ def test_an_image_that_is_gone_or_damaged_is_told_of(copied):
 
 def test_a_run_without_rollouts_says_why(tmp_path, demo_checkpoint, demo_data):
     run = Run(tmp_path / "run", demo_checkpoint, demo_data, telemetry__rollouts=False)
-    with pytest.raises(ConfigError, match=r"has no rollouts; train with telemetry\.rollouts: true"):
+    with pytest.raises(ConfigError, match=r"has no rollouts; .* telemetry\.rollouts: true"):
         run.page()
 
 

@@ -289,22 +289,21 @@ def test_the_process_of_a_driver_that_was_killed_ends_though_its_package_hangs(p
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(
-    begin, monkeypatch
+    monkeypatch,
 ):
-    config, _ = begin()
-    loggers = {"loggers": ("jsonl", *PACKAGES)}
-    section = config.telemetry.model_copy(update=loggers)
-
     def nothing_is(name: str) -> str:
         raise sink.PackageNotFoundError(name)
 
     monkeypatch.setattr(sink, "version", nothing_is)
-    problems = list(missing_packages(config.model_copy(update={"telemetry": section})))
+    problems = list(missing_packages(("jsonl", *PACKAGES)))
     assert problems[0] == (
         "telemetry.loggers: tensorboard is not installed; run `pip install"
         " 'rollmatch[tensorboard]'`, or leave tensorboard out"
     )
     assert len(problems) == 4
-    monkeypatch.setattr(sink, "version", lambda name: {"mlflow-skinny": "3.17.2"}[name])
-    section = section.model_copy(update={"loggers": ("jsonl",)})
-    assert list(missing_packages(config.model_copy(update={"telemetry": section}))) == []
+
+    def only_skinny_is(name: str) -> str:
+        return "3.17.2" if name == "mlflow-skinny" else nothing_is(name)
+
+    monkeypatch.setattr(sink, "version", only_skinny_is)
+    assert list(missing_packages(("jsonl", "mlflow"))) == []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from launch.loggers.events import RolloutFile
-from launch.loggers.tables import MAX_CHARACTERS, MAX_ROWS, rollout_table
+from launch.loggers.events import MAX_CHARACTERS, MAX_ROWS, RolloutFile, rollout_table
 from learner.rollout_logs.trajectories import trajectory_record
 from shared.trajectory import EnvironmentRollout
 

@@ -279,10 +279,12 @@ def test_a_wait_for_environments_is_longer_than_that_for_their_teacher_and_names
 def test_ranks_that_generate_have_as_long_as_what_they_play_and_cut_whole_groups(tmp_path):
     beside = {"rollout_matching__rollout_backend": "hf", "timeouts": {"generate_s": 60.0}}
     run = trajectory_config(tmp_path, tmp_path, queue=False, **beside)
-    limits = RolloutTimeouts.for_ranks(run)
+    limits = RolloutTimeouts.for_ranks(run.timeouts, run.environment)
     assert limits.generate == Timeout(120.0, "2 x timeouts.generate_s")
     samples = configuration(tmp_path, tmp_path, tmp_path, **beside, **NO_QUEUE)
-    assert RolloutTimeouts.for_ranks(samples).generate == Timeout(60.0, "timeouts.generate_s")
+    assert RolloutTimeouts.for_ranks(samples.timeouts, None).generate == Timeout(
+        60.0, "timeouts.generate_s"
+    )
     ranks = RankRolloutClient(
         None, limits, RoundSize(9, learner_ranks=2, group_size=4), devices_per_rank=1
     )

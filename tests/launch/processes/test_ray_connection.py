@@ -18,13 +18,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from config_support import configuration
 from ray.exceptions import AuthenticationError
 
 from launch.processes import ray_connection
 from launch.processes.placement import Resources
 from launch.processes.ray_connection import cluster_nodes, connect
-from shared.config import RunConfig
+from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
 CHECK = (
@@ -34,35 +33,35 @@ CHECK = (
 TOKEN = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"
 
 
-MakeRun = Callable[[str], RunConfig]
+def nodes_at(address: str) -> list[Resources]:
+    return cluster_nodes(ClusterSection(address=address), 60.0)
 
 
-@pytest.fixture
-def at(tmp_path: Path) -> MakeRun:
-    return lambda address: configuration(tmp_path, tmp_path, tmp_path, cluster__address=address)
+def connect_to(address: str) -> object:
+    return connect(ClusterSection(address=address))
 
 
-def refusal(ask: Callable[[RunConfig], object], run: RunConfig) -> str:
+def refusal(ask: Callable[[str], object], address: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        ask(run)
+        ask(address)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ask", [cluster_nodes, connect])
+@pytest.mark.parametrize("ask", [nodes_at, connect_to])
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_an_address_where_nothing_listens_is_refused_before_ray_is_asked(
-    ask: Callable[[RunConfig], object], prefix: str, at: MakeRun
+    ask: Callable[[str], object], prefix: str
 ) -> None:
     """`ray.init` would wait there for many minutes, without a word."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{prefix}127.0.0.1:{taken.getsockname()[1]}"
     refused = "gives no Ray cluster ([Errno 111] Connection refused)"
-    assert refusal(ask, at(address)) == f"cluster.address: {address} {refused}; {CHECK}"
+    assert refusal(ask, address) == f"cluster.address: {address} {refused}; {CHECK}"
 
 
 @pytest.mark.slow
 def test_what_listens_and_is_no_ray_cluster_is_given_up(
-    at: MakeRun, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A port of another service's, such as the dashboard's: the connection is there, and nothing
     that Ray understands comes over it.
@@ -70,17 +69,17 @@ def test_what_listens_and_is_no_ray_cluster_is_given_up(
     monkeypatch.setattr(ray_connection, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        problem = refusal(cluster_nodes, at(address))
+        problem = refusal(nodes_at, address)
     late = f"cluster.address: {address} did not answer as a Ray cluster within 0.5 s"
     assert problem == f"{late}; give the port of `ray start --head` (6379), {CHECK}"
 
 
 def test_nodes_are_asked_for_in_a_process_of_its_own(
-    at: MakeRun, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nodes = '[{"CPU": 4.0, "memory": 1.0}, {"CPU": 8.0, "GPU": 2.0}]'
     monkeypatch.setattr(ray_connection, "_ASK", f"print('words of Ray\\n{nodes}')")
-    assert cluster_nodes(at("auto")) == [Resources(cpus=4, gpus=0), Resources(cpus=8, gpus=2)]
+    assert nodes_at("auto") == [Resources(cpus=4, gpus=0), Resources(cpus=8, gpus=2)]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +87,12 @@ def test_nodes_are_asked_for_in_a_process_of_its_own(
     [("ConnectionError: no head node", CHECK), ("AuthenticationError: Missing token", TOKEN)],
 )
 def test_why_ray_gives_no_cluster_is_told(
-    reason: str, remedy: str, at: MakeRun, monkeypatch: pytest.MonkeyPatch
+    reason: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = f"import sys; sys.exit('lines before it\\n{reason}')"
     monkeypatch.setattr(ray_connection, "_ASK", fails)
     expected = f"cluster.address: auto gives no Ray cluster ({reason}); {remedy}"
-    assert refusal(cluster_nodes, at("auto")) == expected
+    assert refusal(nodes_at, "auto") == expected
 
 
 @pytest.mark.slow
@@ -106,16 +105,16 @@ def test_why_ray_gives_no_cluster_is_told(
     ],
 )
 def test_the_run_s_own_connection_says_the_same(
-    error: Exception, remedy: str, at: MakeRun, monkeypatch: pytest.MonkeyPatch
+    error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.init", Mock(side_effect=error))
-    problem = refusal(connect, at("auto"))
+    problem = refusal(connect_to, "auto")
     assert problem.startswith("cluster.address: auto gives no Ray cluster (")
     assert problem.endswith(f"; {remedy}")
 
 
 def test_ray_s_sockets_and_token_are_for_this_user_alone(
-    at: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Ray lets everybody write to its folder, and makes its token as the umask says."""
     for name in ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -127,7 +126,7 @@ def test_ray_s_sockets_and_token_are_for_this_user_alone(
     monkeypatch.setattr("ray.init", init)
     tokens = []
     for mode in (0o600, 0o644):  # the second time there is one already
-        assert "not started" in refusal(connect, at("local"))
+        assert "not started" in refusal(connect_to, "local")
         private = tmp_path / f"rollmatch-{os.getuid()}"
         assert init.call_args.kwargs["_temp_dir"] == str(private / "ray")
         token = tmp_path / "home" / ".ray" / "auth_token"
@@ -138,7 +137,7 @@ def test_ray_s_sockets_and_token_are_for_this_user_alone(
     assert len(tokens[0]) == 64 and tokens[0] == tokens[1]
     shutil.rmtree(private)
     private.symlink_to(tmp_path / "home")
-    assert "is not a folder of this user" in refusal(connect, at("local"))
+    assert "is not a folder of this user" in refusal(connect_to, "local")
 
 
 def test_who_gets_in_is_told_with_the_way_to_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,20 +144,11 @@ def test_one_server_under_two_addresses_is_told_at_the_start(make_client: MakeCl
         make_client(ObedientEngine(), times=2)
 
 
-def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(
-    make_client: MakeClient,
-) -> None:
-    engines = [ObedientEngine(), ObedientEngine()]
-    client = make_client(*engines)
-    generated(client, 1)
-    assert client.generate([[]]).result() == [[]]
-    assert [positions(engine) for engine in engines] == [[[0]], []]
-
-
 def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(
     make_client: MakeClient,
 ) -> None:
-    engines = [ObedientEngine(), ObedientEngine()]
+    """The next answers its own part first: `decode_batch_size` bounds a device, whatever fails."""
+    engines = [ObedientEngine(), ObedientEngine(latency_s=1.0)]
     client = make_client(*engines)
     engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
     rollouts = generated(client, 4)
@@ -170,15 +161,7 @@ def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(
         (3, 103, "server-1", 0),
     ]
     assert (len(engines[0].asked), positions(engines[1])) == (2, [[2, 3], [0, 1]])
-
-
-def test_a_server_that_takes_over_has_answered_its_own_part_before(make_client: MakeClient) -> None:
-    """`decode_batch_size` is the one bound of a device, whatever fails."""
-    engines = [ObedientEngine(), ObedientEngine(latency_s=1.0)]
-    client = make_client(*engines)
-    engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
-    assert [rollout.position for rollout in generated(client, 4)] == [0, 1, 2, 3]
-    assert (positions(engines[1]), engines[1].most_at_a_time) == ([[2, 3], [0, 1]], 2)
+    assert engines[1].most_at_a_time == 2
 
 
 def test_when_no_server_answers_the_run_ends_with_a_name(make_client: MakeClient) -> None:
@@ -356,17 +339,6 @@ def test_a_lost_server_is_waited_for_and_asked_again_when_it_has_the_weights(
     assert replaced.actor == "server-1"
     why = "was started again in the midst of the run" if is_back_at_once else "failed 2 times"
     assert f"generate on server-1: {supervised.urls[1]} {why}" in replaced.reason
-
-
-def test_a_server_that_was_started_again_while_nobody_asked_it_is_noticed_before_the_sync(
-    make_mending, supervised
-):
-    client = make_mending(supervised.urls)
-    supervised.end(1)
-    supervised.start(1)
-    assert client.join_replacements()
-    sync(client, 2)
-    assert who_answers(client) == BOTH
 
 
 def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(

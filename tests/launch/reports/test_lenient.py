@@ -14,8 +14,9 @@ from damaged_responses import random_objects
 from scene_support import scene, truth
 from small_tokenizers import small_codecs
 
-from launch.reports.detection import make_report, report_tables
+from launch.reports.detection import make_report
 from launch.reports.lenient import read_leniently
+from launch.reports.page import report_tables
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Evaluation, Scene
 from shared.grounding.formats import FORMATS

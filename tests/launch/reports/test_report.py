@@ -11,8 +11,8 @@ from config_support import configuration
 from page_support import Page
 from scene_support import guess, png, random_scenes, scene, truth
 
-from launch.reports.detection import answer_line, make_report, report_tables
-from launch.reports.page import page, write_report
+from launch.reports.detection import make_report
+from launch.reports.page import answer_line, page, report_tables, write_report
 from launch.reports.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
 from launch.tools.coco import read_predictions
 from shared.config import RunConfig

@@ -103,16 +103,19 @@ def test_the_index_says_folder_step_score_and_why(world):
 
 
 @pytest.mark.slow
-def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_the_disk_refuses_is_logged_and_tried_again_as_a_whole(world, background):
     told = []
     world.telemetry.patience = Patience(60.0, told.append)
-    checkpoints = world(save_steps=1, background=False)
-    world.writer.refusals = 1
-    checkpoints.after_step(1)
-    assert [kept["step"] for kept in index(world.run_dir)] == [1]
+    checkpoints = world(save_steps=2, background=background)
+    world.writer.refusals = 0 if background else 1
+    checkpoints.after_step(2)
+    world.writer.refusals = 1 if background else 0
+    checkpoints.after_step(3)
+    assert [kept["step"] for kept in index(world.run_dir)] == [2]
     refused, written = told
-    assert "checkpoints/step_000001: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000001 could be written after 1 s" in written
+    assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
+    assert "checkpoints/step_000002 could be written after 1 s" in written
 
 
 def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):
@@ -210,20 +213,6 @@ def test_no_save_is_due_by_the_minutes_while_one_is_written(world):
     assert world.writer.saves == []
     finish(checkpoints)
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
-
-
-@pytest.mark.slow
-def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
-    told = []
-    world.telemetry.patience = Patience(60.0, told.append)
-    checkpoints = world(save_steps=2)
-    checkpoints.after_step(2)
-    world.writer.refusals = 1
-    checkpoints.after_step(3)
-    assert folders(world.run_dir) == ["checkpoints/step_000002"]
-    refused, written = told
-    assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000002 could be written after 1 s" in written
 
 
 def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the_last_update(

@@ -65,7 +65,6 @@ CASES = {
         "stage2_ab__schedule__warmup_steps": 2,
         "model__adapter": {"kind": "lora", "rank": 4, "alpha": 8.0},
     },
-    "environment": {},
     "environment, three updates of a step": {"training__updates_per_batch": 3},
     "environment, drawn again": {"environment__refill_rounds": 2},
     "bfloat16 masters, augmented pictures": {
@@ -241,19 +240,6 @@ def test_a_run_goes_on_with_its_own_configuration_and_single_keys_changed(saved)
             config_of_run(saved, [override])
 
 
-@pytest.mark.slow
-def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(demo_data, data)
-    run = tmp_path / "run"
-    shutil.copytree(saved, run)
-    config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
-    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
-    (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
-    with pytest.raises(ConfigError, match=r"data\.train: is \w+ here, and was \w+ "):
-        start(config)
-
-
 def test_no_run_and_no_checkpoint_are_told(config_of, saved, tmp_path):
     config = config_of("channels A and B", tmp_path, resume={"run": str(tmp_path)})
     with pytest.raises(ConfigError, match="has no full checkpoint"):
@@ -264,20 +250,6 @@ def test_no_run_and_no_checkpoint_are_told(config_of, saved, tmp_path):
         resumed(config)
     config = config_of("channels A and B", tmp_path / "new", resume={"run": "auto"})
     assert resumed(config)[1] is None
-
-
-@pytest.mark.slow
-def test_an_older_checkpoint_puts_later_ones_aside(saved, config_of, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(saved, run)
-    oldest, newest = sorted((run / "checkpoints").glob("step_*"))[:2]
-    config = config_of("channels A and B", run, resume={"run": str(oldest)})
-    with pytest.raises(KeyboardInterrupt):
-        start(config, Interruption(at=1))
-    assert not newest.exists()
-    assert newest.with_name(f"{newest.name}.replaced").is_dir()
-    steps = [line["step"] for line in ledger(run)["metrics.jsonl"]]
-    assert steps == list(range(1, RunState(**json.loads(_state(oldest))).step + 1))
 
 
 @pytest.mark.slow
@@ -295,28 +267,29 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_the_answers_tha
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_changes_nothing(saved, config_of, demo_data, tmp_path):
+def test_a_start_that_fails_as_on_other_data_changes_nothing(saved, config_of, demo_data, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     before = ledger(run)
     data = tmp_path / "data"
     shutil.copytree(demo_data, data)
-    (data / "train.jsonl").write_text((data / "val.jsonl").read_text())
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
     oldest, *later = sorted((run / "checkpoints").glob("step_*"))
     config = config_of("channels A and B", run, resume={"run": str(oldest)}, samples=data)
-    with pytest.raises(ConfigError, match=r"data\.train: is"):
+    with pytest.raises(ConfigError, match=r"data\.train: is \w+ here, and was \w+ "):
         start(config)
     assert ledger(run) == before
     assert all(folder.is_dir() for folder in later)
 
 
 @pytest.mark.slow
-def test_what_a_killed_run_left_half_written_goes_and_other_evaluations_stay(
+def test_an_older_checkpoint_puts_later_ones_aside_and_what_a_killed_run_left_half_written_goes(
     saved, config_of, tmp_path
 ):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
-    checkpoint = sorted((run / "checkpoints").glob("step_*"))[-1]
+    checkpoint, newest = sorted((run / "checkpoints").glob("step_*"))[:2]
     half = run / "checkpoint_interrupted_000009.partial"
     unindexed = run / "checkpoints" / "step_000001"
     later = run / "checkpoints" / "step_000008"
@@ -334,8 +307,10 @@ def test_what_a_killed_run_left_half_written_goes_and_other_evaluations_stay(
     with pytest.raises(KeyboardInterrupt):
         start(config, Interruption(at=1))
     left = sorted(path.name for path in run.glob("checkpoint*/*") if path.name.startswith("step"))
-    assert "step_000008.replaced" in left
-    assert "step_000001" not in left
+    assert {"step_000008.replaced", f"{newest.name}.replaced"} <= set(left)
+    assert not {"step_000001", "step_000008", newest.name} & set(left)
+    steps = [line["step"] for line in ledger(run)["metrics.jsonl"]]
+    assert steps == list(range(1, RunState(**json.loads(_state(checkpoint))).step + 1))
     assert not half.exists()
     assert all(folder.is_dir() for folder in mine)
 
@@ -422,10 +397,6 @@ def with_part_of(part: str):
 DAMAGES = {
     "the state of an earlier step": (with_part_of("run_state"), "its state is of step 2"),
     "the weights of an earlier step": (with_part_of("model.safetensors"), "model.safetensors"),
-    "masters and moments of an earlier step": (
-        with_part_of("run_state/rank_0.safetensors"),
-        "rank_0.safetensors",
-    ),
     "all of an earlier step": (with_part_of("."), "its state is of step 2"),
     "an edited run.json": (
         lambda newest, _: edit(newest / "run_state/run.json", "sync_fallback", "x"),
@@ -434,10 +405,6 @@ DAMAGES = {
     "a flipped bit": (
         lambda newest, _: flip_a_bit(newest / "run_state/rank_0.safetensors"),
         "rank_0.safetensors",
-    ),
-    "a file that is cut off": (
-        lambda newest, _: cut_off(newest / "run_state/rank_0.json"),
-        "rank_0.json",
     ),
     "a file that is gone": (
         lambda newest, _: (newest / "tokenizer.json").unlink(),
@@ -521,10 +488,10 @@ def test_weights_that_are_not_those_of_the_step_are_refused_whatever_the_sums_sa
 
 
 GARBAGE = {
-    "metrics.jsonl": [b"garbage", b"[1]", b'{"loss/total": 1.0}', b'{"step": "3"}', b"\xff\x00"],
-    "plan.jsonl": [b"{", b"3"],
-    "evaluations.jsonl": [b"nan", b'{"step": 2}'],
-    "timeline.json": [b"garbage", b'{"ph": "X", "name": "step 3 (A)"},', b"[]", b"{}"],
+    "metrics.jsonl": [b'{"loss/total": 1.0}', b"\xff\x00"],
+    "plan.jsonl": [b"3"],
+    "evaluations.jsonl": [b'{"step": 2}'],
+    "timeline.json": [b'{"ph": "X", "name": "step 3 (A)"},', b"[]"],
     "checkpoints.json": [b"garbage"],
 }
 

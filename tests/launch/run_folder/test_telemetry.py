@@ -384,11 +384,10 @@ def test_a_step_whose_rollouts_called_no_tool_is_warned_of(
 # How a run ends
 
 
-@pytest.mark.parametrize("begin", [open_telemetry, placed], ids=["starting", "at its first sync"])
 @pytest.mark.parametrize(
-    "ending",
-    [RuntimeError("the engines did not start"), KeyboardInterrupt()],
-    ids=["failed", "interrupted"],
+    ("begin", "ending"),
+    [(open_telemetry, RuntimeError("the engines did not start")), (placed, KeyboardInterrupt())],
+    ids=["failed at its start", "interrupted before its first sync"],
 )
 def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, ending):
     """With what it was started with and what ended it, until another one has begun."""

@@ -48,6 +48,21 @@ def stock(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def made(stock, tmp_path_factory):
+    """What `converted` returns of a family, and the folder; each made once."""
+    results: dict[tuple[str, bool], tuple] = {}
+
+    def get(family: str, tied: bool):
+        if (family, tied) not in results:
+            out = tmp_path_factory.mktemp("made") / family
+            of_stock = converted(stock(family, tied=tied), out, max_pixels=SCENE)
+            results[family, tied] = (*of_stock, out)
+        return results[family, tied]
+
+    return get
+
+
 def options(model: Path, out: Path, **more) -> AddOptions:
     return AddOptions(model=model, out=out, **more)
 
@@ -66,11 +81,10 @@ def embeddings(model):
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_path, family, tied):
-    folder = stock(family, tied=tied)
-    lines, old, new, processor = converted(folder, tmp_path / "out", max_pixels=SCENE)
+def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, made, family, tied):
+    lines, old, new, processor, out = made(family, tied)
     tokenizer = processor.tokenizer
-    old_tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    old_tokenizer = AutoProcessor.from_pretrained(stock(family, tied=tied)).tokenizer
     first = len(old_tokenizer)
     ids = list(range(first, first + NUM_BINS))
     assert tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) == ids
@@ -101,7 +115,7 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_p
         assert lines[4] == f"images    {shown}"
     else:
         assert (images.size.shortest_edge, images.size.longest_edge) == (64 * 64, SCENE)
-    assert FreshTokens.of(tmp_path / "out") == FreshTokens(first, NUM_BINS)
+    assert FreshTokens.of(out) == FreshTokens(first, NUM_BINS)
     assert lines[1] == (
         f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
         " JSON quotes too"
@@ -114,12 +128,11 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_p
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_neighbouring_bins_are_near_each_other_and_all_are_numbers(stock, tmp_path, family, tied):
-    folder = stock(family, tied=tied)
-    _, old, new, processor = converted(folder, tmp_path / "out")
+def test_neighbouring_bins_are_near_each_other_and_all_are_numbers(stock, made, family, tied):
+    _, old, new, processor, _ = made(family, tied)
     digits = processor.tokenizer.convert_tokens_to_ids([*"0123456789"])
     first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
-    num_stock = len(AutoProcessor.from_pretrained(folder).tokenizer)
+    num_stock = len(AutoProcessor.from_pretrained(stock(family, tied=tied)).tokenizer)
     pairs = [(embeddings(new), embeddings(old)), (new.lm_head.weight, old.lm_head.weight)]
     for weight, stock_weight in pairs:
         rows = weight[first : first + NUM_BINS].detach()
@@ -255,7 +268,6 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        ("qwen3_vl", True),
         ("qwen2_5_vl", False),
         ("qwen3_vl_moe", False),
         ("qwen3_5", True),

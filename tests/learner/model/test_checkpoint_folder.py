@@ -27,8 +27,8 @@ def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
         "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"
     )
     assert (
-        f"download it ({download}) and set model.path=models/Qwen3-VL-4B-Instruct, else run `make"
-        " demo-data`" in problem
+        f"download it ({download}) and set model.path=models/Qwen3-VL-4B-Instruct, else set"
+        " model.path to a folder" in problem
     )
 
 
@@ -47,7 +47,7 @@ def test_what_is_a_folder_is_told_as_one(
     monkeypatch.chdir(tmp_path / "here")
     (problem,) = checkpoint_problems(Path(folder))
     assert problem.startswith(
-        f"model.path: {folder} holds no checkpoint (no config.json); run `make demo-data`"
+        f"model.path: {folder} holds no checkpoint (no config.json); set model.path to a folder"
     )
     (tmp_path / "here" / "Qwen" / "model").mkdir(parents=True)
     (tmp_path / "here" / "Qwen" / "model" / "config.json").write_text("{}")

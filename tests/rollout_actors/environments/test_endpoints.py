@@ -344,23 +344,6 @@ def test_every_turn_of_a_rollout_has_the_tokens_of_its_own_call(
         assert (state["error"], state["reward"] > 0.0) == (None, True)
 
 
-def test_a_rollout_whose_prompt_has_no_room_ends_as_truncated(endpoint: Endpoint) -> None:
-    class AsksMuch(AskTwice):
-        async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-            return [{"role": "user", "content": "Detect every object in the image. " * 200}]
-
-    results = generated(
-        AsksMuch(max_turns=3, rubric=Rubric([exclaims]), sampling_args=WITH_TOKENS), endpoint
-    )
-    for state in results.state:
-        assert (state["error"], state["is_truncated"], state["stop_condition"]) == (
-            None,
-            True,
-            "prompt_too_long",
-        )
-        assert len(state["trajectory"]) == 1
-
-
 # Tools
 
 
@@ -587,11 +570,9 @@ class Evaluations:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "turns"),
-    [
-        ("guess_number", {"max_turns": 2}, 2),
-        ("key_value_store", {}, 1),
-    ],
+    ("endpoint", "name", "arguments", "turns"),
+    [("ours", "guess_number", {"max_turns": 2}, 2), ("stock", "key_value_store", {}, 1)],
+    indirect=["endpoint"],
 )
 def test_vf_eval_of_an_example(
     endpoint: Endpoint,
@@ -617,8 +598,8 @@ def test_vf_eval_of_an_example(
         "-s",
         "-v",
         "-a",
-        json.dumps(arguments),
     ]
+    asked.append(json.dumps(arguments))
     out, err = evaluations.run(name, *asked)
     assert "4/4" in err
     assert "rollouts    4, of 2 examples" in out
@@ -650,7 +631,7 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
     ours: Endpoint, tmp_path: Path
 ) -> None:
     evaluations = Evaluations(tmp_path, ours)
-    process = evaluations.start(
+    arguments = [
         "guess_number",
         "-n",
         "6",
@@ -660,10 +641,10 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
         "2",
         "-t",
         "24",
-        "-a",
-        '{"max_turns": 4}',
         "--no-interleave-scoring",
-    )
+        "-a",
+    ]
+    process = evaluations.start(*arguments, '{"max_turns": 4}')
     running = f"{ours.url}/health/"
     assert eventually(lambda: httpx.get(running, **HERE).json()["num_running"] > 0, within_s=60)
     process.send_signal(signal.SIGINT)

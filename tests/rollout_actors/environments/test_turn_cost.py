@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from copy import deepcopy
 from typing import Any
 
-import pytest
 from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments import MultiTurnEnv, Rubric
-from rollout_actors.environments.chat.messages import deeply_copied
 from rollout_actors.environments.scope import RolloutScope
 
 NUM_ROLLOUTS, NUM_TURNS = 20, 3
@@ -84,23 +81,3 @@ def test_a_turn_takes_a_bounded_number_of_calls_of_python_functions() -> None:
     finally:
         sys.setprofile(None)
     assert calls / (NUM_ROLLOUTS * NUM_TURNS) <= MOST_CALLS
-
-
-PART = {"a": [1, 2.5, None, True]}
-SHARED = [PART, PART, {"once more": PART}]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "text",
-        {1: "one", (2, 3): ["two"]},
-        ({"in a tuple": []},),
-        {"set": {1, 2}, "bytes": b"x"},
-        SHARED,
-    ],
-)
-def test_a_deep_copy_is_equal_and_of_the_same_type(value: Any) -> None:
-    copy = deeply_copied(value)
-    assert copy == deepcopy(value)
-    assert type(copy) is type(value)

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from launch.inspect.show_sample import ShowOptions, main, show_sample
 from launch.tools.demo.language_model import make_demo_lm
 from learner.rollout_logs.trajectories import trajectory_record
-from learner.rollout_logs.writer import StepLog, step_path
-from shared.errors import ConfigError, RecordError
+from learner.rollout_logs.writer import StepLog
+from shared.errors import ConfigError
 from shared.records import ImageRef
 from shared.trajectory import EnvironmentRollout, TrainingExample
 
@@ -281,25 +281,3 @@ def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(tmp_path, langua
     with pytest.raises(ConfigError, match=problem):
         run.page(0)
     assert "ValueError: no" in run.page(1)
-
-
-@pytest.mark.parametrize(
-    ("step", "position", "message"),
-    [
-        (8, 0, r"step: .* has no step 8; it has 7"),
-        (STEP, 2, r"position: step 7 of .* has no position 2; it has 0-1"),
-    ],
-)
-def test_no_such_step_or_position_says_which_there_are(run, step, position, message):
-    run.write(run.rollout(), run.rollout())
-    with pytest.raises(ConfigError, match=message):
-        show_sample(ShowOptions(run=run.folder, step=step, position=position))
-
-
-def test_a_damaged_log_is_an_error_with_its_line(run):
-    run.write(run.rollout())
-    path = step_path(run.folder / "rollouts", STEP)
-    path.write_text(path.read_text() + "{}\n")
-    problem = r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"
-    with pytest.raises(RecordError, match=problem):
-        run.page()

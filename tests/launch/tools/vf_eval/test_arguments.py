@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -113,12 +112,6 @@ def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(sampling
     assert message in problem
 
 
-def test_all_of_it_is_said_at_once():
-    with pytest.raises(ConfigError) as caught:
-        check_sampling({"top_k": 3, "messages": [], "n": 4}, "completion")
-    assert len(caught.value.problems) == 3
-
-
 NEEDS_A_KEY = "is not set, and https://api.openai.com/v1 needs a key"
 ANOTHER = "or name another variable with -k, or name an endpoint of your own with -b or"
 
@@ -172,15 +165,12 @@ def test_resume_refuses_other_settings_and_names_what_differs():
         (b"[]", "evaluation", "Input should be an object"),
         (b"{}", "environment", "Field required"),
         (b'{"environment": 3}', "environment", "Input should be a valid string"),
-        (None, "num_examples", "Value error, must be 1 or more, or -1 for all, got 0"),
     ],
 )
 def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(tmp_path, content, field, problem):
     SAVED.write(tmp_path)
     assert read_evaluation(tmp_path) == SAVED
     path = tmp_path / "evaluation.json"
-    if content is None:
-        content = json.dumps(json.loads(path.read_bytes()) | {"num_examples": 0}).encode()
     path.write_bytes(content)
     with pytest.raises(RecordError, match=re.escape(f"{path}: {field}: {problem}")) as caught:
         read_evaluation(tmp_path)

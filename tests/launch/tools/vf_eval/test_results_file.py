@@ -15,6 +15,7 @@ from launch.tools.vf_eval.results_file import (
 from rollout_actors.environments.datasets import digest
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.types import State
 from shared.errors import RecordError, StorageError
 
 ROW = {"question": "say a", "answer": "a", "info": {"kind": "letter"}}
@@ -132,8 +133,8 @@ def test_the_tokens_of_a_rollout_are_those_of_all_its_calls_and_unknown_where_a_
     first = {"tokens": {"prompt_ids": [1, 2], "completion_ids": [3]}, "response": None}
     second = {"tokens": {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6]}, "response": None}
     uncounted = {"tokens": None, "response": Answer}
-    assert count_tokens({"trajectory": [first, second]}) == (6, 3)
-    assert count_tokens({"trajectory": [first, uncounted]}) == (None, None)
+    assert count_tokens(State(trajectory=[first, second])) == (6, 3)
+    assert count_tokens(State(trajectory=[first, uncounted])) == (None, None)
 
 
 def test_the_digest_of_a_row_is_of_its_content_alone():

@@ -432,6 +432,7 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(shel
         ([], 2, r"serves demo, other; name one with -m"),
         (["-a", '{"numb": 2}'], 2, r"numb.*num=4"),
         (["-a", '{"num": 0}'], 2, r"empty"),
+        (["-S", '{"top_k": 3}'], 2, r"-S: top_k is no argument of OpenAI's API"),
         (
             ["-a", '{"num": "two"}'],
             2,
@@ -448,6 +449,7 @@ def test_a_wrong_address_model_or_argument_of_the_environment_is_told(
     error = echo(*arguments, status=status).stderr
     assert re.search(message, error, re.DOTALL), error
     assert "hunter2" not in error
+    assert not endpoint.asked, "no rollout was begun"
 
 
 def test_a_server_that_still_starts_is_waited_for_and_that_is_said(monkeypatch, capsys):
@@ -492,29 +494,6 @@ def test_an_endpoint_without_a_list_of_models_is_asked_for_a_token(endpoint, ech
     echo("-m", "demo")
     assert endpoint.bodies[0]["max_tokens"] == 1
     assert len(endpoint.bodies) == 3
-
-
-def test_a_row_that_is_no_example_is_told(shell, echo):
-    path = shell.folder / "echo_env.py"
-    path.write_text(path.read_text().replace('"question": word, ', ""))
-    error = echo(status=2).stderr
-    assert re.search(r"echo_env\.py: .*\bprompt\b.*\bquestion\b", error), error
-
-
-def test_more_examples_than_there_are_is_said(endpoint, echo):
-    done = echo("-n", "9")
-    assert "4 examples to evaluate on, not 9; it is evaluated on these" in done.stderr
-    assert len(endpoint.bodies) == 4
-
-
-def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any(
-    shell, endpoint, echo
-):
-    done = echo("-S", '{"top_k": 3, "stream": true}', status=2)
-    assert "-S: top_k is no argument of OpenAI's API" in done.stderr
-    assert "-S: stream is not for -S to say" in done.stderr
-    assert not endpoint.bodies
-    assert not (shell.folder / "outputs").exists()
 
 
 def test_a_state_column_that_no_rollout_has_is_told_and_left_out(shell, echo):
@@ -616,10 +595,10 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     assert endpoint.asked == ["word 3"]
 
 
-@pytest.mark.parametrize("output", ["a_file", "a_file/below"])
 def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_rollout(
-    shell, endpoint, echo, output
+    shell, endpoint, echo
 ):
+    output = "a_file/below"
     (shell.folder / "a_file").write_text("here")
     error = echo("-o", output, status=1).stderr
     assert re.search(rf"cannot write {output}/echo_env--demo/\S+: .*Not a directory.*; ", error)

@@ -120,92 +120,32 @@ def test_sanitize_tool_calls_writes_each_call_as_json_and_leaves_the_rest():
 
 # What a model is told of tools
 
-STRING = {"type": "string"}
-NULL_VALUES = {
-    "default": {"type": "string", "default": None},
-    "allowed": {"enum": ["a", None]},
-    "shown": {"type": ["object", "null"], "examples": [None, {"a": None}], "default": {"a": None}},
-    "none": {"anyOf": [{"type": "integer"}, {"const": None}, {"type": "null", "const": None}]},
-}
-NAMES = ["default", "enum", "const", "properties", "required", "items"]
 
+def test_a_model_is_told_of_tools_what_they_are_without_what_a_table_filled_in():
+    def tool_with(properties, **more):
+        parameters = {"type": "object", "properties": properties, **more}
+        return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
-def tool_with(properties, **more):
-    parameters = {"type": "object", "properties": properties, **more}
-    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
-
-
-@pytest.mark.parametrize(
-    ("filled", "cleaned"),
-    [
-        (
-            tool_with(
-                {
-                    "at": {
-                        "type": "object",
-                        "properties": {"x": {"type": "integer", "enum": None}, "y": None},
-                        "items": None,
-                        "anyOf": None,
-                        "const": None,
-                    },
-                    "many": {"type": "array", "anyOf": None, "items": STRING | {"enum": None}},
-                    "either": {
-                        "type": None,
-                        "anyOf": [STRING | {"items": None}, {"type": "null", "items": None}],
-                    },
-                    "elsewhere": None,
-                },
-                required=None,
-                additionalProperties=None,
-            ),
-            tool_with(
-                {
-                    "at": {"type": "object", "properties": {"x": {"type": "integer"}}},
-                    "many": {"type": "array", "items": STRING},
-                    "either": {"anyOf": [STRING, {"type": "null"}]},
-                }
-            ),
-        ),
-        (
-            {"type": "function", "function": {"name": "f", "description": None, "strict": None}},
-            {"type": "function", "function": {"name": "f"}},
-        ),
-        (
-            tool_with(
-                {name: STRING | {"enum": None} for name in NAMES}
-                | {"examples": None, "anyOf": None}
-            ),
-            tool_with(dict.fromkeys(NAMES, STRING)),
-        ),
-        (
-            tool_with(
-                {"x": {"default": None}, "y": {"default": None}, "z": {"default": 0}},
-                required=["x", "z"],
-            ),
-            tool_with({"x": {}, "y": {"default": None}, "z": {"default": 0}}, required=["x", "z"]),
-        ),
-        (tool_with(NULL_VALUES), tool_with(NULL_VALUES)),
-        ('{"type": "function"}', '{"type": "function"}'),
-        *(
-            (tool, tool)
-            for tool in (
-                {"type": "function", "function": {"name": "f", "parameters": True}},
-                tool_with({"x": {"required": True}}, additionalProperties=False),
-            )
-        ),
-    ],
-    ids=[
-        "what a table filled in goes",
-        "of the function too",
-        "a parameter may have the name of a field of JSON schema",
-        "a required parameter has no default",
-        "a null that is a value stays",
-        "text is no schema",
-        "True is no schema",
-        "True is no list of names",
-    ],
-)
-def test_a_model_is_told_of_tools_what_they_are_without_what_a_table_filled_in(filled, cleaned):
+    string = {"type": "string"}
+    filled = tool_with(
+        {
+            "at": {"type": "object", "properties": {"x": {"enum": ["a", None]}, "y": None}},
+            "either": {"type": None, "anyOf": [string | {"items": None}, string]},
+            "enum": string,
+            "elsewhere": None,
+        },
+        required=None,
+        additionalProperties=False,
+    )
     before = copy.deepcopy(filled)
-    assert cleanup_tools([filled]) == [cleaned]
+    cleaned = tool_with(
+        {
+            "at": {"type": "object", "properties": {"x": {"enum": ["a", None]}}},
+            "either": {"anyOf": [string, string]},
+            "enum": string,
+        },
+        additionalProperties=False,
+    )
+    text = json.dumps(cleaned)
+    assert cleanup_tools([filled, text]) == [cleaned, text]
     assert filled == before

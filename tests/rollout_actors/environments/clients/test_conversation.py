@@ -149,23 +149,6 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
     assert conversation.num_splits == num_splits
 
 
-def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there():
-    engines = ScriptedEngines([says("red")] * 3)
-    conversation = conversation_over(engines, TOKENIZER)
-
-    async def talk() -> None:
-        _, messages = await answered(conversation, [user("hello")])
-        edited = [*messages[:-1], assistant("blue"), user("more")]
-        _, messages = await answered(conversation, edited)
-        await answered(conversation, [*messages, user("more")])
-
-    asyncio.run(talk())
-    assert conversation.num_splits == 1
-    _, second, third = engines.prompts
-    assert second == fresh([user("hello"), assistant("blue"), user("more")])
-    assert third[: len(second)] == second
-
-
 def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_was_said():
     trimming = CHATML.replace("message.content }}", "(message.content | trim) }}")
     engines = ScriptedEngines([says(" red")] * 2)

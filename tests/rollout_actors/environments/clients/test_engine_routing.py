@@ -196,21 +196,6 @@ def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing():
     assert sum(spent_ms) < 2.5 * results.metadata.time_ms, "with the waits four and a half times"
 
 
-@pytest.mark.slow
-def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once():
-    client = client_over(says_no(delay_s=0.02), TOKENIZER, max_under_way=1)
-
-    class Gathers(Talk):
-        async def setup_state(self, state: State) -> State:
-            inner = [Talk(max_turns=1).rollout(dict(state["input"]), client, "m") for _ in range(8)]
-            await asyncio.gather(*inner)
-            return state
-
-    (state,) = generated(Gathers(max_turns=1), rows(1), client).state
-    assert state["error"] is None
-    assert state["timing"]["generation_ms"] > 0.0
-
-
 def test_cancelling_generate_aborts_every_request_and_those_that_wait_are_never_asked():
     engines = says_no(2, delay_s=60.0)
     client = client_over(engines, TOKENIZER, max_under_way=3)

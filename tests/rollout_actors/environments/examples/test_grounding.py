@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -11,21 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damaged_responses import DESCS, SCRAPS, random_objects
+from damaged_responses import SCRAPS, random_objects
 from environment_support import generated
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from scene_support import png, truth
 from scripted_client import ScriptedClient
 from scripted_engines import demo_tokenizer
 
-from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.examples.grounding import TextCodec, load_environment, parse_text
 from shared.errors import RecordError
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
-from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
+from shared.records import GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
 CAT, DOG = truth(100, 100, 400, 400, desc="cat"), truth(600, 600, 900, 900, desc="dog")
@@ -202,14 +198,6 @@ def test_the_format_is_one_whole_object_of_valid_entries(tmp_path, said, well_fo
     assert (metrics["well_formed"], metrics["recall"]) == (well_formed, recall)
 
 
-def test_counts_can_be_saved_as_columns(tmp_path):
-    environment = load_environment(data(tmp_path, [CAT, DOG]))
-    client = ScriptedClient([serialize_objects([CAT])])
-    results = asyncio.run(environment.evaluate(client, "m", use_tqdm=False))
-    (row,) = build_dataset_from_outputs(results, state_columns=["detection.num_matched"])
-    assert (row["detection.num_matched"], row["info"]) == (1, {"sample_id": "data:1"})
-
-
 # Text in place of tokens
 
 
@@ -220,25 +208,6 @@ def named(parsed: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def codec() -> HFTokenCodec:
     return HFTokenCodec(demo_tokenizer())
-
-
-@pytest.mark.slow
-@given(
-    st.text()
-    | st.lists(
-        st.sampled_from([*DESCS, *SCRAPS, "<|coord_999|>", "<|coord_1000|>", "<|coord_01|>"])
-    ).map("".join)
-)
-def test_the_tokens_of_a_text_have_its_bytes(text):
-    codec = TextCodec()
-    token_ids = codec.encode(text)
-    assert b"".join(map(codec.piece_bytes, token_ids)) == text.encode(errors="replace")
-    for token_id in token_ids:
-        bin = codec.coord_bin(token_id)
-        assert bin is None or (codec.coord_id(bin), codec.piece_bytes(token_id)) == (
-            token_id,
-            f"<|coord_{bin}|>".encode(),
-        )
 
 
 @pytest.mark.slow
@@ -261,14 +230,3 @@ def test_the_end_of_a_turn_ends_an_answer_as_a_token_and_as_text():
     assert codec.piece_bytes(codec.eos_token_id) == b"<|im_end|>"
     token_ids = [*codec.encode("{}"), codec.eos_token_id, *codec.encode("x")]
     assert parse_rollout(token_ids, codec) == parse_text("{}<|im_end|>x")
-
-
-def test_ground_truth_reads_back_from_its_own_text():
-    generator = random.Random(6)
-    for _ in range(100):
-        objects = random_objects(generator, 3)
-        expected = [(one.kind, one.desc, one.bins) for one in objects]
-        found = named(parse_text(serialize_objects(objects), geometry=ALL_GEOMETRY))
-        assert [(kind, desc, bins) for _, kind, desc, bins in found] == expected
-    triangle = serialize_objects([truth(1, 1, 5, 1, 5, 5)])
-    assert parse_text(triangle, geometry=frozenset({GeometryKind.BBOX})).objects == ()
