@@ -290,7 +290,7 @@ def test_the_environment_that_was_looked_at_is_closed(of_environment):
         (
             "copy_digits",
             {"num_digit": 3},
-            "environment.args: copy_digits: there is no argument 'num_digit'",
+            "environment.args: copy_digits: got an unexpected keyword argument 'num_digit'",
         ),
         ("copy_digits", {"num_digits": 1}, "environment.args: num_digits is 1; with fewer than 2"),
         (
