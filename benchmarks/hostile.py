@@ -50,8 +50,6 @@ TRIES = {
         f"{SERVER}/test_lease.py",
         f"{SERVER}/test_app.py",
         f"{SERVER}/test_messages.py",
-        f"{SERVER}/test_openai_routes.py",
-        f"{SERVER}/test_vllm_openai.py",
     ),
     "code in files": (
         "tests/architecture/test_shape.py::test_nothing_unpickles_a_file_or_runs_code_that_one_names",

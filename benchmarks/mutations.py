@@ -280,7 +280,7 @@ MUTANTS = (
         "version is not None and version > self.version",
         ("tests/rollout_actors/server/test_service.py",)),
     Mutant("answer-goes-out-though-weights-have-come", "rollout_actors/server/service.py",
-        "admission.check()\n        return rollouts", "return rollouts",
+        "if self._num_arrivals != arrivals:", "if False:",
         ("tests/rollout_actors/server/test_service.py",)),
     Mutant("held-out-outcomes-in-the-order-of-arrival", "launch/driver.py",
         "tuple(sorted(outcomes, key=lambda outcome: outcome.position))", "tuple(outcomes)",

@@ -36,8 +36,7 @@ from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
-from learner.model.reference import load_reference
-from learner.model.sharding import load_parallel
+from learner.model.sharding import load_parallel, load_reference
 from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState
 from learner.saving import Saving, checksum

@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
 from learner.model.loading import LoadedModel
-from learner.model.reference import Reference
-from learner.model.sharding import Parallel
+from learner.model.sharding import Parallel, Reference
 from learner.objectives import coord_math
 from learner.objectives.base import ChannelObjectives, LogitNeeds, ReferenceValues, RowValues
 from learner.objectives.coord_math import LogitReading, Normalizer, PickedTokens

@@ -14,7 +14,7 @@ from launch.checks.memory import Estimate
 from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
-Change = Mapping[str, Any]
+Change = Mapping[str, bool | int | str]
 """Values by key, as the command line takes them."""
 MOST = 4
 """Proposals that are shown."""

@@ -246,7 +246,7 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     problems = list(checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy))
     if config.environment is not None:
         problems.append(
-            "run: it is of an environment; start `rollmatch serve` on its checkpoint, and evaluate"
+            "run: it is of an environment; start `vllm serve` on its checkpoint, and evaluate"
             " it with `vf-eval` (docs/vf_eval.md)"
         )
     elif config.data.val is None:

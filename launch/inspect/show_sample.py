@@ -23,8 +23,7 @@ from launch.inspect.sample_pages.rollout import RolloutPage, advantages
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.saved_run import load_run
 from learner.data.augment import Augmentation
-from learner.data.image_files import image_size
-from learner.data.samples import load_samples
+from learner.data.samples import image_size, load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord

@@ -1,8 +1,8 @@
 """`rollmatch serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP.
 
-It serves `rollout_matching.vllm.mode: server` (spec: server mode), and any caller of the OpenAI
-API. It prints its URL when it is ready. Ctrl-C and SIGTERM end it and the engine's processes within
-seconds; when its engine has died or is stuck, it ends with a message.
+It serves `rollout_matching.vllm.mode: server` (spec: server mode). It prints its URL when it is
+ready. Ctrl-C and SIGTERM end it and the engine's processes within seconds; when its engine has died
+or is stuck, it ends with a message.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
-import yaml
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from launch.cli import ending_signals, explained, read_arguments
 from launch.run_folder.console import escaped, make_console
@@ -35,12 +34,10 @@ from rollout_actors.engine.vllm_import import explained_import, require_installe
 from rollout_actors.server.lease import LEASE_S, Lease
 from rollout_actors.server.messages import IMAGE_PIXELS
 from rollout_actors.server.token_file import remove_token, token_file, write_token
-from shared.config.base import ConfigPath, Section, plain
-from shared.config.explain import explain
-from shared.config.rollout import DEDICATED_MEMORY_UTILIZATION, RepeatTerminateSection, is_loopback
+from shared.config.base import ConfigPath, Section
+from shared.config.rollout import DEDICATED_MEMORY_UTILIZATION, is_loopback
 from shared.errors import ConfigError, RolloutError, ended
 from shared.protocols import CLOSED_S
-from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device, Sharing, choose_transport
 
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rollout_actors.server.engine_watch import EngineWatch
-    from rollout_actors.server.openai_routes import OpenAIServing
     from rollout_actors.server.service import RolloutService, ServedEngine
 
 ALIVE_CHECK_S = 0.5
@@ -72,10 +68,6 @@ class ServeOptions(Section):
     find; none: every user of this machine may ask for rollouts and send weights."""
     lease_s: PositiveFloat = LEASE_S
     """Seconds without a call of the run that sends weights after which another run may."""
-    served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    """Names of the model at /v1/, with commas between; null: the path in model."""
-    tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's parser of tool calls (hermes, ...); null: callers may bring no tools."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on GPUs where there are some."""
     tensor_parallel_size: PositiveInt = 1
@@ -94,9 +86,6 @@ class ServeOptions(Section):
     """No compilation and no graph capture: a quicker start, a slower decode."""
     transport: Literal["auto", "nccl", "rollmatch_gloo"] = "auto"
     """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
-    repeat_terminate: str | None = None
-    """Repeat guard at /v1/ until a run brings its own: rollout_matching.repeat_terminate as JSON,
-    or the path of a JSON or YAML file of it; null: none."""
     enable_lora: bool = False
     """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""
     max_lora_rank: PositiveInt = 16
@@ -121,12 +110,6 @@ class ServeOptions(Section):
 def settings_of(options: ServeOptions) -> EngineSettings:
     """Return the settings of the engine. Raises ConfigError with every problem."""
     problems: list[str] = []
-    guard = None
-    try:
-        if options.repeat_terminate is not None:
-            guard = _repeat_guard(options.repeat_terminate)
-    except ConfigError as error:
-        problems += error.problems
     remedy = "give the run's model.path, or a copy of it"
     no_model = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     problems += no_model
@@ -179,30 +162,9 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
-        repeat_guard=guard,
         enable_lora=options.enable_lora,
         max_lora_rank=options.max_lora_rank,
     )
-
-
-def _repeat_guard(text: str) -> RepeatGuardSettings | None:
-    is_json = text.lstrip().startswith("{")
-    try:
-        section = yaml.safe_load(text if is_json else Path(text).read_text(encoding="utf-8"))
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"repeat_terminate: {text!r} holds no mapping; give the run's"
-                ' rollout_matching.repeat_terminate, for example {"enabled": true}'
-            )
-        return RepeatTerminateSection.model_validate(plain(section)).settings()
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in"
-            " braces, or the path of a file of it"
-        ) from error
-    except ValidationError as error:
-        problems = (explain(RepeatTerminateSection, one) for one in error.errors(include_url=False))
-        raise ConfigError([f"repeat_terminate.{problem}" for problem in problems]) from error
 
 
 def device_here() -> Device:
@@ -224,8 +186,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
 
     Raises:
         KeyboardInterrupt: after the signal.
-        ConfigError: the port is taken, the files lack tensors of the model, or the tool parser is
-            not known.
+        ConfigError: the port is taken, or the files lack tensors of the model.
         RolloutError: the engine did not start, has died, or is stuck.
     """
     # Bound before the engine loads: a port that is taken is known at once.
@@ -252,9 +213,8 @@ def _serve_at(
 ) -> None:
     """Serve on a bound socket. `file`: the one that holds the token. Raises as `serve` does."""
     host, port = listening.getsockname()[:2]
-    # Before anything imports torch or vllm; /v1/ leaves the size of images to vLLM.
+    # Before anything imports torch or vllm.
     os.environ.update(engine_environment(settings))
-    os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
     from launch.checks.weights import weight_warnings
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
@@ -270,29 +230,9 @@ def _serve_at(
     def make_engine() -> ServedEngine:
         with explained_import(url):
             from rollout_actors.engine.vllm_engine import VllmEngine
-            from rollout_actors.server.vllm_openai import check_tool_parser
-
-        check_tool_parser(options.tool_call_parser)
         return VllmEngine(url, settings)
 
-    def make_openai(engine: ServedEngine) -> OpenAIServing:
-        from rollout_actors.backends.stock_server import stock_command
-        from rollout_actors.engine.vllm_engine import VllmEngine
-        from rollout_actors.server.vllm_openai import VllmOpenAI
-
-        assert isinstance(engine, VllmEngine)
-        names = [name.strip() for name in (options.served_model_name or "").split(",")]
-        instead = stock_command(settings, url)
-        if options.tool_call_parser is not None:
-            instead += f" --enable-auto-tool-choice --tool-call-parser {options.tool_call_parser}"
-        return VllmOpenAI.from_engine(
-            engine,
-            [name for name in names if name] or [str(options.model)],
-            tool_call_parser=options.tool_call_parser,
-            stock_command=instead,
-        )
-
-    engine = EngineThread(make_engine, make_openai)
+    engine = EngineThread(make_engine)
     service = RolloutService(
         engine,
         name=url,
@@ -316,7 +256,7 @@ def _serve_at(
         why = "every user of this machine may ask for rollouts and send weights"
         print(f"warning   token=none: {why}", flush=True)
     try:
-        app = make_app(service, openai=engine, token=token, only_from=only_from)
+        app = make_app(service, token=token, only_from=only_from)
         watch = EngineWatch(service, options.stall_s)
         interrupted = asyncio.run(_run(app, service, watch, listening))
     finally:

@@ -433,7 +433,7 @@ def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
     if example.weight_version is None:
         message = (
             f"example {rollout.example}: the engine did not say which weights sampled it; use"
-            " engines of the run or `rollmatch serve`"
+            " engines of the run"
         )
         raise RolloutError(message, actor=rollout.actor, phase="check")
     return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)

@@ -1,4 +1,4 @@
-"""The model in a learner rank: all of it, or a part (`learner.parallel: ddp | fsdp`).
+"""The models in a learner rank, whole or in parts (`learner.parallel: ddp | fsdp`).
 
 ddp     A rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
         must not drift apart: `check` compares them.
@@ -14,7 +14,7 @@ Weights leave, for a sync or a checkpoint, between two calls:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar, TypeVarTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from learner.model.adapters import without_adapter
 from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
 from learner.model.ranks import Ranks
@@ -267,6 +268,56 @@ def load_parallel(
         mesh=mesh,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The policy that a run started with, which `reference_kl` compares the learner's with.
+
+    With an adapter it is the learner's own model without it, which costs a forward and no memory.
+    Else it is the checkpoint of `model.path` a second time, held like the first. Both are the same
+    after a resume: a resumed run loads `model.path`, then the trained tensors of its checkpoint
+    into the learner's model only.
+    """
+
+    learner: PreTrainedModel
+    """The learner's model."""
+    copy: PreTrainedModel | None
+    """The second model, frozen; None with an adapter."""
+    parallel: Parallel
+    """The sharding of the model that computes: the copy, or the learner's."""
+
+    def forward(self, function: Callable[[PreTrainedModel, *Ts], T], *arguments: *Ts) -> T:
+        """Return `function(model, *arguments)`, which is one forward, without gradient.
+
+        Where the model is sharded, all ranks call it at once.
+        """
+        with torch.no_grad():
+            if self.copy is not None:
+                return self.parallel.forward(function, self.copy, *arguments)
+            with without_adapter(self.learner):
+                return self.parallel.forward(function, self.learner, *arguments)
+
+
+def load_reference(
+    config: RunConfig, loaded: LoadedModel, parallel: Parallel, ranks: Ranks
+) -> Reference | None:
+    """Return the reference of a run that declares `reference_kl`; None for others.
+
+    Args:
+        loaded, parallel: the learner's, as `load_parallel` returned them.
+
+    Raises:
+        ConfigError, LearnerError: as `load_parallel`.
+    """
+    if not config.rollout_matching.pipeline.needs_reference:
+        return None
+    if config.model.adapter is not None:
+        return Reference(loaded.model, None, parallel)
+    copy, its_parallel = load_parallel(config, loaded.device, ranks, parallel.mesh)
+    # `eval` computes the same, since there is no dropout, and recomputes no activations.
+    copy.model.requires_grad_(False).eval()
+    return Reference(loaded.model, copy.model, its_parallel)
 
 
 def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,13 +75,9 @@ def _body_bytes(call: InferCall) -> int:
     return size
 
 
-def serve_command(
-    settings: EngineSettings, base_url: str, *, tool_call_parser: str | None = None
-) -> str:
-    """Return the shell command of a server that suits a run."""
+def serve_command(settings: EngineSettings, base_url: str) -> str:
+    """Return the shell command of a server that suits a run, which brings its own repeat guard."""
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
-    if tool_call_parser is not None:
-        arguments.append(f"tool_call_parser={tool_call_parser}")
     return shlex.join(["rollmatch", "serve", *arguments])
 
 
@@ -109,8 +104,6 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         values["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     if settings.enforce_eager:
         values["enforce_eager"] = "true"
-    if settings.repeat_guard is not None:
-        values["repeat_terminate"] = json.dumps({"enabled": True} | asdict(settings.repeat_guard))
     if settings.enable_lora:
         values |= {"enable_lora": "true", "max_lora_rank": settings.max_lora_rank}
     return [f"{key}={value}" for key, value in values.items()]
@@ -125,8 +118,7 @@ class ServerClient(HttpEngine):
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
     ) -> None:
-        # The command names no repeat guard: the run brings its rule with every call.
-        command = serve_command(replace(expected, repeat_guard=None), address.base_url)
+        command = serve_command(expected, address.base_url)
         super().__init__(name, address, index=index, expected=expected, command=command)
         # By this the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex

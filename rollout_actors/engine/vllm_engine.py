@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -146,19 +145,9 @@ class VllmEngine:
         return answers
 
     @property
-    def model_path(self) -> str:
-        return self._settings.model_path
-
-    @property
     def llm(self) -> AsyncLLM:
-        """vLLM's engine, which vLLM's own OpenAI code uses beside ours."""
         assert self._llm is not None, "start comes first"
         return self._llm
-
-    @property
-    def adapter(self) -> LoRARequest | None:
-        """The adapter of every request; None: the base weights alone."""
-        return None if self.intake is None else self.intake.lora_request
 
     @property
     def is_dead(self) -> bool:
@@ -189,10 +178,6 @@ class VllmEngine:
                 if state.detokenizer is not None:
                     num_tokens += state.detokenizer.num_output_tokens()
         return num_tokens
-
-    def count(self, num_tokens: int) -> None:
-        """Add the tokens of a request to `llm` that has ended."""
-        self._num_finished_tokens += num_tokens
 
     async def progress(self) -> int:
         """Return `num_tokens`. Raises EngineEndedError where vLLM's process is gone."""
@@ -300,7 +285,7 @@ class VllmEngine:
             message = f"sample {request.sample_id} was refused: {error}"
             raise RolloutError(message, actor=self.name, phase="generate") from error
         end_s = time.perf_counter()
-        self.count(len(output.outputs[0].token_ids))
+        self._num_finished_tokens += len(output.outputs[0].token_ids)
         completion = to_completion(output, request, actor=self.name, version=origin.version)
         return completion.rollout(request, origin, end_s)
 
@@ -308,7 +293,9 @@ class VllmEngine:
         self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True
     ) -> RequestOutput:
         """Run one request, with the adapter that is served, if there is one, or without."""
-        adapter = self.adapter if adapted else None
+        assert self.intake is not None, "start comes first"
+        # None: the base weights only.
+        adapter = self.intake.lora_request if adapted else None
         # FINAL_ONLY: exactly one output.
         async for output in self.llm.generate(prompt, params, request_id, lora_request=adapter):
             return output

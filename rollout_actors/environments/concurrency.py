@@ -27,7 +27,6 @@ from contextlib import (
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -279,7 +278,7 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
 # Threads
 
 MOST_GIVEN_UP = 256
-"""Hanging functions whose threads are replaced. Beyond them, calls are refused."""
+"""Functions that were given up and may still run. Beyond them, calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
 """Names of a rollout's functions that were given up; None if they are not collected."""
@@ -288,15 +287,14 @@ GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
 class _Call:
     """A function that has a thread."""
 
-    def __init__(self, function: Callable[[], Any], name: str) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[], object], name: str) -> None:
         self.name = name
-        self.context = contextvars.copy_context()
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[Any] = self.loop.create_future()
         self.is_given_up = False
+        self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.function = function
+        self.context = contextvars.copy_context()
 
-    def resolve(self, value: Any, error: BaseException | None) -> None:
+    def resolve(self, value: object, error: BaseException | None) -> None:
         if self.answer.done():
             return
         if error is None:
@@ -306,18 +304,14 @@ class _Call:
 
 
 class Threads:
-    """A bounded pool of daemon threads.
+    """Runs plain functions, each in a daemon thread of its own, a bounded number at a time.
 
     The pools of anyio and asyncio wait for their threads at the end of the process. One function
     that hangs would keep the process alive.
     """
 
-    # No lock: single operations of lists and sets are atomic, and a signal handler may call
-    # `running` at any time.
-
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
-        """Start without a thread.
-
+        """
         Args:
             most: functions that run at a time in an event loop, without those that were given up.
             most_given_up: functions that were given up and may still run. Beyond, calls are
@@ -325,15 +319,9 @@ class Threads:
         """
         self._most = most
         self._most_given_up = most_given_up
-        self.num_given_up = 0
-        """All functions that were given up since the start."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all threads. A forked process has none of them."""
-        self._idle: list[SimpleQueue[_Call]] = []
-        """One queue for each idle thread, which waits for its next call there."""
+        # No lock: single operations of sets are atomic, and a signal handler may call `running`.
         self._running: set[_Call] = set()
+        self._warned: set[str] = set()
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
         )
@@ -352,7 +340,7 @@ class Threads:
             await places.acquire()
         try:
             with _counted(running=1):
-                return await self._answer(_Call(function, name))
+                return cast("T", await self._answer(_Call(function, name)))
         finally:
             places.release()
 
@@ -367,7 +355,11 @@ class Threads:
             time.sleep(min(0.01, left_s))
         return running
 
-    async def _answer(self, call: _Call) -> Any:
+    def forget(self) -> None:
+        """Forget all functions that run. A forked process has no thread of its parent's."""
+        self._running.clear()
+
+    async def _answer(self, call: _Call) -> object:
         hanging = [one.name for one in list(self._running) if one.is_given_up]
         if len(hanging) > self._most_given_up:
             raise RuntimeError(
@@ -375,12 +367,15 @@ class Threads:
                 f" up still run ({', '.join(sorted(set(hanging)))}); give what they wait for a"
                 " limit of its own, or write them as `async def`"
             )
-        try:
-            thread = self._idle.pop()
-        except IndexError:
-            thread = self._started(call.name)
+        thread = threading.Thread(
+            target=self._work, args=(call,), name="plain-function", daemon=True
+        )
         self._running.add(call)
-        thread.put(call)
+        try:
+            thread.start()
+        except RuntimeError:  # the system starts no more threads
+            self._running.discard(call)
+            raise
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -388,62 +383,37 @@ class Threads:
                 self._give_up(call)
             raise
 
-    def _started(self, name: str) -> SimpleQueue[_Call]:
-        queue: SimpleQueue[_Call] = SimpleQueue()
-        thread = threading.Thread(
-            target=self._work, args=(queue,), name="plain-function", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"no thread is left for {name}: the system starts no more threads; raise its limit"
-                " of processes (`ulimit -u`, pids), or write plain functions as `async def`"
-            ) from error
-        return queue
-
     def _give_up(self, call: _Call) -> None:
         call.is_given_up = True
-        self.num_given_up += 1
         names = GIVEN_UP.get()
         if names is not None:
             names.append(call.name)
-        # The first, the second, the fourth, ...: a thousand of them are ten lines.
-        if self.num_given_up & (self.num_given_up - 1) == 0:
+        if call.name not in self._warned:
+            self._warned.add(call.name)
             _LOGGER.warning(
                 "plain function %s was given up, because its caller was cancelled or had reached"
                 " its limit of time: its thread runs until it returns, and another takes its place"
-                " (%d were given up so far, %d of them still run, at most %d are replaced); give"
-                " what it waits for a limit of its own, or write it as `async def`",
+                " (at most %d are replaced); give what it waits for a limit of its own, or write it"
+                " as `async def`",
                 call.name,
-                self.num_given_up,
-                sum(one.is_given_up for one in list(self._running)),
                 self._most_given_up,
             )
 
-    def _work(self, queue: SimpleQueue[_Call]) -> None:
-        """Run calls until one of them is given up: the body of a thread."""
-        is_replaced = False
-        while not is_replaced:
-            call = queue.get()
-            value = None
-            error = None
-            try:
-                value = call.context.run(call.function)
-            except BaseException as raised:  # of any kind, it is the caller's
-                error = raised
-            self._running.discard(call)
-            is_replaced = call.is_given_up
-            if not is_replaced:
-                self._idle.append(queue)
-            with contextlib.suppress(RuntimeError):  # the caller's loop was closed
-                call.loop.call_soon_threadsafe(call.resolve, value, error)
-            del call, value, error  # not kept until the next call comes
+    def _work(self, call: _Call) -> None:
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = call.context.run(call.function)
+        except BaseException as raised:  # of any kind, it is the caller's
+            error = raised
+        self._running.discard(call)
+        with contextlib.suppress(RuntimeError):  # the caller's loop was closed
+            call.answer.get_loop().call_soon_threadsafe(call.resolve, value, error)
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
-"""This process's pool."""
-os.register_at_fork(after_in_child=THREADS.reset)
+"""This process's threads for plain functions."""
+os.register_at_fork(after_in_child=THREADS.forget)
 
 
 # Scoring

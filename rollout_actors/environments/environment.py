@@ -160,19 +160,12 @@ class Environment(ABC):
         self._has_cleanup = bool(self._cleanups) or overrides_cleanup
         self._uncalled_tools = UncalledTools()
         self._is_closed = False
-        self._said: set[str] = set()
         if self._teardowns:
             close_at_exit(self)
 
     @property
     def name(self) -> str:
         return self.env_id or type(self).__name__
-
-    def say_once(self, remark: str, *arguments: object) -> None:
-        """Log a remark about this environment, which holds as long as it lives."""
-        if remark not in self._said:
-            self._said.add(remark)
-            _LOGGER.warning(f"%s: {remark}", self.name, *arguments)
 
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:

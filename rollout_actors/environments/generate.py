@@ -44,13 +44,13 @@ from rollout_actors.environments.datasets import (
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.rewards import (
     compare_rollouts,
-    give,
+    give_to_steps,
     group_indices,
     note_failed_rubric,
     settle,
     time_limit,
 )
-from rollout_actors.environments.rubric import Rubric, lent_parser, score_at_once, score_unit
+from rollout_actors.environments.rubric import Rubric, lent_parser, score_unit
 from rollout_actors.environments.scope import (
     RolloutScope,
     current_scope,
@@ -281,12 +281,6 @@ class _Batch:
         indices = [
             index for index in range(len(self._inputs)) if self._rubric(index).scores_all_at_once
         ]
-        if indices and self._call.interleaves:
-            self._environment.say_once(
-                "%s scores all rollouts at once (score_rollouts), when they are generated:"
-                " interleave_scoring has no effect",
-                type(self._rubric(indices[0])).__name__,
-            )
         await self._together.score(
             [(self._rubric(index), self._parser(index), self._state(index)) for index in indices],
             self._call.concurrency.scoring,
@@ -309,7 +303,8 @@ class _Batch:
             state = self._state(index)
             timing = state["timing"]
             if state["error"] is not None and self._call.scores:
-                give(state, "reward", 0.0)
+                state["reward"] = 0.0
+                give_to_steps(state)
             timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
             self._bar.update()
             if self._call.on_rollout is not None:
@@ -367,7 +362,9 @@ async def _score_at_once(
     began_s = time.perf_counter()
     try:
         with lent_parser(parser):
-            await run_in_task(score_at_once(rubric, states, -1 if bound is None else bound))
+            await run_in_task(
+                awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
+            )
     except FAILURES as error:
         reraise_cancellation(error)
         note_failed_rubric(states, error)

@@ -30,7 +30,10 @@ class EnvGroup(Environment):
         envs: Sequence[Environment],
         env_names: Sequence[str] | None = None,
         weights: Sequence[int] | None = None,
-        **kwargs: Any,
+        *,
+        env_id: str | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        sampling_args: SamplingArgs | None = None,
     ) -> None:
         """
         Args:
@@ -39,11 +42,10 @@ class EnvGroup(Environment):
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
             weights: of as many examples in a row as all weights together, training draws so many of
                 each environment, exactly; None: it draws from all rows alike.
-            kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the
-                environments. They have the rest themselves.
+            sampling_args: they win over those of the environments.
 
         Raises:
-            TypeError: one is no Environment of this package, or an argument is theirs to have.
+            TypeError: one is no Environment of this package.
             ValueError: there is none, or their names or message types do not fit together.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
@@ -51,9 +53,6 @@ class EnvGroup(Environment):
                 f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
                 " into a group"
             )
-        if unused := kwargs.keys() - {"env_id", "env_args", "sampling_args"}:
-            names = ", ".join(sorted(unused))
-            raise TypeError(f"{names}: a group has none of its own; give it to its environments")
         self.env_map = dict(zip(_names(envs, env_names), envs, strict=True))
         self.envs = list(envs)
         self.env_names = list(self.env_map)
@@ -68,7 +67,11 @@ class EnvGroup(Environment):
                 " group of each"
             )
         super().__init__(
-            message_type=message_types[0], rubric=_RoutedRubric(self.env_map), **kwargs
+            message_type=message_types[0],
+            rubric=_RoutedRubric(self.env_map),
+            env_id=env_id,
+            env_args=env_args,
+            sampling_args=sampling_args,
         )
         self._join()
 

@@ -162,22 +162,8 @@ def _load_function(module: ModuleType, env_id: str) -> Load:
 
 
 def _check_arguments(env_id: str, load: Load, env_args: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(load).parameters.values()
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = {
-        one.name: one
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
-    faults = []
-    if not takes_all:
-        faults += [f"there is no argument {name!r}" for name in env_args if name not in named]
-    for name, one in named.items():
-        if one.default is one.empty and name not in env_args:
-            faults.append(f"{name!r} is missing")
-    if faults:
-        takes = ", ".join(
-            name if one.default is one.empty else f"{name}={one.default!r}"
-            for name, one in named.items()
-        )
-        raise ValueError(f"{env_id}: {'; '.join(faults)}; it takes {takes or 'none'}")
+    signature = inspect.signature(load)
+    try:
+        signature.bind(**env_args)
+    except TypeError as error:
+        raise ValueError(f"{env_id}: {error}; it takes {signature}") from error

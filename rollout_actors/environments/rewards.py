@@ -234,12 +234,18 @@ def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
 
 
 def settle(states: Sequence[State], rubric: object) -> None:
-    """Check the figures that a rubric left, and pass on to the steps what it changed itself.
+    """Check the figures that a rubric left, and give them to the steps that have none."""
+    check_figures(states, rubric)
+    for state in states:
+        if state.get("error") is None:
+            give_to_steps(state)
 
-    A rollout has failed where the reward, a metric or an advantage is no finite number, or so large
-    that figures of many would overflow.
+
+def check_figures(states: Sequence[State], rubric: object) -> None:
+    """Fail rollouts whose reward, metric or advantage is no finite number, or too large.
+
+    Figures of many rollouts are added and squared, which must not overflow.
     """
-    who = type(rubric).__name__
     for state in states:
         if state.get("error") is not None:
             continue
@@ -252,12 +258,8 @@ def settle(states: Sequence[State], rubric: object) -> None:
             value = figures[wrong[0]]
             remedy = f"give {remedy_for(value)}"
             remedy += "" if wrong[0] == "the reward" else ", or leave it out"
-            problem = f"{who} gave {wrong[0]} {value!r}; {remedy}"
+            problem = f"{type(rubric).__name__} gave {wrong[0]} {value!r}; {remedy}"
             note_failed_rubric([state], ValueError(problem))
-            continue
-        for name in ("reward", "advantage"):
-            if state.get(name) != state.get("_given", {}).get(name, (None,))[0]:
-                give(state, name, state[name])
 
 
 def _own_figures(state: State) -> dict[str, Any]:
@@ -279,10 +281,15 @@ def set_advantages(states: Sequence[State]) -> None:
     sound = [state for state in states if state.get("error") is None]
     advantages = group_advantages([state["reward"] for state in sound])
     for state in states:
-        if state.get("error") is not None:
-            give(state, "advantage", None)
+        state["advantage"] = None
     for state, advantage in zip(sound, advantages, strict=True):
-        give(state, "advantage", advantage, is_relative=True)
+        state["advantage"] = state["_group_advantage"] = advantage
+
+
+def is_of_group(state: State) -> bool:
+    """Tell whether a rollout's advantage is that of `set_advantages`."""
+    advantage = state.get("advantage")
+    return advantage is not None and advantage == state.get("_group_advantage")
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
@@ -290,57 +297,54 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
     An advantage that a rubric has set itself stays.
     """
-    explicit = {
-        id(state): state["advantage"]
+    explicit = [
+        (state, state["advantage"])
         for state in states
-        if state.get("advantage") is not None and not state.get("_given", {}).get("is_relative")
-    }
+        if state.get("advantage") is not None and not is_of_group(state)
+    ]
     set_advantages(states)
+    for state, advantage in explicit:
+        if state.get("error") is None:
+            state["advantage"] = advantage
     for state in states:
-        if id(state) in explicit and state.get("error") is None:
-            give(state, "advantage", explicit[id(state)])
+        give_to_steps(state)
 
 
-def relative_steps(state: State) -> list[int] | None:
+def relative_steps(state: State) -> list[int]:
     """List the steps whose advantage is the rollout's among those of its example.
 
-    The advantage of the others was set by a rubric or an environment. None: the rollout has not
-    been given any advantage.
+    The advantage of the others was set by a rubric or an environment.
     """
-    given = state.get("_given", {})
-    if "advantage" not in given:
-        return None
-    is_group_s = given["is_relative"] and state["advantage"] == given["advantage"][0]
-    return _steps_as_given(state, "advantage") if is_group_s else []
+    if not is_of_group(state):
+        return []
+    numbers = state.get("_inheriting", {}).get("advantage", ())
+    relative = []
+    for number, step in enumerate(state.get("trajectory") or ()):
+        advantage = step.get("advantage")
+        is_given = number in numbers and advantage == state["advantage"]
+        if advantage is None or is_given:
+            relative.append(number)
+    return relative
 
 
-def give(state: State, name: str, value: float | None, *, is_relative: bool = False) -> None:
-    """Set a rollout's reward or advantage, and that of its steps without one of their own."""
-    inheriting = _steps_as_given(state, name)
-    steps = state.get("trajectory") or ()
-    for number, step in enumerate(steps):
-        if step.get(name) is None and number not in inheriting:
-            inheriting.append(number)
-    for number in inheriting:
-        steps[number][name] = value
-    state[name] = value
-    state["_given"] = {**state.get("_given", {}), name: (value, inheriting)}
-    if name == "advantage":
-        state["_given"]["is_relative"] = is_relative
+def give_to_steps(state: State) -> None:
+    """Give a rollout's reward and advantage to its steps that have none of their own.
 
-
-def _steps_as_given(state: State, name: str) -> list[int]:
-    """List the steps that hold what they got with the rollout, and nothing set since."""
-    value, numbers = state.get("_given", {}).get(name, (None, ()))
-    steps = state.get("trajectory") or ()
-    return [n for n in numbers if n < len(steps) and steps[n].get(name) == value]
+    Until this is called, no code of the package writes to steps: what they have is a rubric's. It
+    may be called again when the rollout's figures have changed.
+    """
+    inheriting = state.setdefault("_inheriting", {"reward": [], "advantage": []})
+    for number, step in enumerate(state.get("trajectory") or ()):
+        for name, numbers in inheriting.items():
+            if step.get(name) is None and number not in numbers:
+                numbers.append(number)
+            if number in numbers:
+                step[name] = state.get(name)
 
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
     """Write which functions failed, by name, and as the rollout's error that of one that counts."""
-    former = state.pop("reward_errors", None)
-    if former and state.get("error") in former.values():
-        state["error"] = None  # it was of an earlier scoring
+    state.pop("reward_errors", None)
     if failed:
         state["reward_errors"] = dict(failed)
     if fatal is not None:

@@ -8,7 +8,6 @@ there is no reward either: `state["error"]` says so, and the rollout counts as o
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,9 +31,10 @@ from rollout_actors.environments.rewards import (
     Figure,
     Reward,
     RewardFunction,
+    check_figures,
     compare_rollouts,
-    give,
     group_indices,
+    is_of_group,
     note_failed_rubric,
     set_advantages,
     set_reward_errors,
@@ -57,9 +57,8 @@ def lent_parser(parser: Parser) -> Iterator[None]:
 
 
 def _overrides(rubric: Rubric, name: str, base: type[Rubric]) -> bool:
-    """Tell whether a subclass, or the rubric itself, has a method in place of the base's."""
-    method = getattr(rubric, name)
-    return getattr(method, "__func__", method) is not getattr(base, name)
+    """Tell whether a subclass has a method in place of the base's."""
+    return getattr(type(rubric), name) is not getattr(base, name)
 
 
 class Rubric:
@@ -144,7 +143,10 @@ class Rubric:
         return _overrides(self, "score_rollouts", Rubric)
 
     async def score_rollout(self, state: State) -> None:
-        """Write the state's `reward` and `metrics`, and the reward of the steps that have none."""
+        """Write the state's `reward` and `metrics`.
+
+        Steps without a reward of their own get it when all scoring of the rollout is done.
+        """
         await self._score([state])
 
     async def score_group(self, states: Sequence[State]) -> None:
@@ -194,7 +196,7 @@ class Rubric:
                 reward += function.weight * figure
         state["metrics"] = metrics
         set_reward_errors(state, failed, fatal)
-        give(state, "reward", reward if fatal is None else 0.0)
+        state["reward"] = reward if fatal is None else 0.0
 
 
 class RubricGroup(Rubric):
@@ -248,7 +250,7 @@ class RubricGroup(Rubric):
             await super().score_rollouts(states, max_concurrent)
             return
         await self._add_up(
-            states, lambda rubric, sound: score_at_once(rubric, sound, max_concurrent)
+            states, lambda rubric, sound: awaited(rubric.score_rollouts(sound, max_concurrent))
         )
         if self.compares_rollouts:
             for example in _by_example(states):
@@ -271,26 +273,26 @@ class RubricGroup(Rubric):
             open_ = [pair for pair in zip(states, sums, strict=True) if not pair[1].has_failed]
             for state, _ in open_:
                 # What this rubric leaves out is missing, rather than what the last one gave.
-                set_reward_errors(state, {}, None)
-                state.update(reward=None, metrics=None)
+                state.pop("reward_errors", None)
+                state.update(reward=None, metrics=None, error=None)
             sound = [state for state, _ in open_]
             await score(rubric, sound)
-            settle(sound, rubric)
+            check_figures(sound, rubric)
             for state, total in open_:
                 total.add(state)
         for state, total in zip(states, sums, strict=True):
-            if state.get("_given", {}).get("is_relative"):
-                give(state, "advantage", None)  # a member has compared its own rewards
+            if is_of_group(state):
+                state["advantage"] = None  # a member has compared its own rewards
             if total.has_failed:
                 state["metrics"] = {}
                 state.pop("reward_errors", None)
-                give(state, "reward", 0.0)
+                state["reward"] = 0.0
                 continue
             state["metrics"] = {
                 name: value for name, value in total.metrics.items() if name not in total.errors
             }
             set_reward_errors(state, total.errors, total.fatal)
-            give(state, "reward", total.reward if total.fatal is None else 0.0)
+            state["reward"] = total.reward if total.fatal is None else 0.0
 
 
 @dataclass(slots=True)
@@ -347,16 +349,6 @@ async def score_unit(
     for state in states:
         if (timing := state.get("timing")) is not None:
             timing["scoring_ms"] += 1000 * slot.so_far_s()
-
-
-async def score_at_once(rubric: Rubric, states: Sequence[State], max_concurrent: int) -> None:
-    """Call `score_rollouts`, whose override may take the states alone."""
-    arguments: tuple[Any, ...] = (states, max_concurrent)
-    try:
-        inspect.signature(rubric.score_rollouts).bind(*arguments)
-    except TypeError:
-        arguments = (states,)
-    await awaited(rubric.score_rollouts(*arguments))
 
 
 def _by_example(states: Sequence[State]) -> list[list[State]]:

@@ -143,9 +143,6 @@ class State(dict[str, Any]):
             if self._input_with(key) is not None and not dict.__contains__(self, key):
                 yield key
 
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(list(self))
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
@@ -182,14 +179,10 @@ class State(dict[str, Any]):
         del self[key]
         return value
 
-    def popitem(self) -> tuple[str, Any]:
-        for key in reversed(self):
-            return key, self.pop(key)
-        raise KeyError("popitem(): the state is empty")
-
     # `dict` does these by looking at its own table; these ones ask the methods above.
     setdefault = MutableMapping.setdefault
     clear = MutableMapping.clear
+    popitem = MutableMapping.popitem
     keys = MutableMapping.keys  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]

@@ -7,12 +7,12 @@
     POST /init_communicator/  phase rendezvous of a sync: `SyncCall` -> `SyncAnswer`
     POST /sync/{phase}/       its other phases
     POST /end_lease/          the run of the header `X-Rollmatch-Run` has ended -> ServerInfo
-    /v1/...                   `openai_routes`
+    /v1/...                   404, with the command of a `vllm serve` that has these routes
 
-Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form. 400: the call is wrong; 401: no
-token or another; 403: an image that may not be read; 404, 405; 408: a body that stalls; 409: not
-now; 413: too large; 415: not JSON; 422: the engine's answer contradicts the call, and would again;
-499: the caller has gone (nobody reads it); 500: the engine failed; 503: it loads or has died.
+Errors are `messages.ErrorAnswer`. 400: the call is wrong; 401: no token or another; 403: an image
+that may not be read; 404, 405; 408: a body that stalls; 409: not now; 413: too large; 415: not
+JSON; 422: the engine's answer contradicts the call, and would again; 499: the caller has gone (its
+status is never read); 500: the engine failed; 503: it loads or has died.
 """
 
 from __future__ import annotations
@@ -24,19 +24,12 @@ from functools import partial
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from rollout_actors.backends.stock_server import stock_command
 from rollout_actors.server import messages
 from rollout_actors.server.calls import check_token, read_body, run_of, while_there
-from rollout_actors.server.openai_routes import (
-    PREFIX,
-    OpenAIRoute,
-    OpenAIRoutes,
-    OpenAIServing,
-    error_content,
-)
 from rollout_actors.server.service import RefusalError, RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase
@@ -44,10 +37,7 @@ from shared.weight_sync.phases import SyncPhase
 Route = Callable[[Request], Awaitable[messages.WireMessage | Response]]
 
 UNKNOWN = {
-    404: (
-        "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/, and the"
-        " OpenAI API's under /v1/"
-    ),
+    404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/",
     405: "POST /infer/ and the phases of a sync, GET the rest",
 }
 
@@ -55,13 +45,11 @@ UNKNOWN = {
 def make_app(
     service: RolloutService,
     *,
-    openai: OpenAIServing | None = None,
     token: str | None = None,
     only_from: tuple[str, ...] = ("*",),
 ) -> FastAPI:
     """
     Args:
-        openai: answers the routes of the OpenAI API; None: there are none.
         token: needed by every call but `/health/`; None: by no call.
         only_from: host names by which the server may be called. A server without a token on this
             machine's own address takes that address alone, or a page in this machine's browser
@@ -102,11 +90,14 @@ def make_app(
     add("POST", "/infer", routes.infer)
     add("POST", "/init_communicator", partial(routes.run_phase, SyncPhase.RENDEZVOUS))
     add("POST", "/sync/{phase}", routes.sync)
-    if openai is not None:
-        openai_routes = OpenAIRoutes(service, openai)
-        add("GET", OpenAIRoute.MODELS, openai_routes.models)
-        for path in (OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS):
-            add("POST", path, partial(openai_routes.answer, path))
+
+    async def refuse_openai(request: Request) -> Response:
+        command = stock_command(service.settings, service.name)
+        why = f"{request.url.path}: this server has no routes of the OpenAI API"
+        raise RefusalError(404, f"{why}; start in its place: {command}")
+
+    for method in ("GET", "POST"):
+        add(method, "/v1/{path:path}", refuse_openai)
     for kind in (RefusalError, HTTPException, RolloutError, WeightSyncError, Exception):
         app.add_exception_handler(kind, _error_answer)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(only_from))
@@ -166,12 +157,8 @@ async def _error_answer(request: Request, error: Exception) -> Response:
             status = 500
             kind = messages.ErrorKind.FAILED
             message = f"{type(error).__name__}: {error}"
-    message = messages.shortened(message)
-    if request.url.path.startswith(PREFIX):
-        answer: Response = JSONResponse(error_content(status, message), status)
-    else:
-        detail = messages.ErrorDetail(kind=kind, message=message)
-        answer = _json(status, messages.ErrorAnswer(error=detail))
+    detail = messages.ErrorDetail(kind=kind, message=messages.shortened(message))
+    answer = _json(status, messages.ErrorAnswer(error=detail))
     if status == HTTPStatus.REQUEST_TIMEOUT:
         # The rest of the body would be read as the next call.
         answer.headers["Connection"] = "close"

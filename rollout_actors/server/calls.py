@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from fastapi import Request
@@ -80,16 +80,12 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
     return bytes(body)
 
 
-async def while_there(
-    request: Request, work: Awaitable[T], check: Callable[[], None] = lambda: None
-) -> T:
-    """Await `work`; cancel it when the caller has gone, or when `check` raises."""
+async def while_there(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it when the caller has gone."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             await asyncio.wait((task,), timeout=GONE_S)
-            if not task.done():
-                check()
             if not task.done() and await request.is_disconnected():
                 raise RefusalError(499, "the caller has gone")
         return task.result()

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute, OpenAIServing
 from rollout_actors.server.service import ServedEngine
 from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -21,21 +20,15 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """A `ServedEngine`, and an `OpenAIServing` over it, whose work happens in a thread.
+    """A `ServedEngine` whose work happens in a thread.
 
     Its methods belong to the loop that calls them; cancelling one cancels the work. In the thread
-    `start` makes the engine, which may import vllm for seconds, and what answers the OpenAI API.
+    `start` makes the engine, which may import vllm for seconds.
     """
 
-    def __init__(
-        self,
-        make_engine: Callable[[], ServedEngine],
-        make_openai: Callable[[ServedEngine], OpenAIServing] | None = None,
-    ) -> None:
+    def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
         self._make_engine = make_engine
-        self._make_openai = make_openai
         self._engine: ServedEngine | None = None
-        self._openai: OpenAIServing | None = None
         self._loop = asyncio.new_event_loop()
         # A daemon: an engine that is stuck does not hold the process.
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -44,10 +37,7 @@ class EngineThread:
     async def start(self) -> int:
         async def start_in_thread() -> int:
             self._engine = self._make_engine()
-            num_devices = await self._engine.start()
-            if self._make_openai is not None:
-                self._openai = self._make_openai(self._engine)
-            return num_devices
+            return await self._engine.start()
 
         return await self._in_thread(start_in_thread())
 
@@ -62,10 +52,6 @@ class EngineThread:
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._in_thread(self._started.run_sync_phase(phase, offer))
-
-    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
-        assert self._openai is not None, "start comes first"
-        return await self._in_thread(self._openai.answer(route, call))
 
     # Read without the thread, so that a stuck engine does not delay `/health/`.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -160,16 +159,6 @@ def _problems(
             yield f"{key}: is {value}; send a value from {low} to {high}"
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Terms under which a call was let in."""
-
-    version: int
-    """Weight version at that time."""
-    check: Callable[[], None]
-    """Raises RefusalError where the engine has died, or other weights have begun to arrive."""
-
-
 class ServedEngine(RolloutEngine, Protocol):
     """An engine that tells how it is, and takes the repeat guard's rule from any caller.
 
@@ -218,12 +207,11 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
+        """Requests of `infer` that the engine has, all guarded by one rule."""
         self.num_joined = 0
         """Phases under way in which the engine waits for others of a group."""
         self._guard: RepeatTerminateSection | None = None
         """Rule of the requests of `infer`; None: not known."""
-        self._num_guarded = 0
-        """Requests of `infer` under way, all of that rule."""
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
         """Times that weights arrived, completely or not."""
@@ -289,33 +277,11 @@ class RolloutService:
                 raise RefusalError(400, f"{why}; send less at a time")
             of_request += self.settings.max_model_len
 
-    def admit(self, run: str | None = None, version: int | None = None) -> Admission:
-        """Let in a call of this run that asks for this version. Raises RefusalError."""
-        self._check_open(run, version)
-        arrivals = self._num_arrivals
-        held = self.version
-
-        def check() -> None:
-            assert self.world_size
-            # A call without an answer would get one of the new weights, verified or not.
-            if self._num_arrivals != arrivals:
-                why = f"was given other weights than version {held} before it had answered"
-                raise RefusalError(409, f"{self.name} {why}; ask again")
-
-        return Admission(held, check)
-
-    @contextmanager
-    def running(self, number: int) -> Iterator[None]:
-        """Count so many more requests in `health` while the block runs."""
-        self._num_running += number
-        try:
-            yield
-        finally:
-            self._num_running -= number
-
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
-        admission = self.admit(call.run, call.version)
+        self._check_open(call.run, call.version)
+        arrivals = self._num_arrivals
+        held = self.version
         if len(call.requests) > self.limits.max_requests:
             limit = f"one call may have {self.limits.max_requests}"
             remedy = "split it, or start the server with max_requests=N"
@@ -326,17 +292,19 @@ class RolloutService:
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         await self._guard_by(call.repeat_terminate)
         # Nothing may be awaited in between: a call with another rule looks at these numbers.
-        self._num_guarded += len(requests)
+        self._num_running += len(requests)
         try:
-            with self.running(len(requests)):
-                rollouts = await self.engine.generate(requests)
+            rollouts = await self.engine.generate(requests)
         except RolloutError:
             # A sync may have begun while the images were read; then this is a refusal.
             self._check_open(call.run, call.version)
             raise
         finally:
-            self._num_guarded -= len(requests)
-        admission.check()
+            self._num_running -= len(requests)
+        assert self.world_size
+        if self._num_arrivals != arrivals:
+            why = f"was given other weights than version {held} before it had answered"
+            raise RefusalError(409, f"{self.name} {why}; ask again")
         return rollouts
 
     async def run_sync_phase(
@@ -380,8 +348,8 @@ class RolloutService:
         async with self._guard_turn:
             if rule == self._guard:
                 return
-            if self._num_guarded:
-                busy = f"{self.name} answers {self._num_guarded} requests under another one"
+            if self._num_running:
+                busy = f"{self.name} answers {self._num_running} requests under another one"
                 raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or wait")
             self._guard = None  # not known until the engine has it: this call may be cancelled
             await self.engine.guard_by(rule.settings())

@@ -174,8 +174,7 @@ class Stage2ABSection(Section):
 
 class TeacherSection(Section):
     base_url: HttpUrl
-    """Prefix of the routes of its server, without `/v1`: a stock `vllm serve`, or
-    `rollmatch serve`."""
+    """Prefix of the routes of its server, a stock `vllm serve`, without `/v1`."""
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
     """Name under which it is served. Its vocabulary must be that of `model.path`."""
     weight: PositiveFloat = 1.0

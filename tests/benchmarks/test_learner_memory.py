@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.learner_memory import (
     CHECKPOINTING,
+    FROZEN,
     HALF,
     LORA,
     SHARDED,
@@ -44,6 +45,7 @@ def folder(tmp_path_factory):
         pytest.param({}, id="full"),
         pytest.param(HALF | CHECKPOINTING, id="bfloat16, recomputed"),
         pytest.param({"model.adapter": LORA, "model.attention": "eager"}, id="lora, eager"),
+        pytest.param(FROZEN | {"model.attention": "sdpa"}, id="frozen tower, sdpa"),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_peak(folder, keys):

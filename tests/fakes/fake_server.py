@@ -294,11 +294,11 @@ read for every client.
 
 
 @contextmanager
-def serving_engine(engine, expected, *, openai=None, token=None, port=0, **options):
+def serving_engine(engine, expected, *, token=None, port=0, **options):
     """A started service over this engine."""
     one = make_service(engine, expected, **options)
     asyncio.run(one.start())
-    with serving(make_app(one, openai=openai, token=token), port) as url:
+    with serving(make_app(one, token=token), port) as url:
         yield url
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from learner.data.image_files import header_size, image_size
+from learner.data.samples import header_size, image_size
 from shared.data.limits import MAX_LINE_BYTES, MAX_PIXELS, FileLine, file_lines, read_file
 from shared.dataset import load_dataset
 from shared.errors import MAX_SHOWN, RecordError

@@ -30,7 +30,7 @@ from launch.tools.import_data.source import (
     SourceImage,
     counted,
 )
-from learner.data.image_files import header_size, image_size
+from learner.data.samples import header_size, image_size
 from shared.data.annotations import Annotation, IgnoredRegion
 from shared.dataset import load_dataset
 from shared.errors import RecordError

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from launch.run_folder.console import escaped
 from launch.tools.vf_eval.arguments import KEY_VARIABLE
-from rollout_actors.server.token_file import find_token
 from shared.config.rollout import is_loopback
 from shared.errors import ConfigError, UnreachableError
 
@@ -91,9 +90,6 @@ def find_endpoint(
     is_local = _is_local(parts.hostname)
     # The key of somebody's account is sent to a server of this network only when that is asked for.
     if is_local and key_variable is None:
-        # Of `rollmatch serve`, where the user has started one there.
-        if token := find_token(chosen):
-            return Endpoint(chosen, token, "its token file")
         return Endpoint(chosen, "none", name)
     if key := environ.get(name):
         return Endpoint(chosen, key, name)

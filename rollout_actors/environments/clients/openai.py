@@ -51,7 +51,7 @@ _NO_REASONING: WeakKeyDictionary[openai.AsyncOpenAI, set[str]] = WeakKeyDictiona
 INFRASTRUCTURE = (
     openai.APIConnectionError,
     openai.RateLimitError,
-    openai.ConflictError,  # from `rollmatch serve` while it takes new weights
+    openai.ConflictError,  # which openai's own client tries again, too
     openai.InternalServerError,
     ConnectionError,
     TimeoutError,

@@ -40,7 +40,7 @@ from rollout_actors.environments.clients.openai import OVERLONG, ask
 from rollout_actors.environments.foreign import verifiers_bridge
 from rollout_actors.environments.lifecycle import teardown
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.rewards import give, scoring_limit
+from rollout_actors.environments.rewards import scoring_limit
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
@@ -197,7 +197,7 @@ class BridgedRubric(Rubric):
             _, results = await self._process.ask("score", rollouts=rollouts)
         for state, result in zip(states, map(Scored.model_validate, results), strict=True):
             state["metrics"] = result.metrics
-            give(state, "reward", result.reward)
+            state["reward"] = result.reward
 
 
 class Loaded(BaseModel):

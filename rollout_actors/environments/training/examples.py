@@ -89,7 +89,7 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
             draft.extend(number, step, tokens, mask_prompts=mask_prompts)
         rewards = groups[_group(state)]
         group_rewards = () if None in rewards else tuple(rewards)
-        relative = relative_steps(state) or ()
+        relative = relative_steps(state)
         for draft in drafts:
             examples.append(draft.example(index, state, group_rewards, relative, merges=merges))
     return MergedExamples(examples, num_splits)

@@ -1,9 +1,9 @@
 """The teacher of an on-policy distillation: a model served elsewhere, which scores sampled tokens.
 
-It is asked over `/v1/completions`, with token ids for a prompt and `prompt_logprobs`: a route that
-a stock `vllm serve` (vLLM 0.32) and `rollmatch serve` both have. These log-probabilities are
-at temperature 1, over the whole vocabulary. They come into the examples before these leave for the
-learner, and so into the log of rollouts: a resumed or replayed step asks no teacher.
+It is asked over `/v1/completions` of a stock `vllm serve` (vLLM 0.32), with token ids for a prompt
+and `prompt_logprobs`. These log-probabilities are at temperature 1, over the whole vocabulary. They
+come into the examples before these leave for the learner, and so into the log of rollouts: a
+resumed or replayed step asks no teacher.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NUM_PROBED = 1000
 ROUNDING = 1e-3
 """A log-probability is above 0 by no more than this: else it is none."""
 _KEY_REMEDY = f"name the variable that holds its key in {SECTION}.token_env"
-_REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32, or by `rollmatch serve`"
+_REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Teacher:
         if model.max_model_len is not None and model.max_model_len <= longest:
             why = f"takes {model.max_model_len} tokens, and scores up to global_max_length"
             remedy = (
-                f"start it with --max-model-len {longest + 1} (max_model_len={longest + 1}), or"
-                f" lower global_max_length to {model.max_model_len - 1}"
+                f"start it with --max-model-len {longest + 1}, or lower global_max_length to"
+                f" {model.max_model_len - 1}"
             )
             raise self._http.error(f"{why} = {longest} and samples one more; {remedy}", "start")
         await self._require_vocabulary(tokenizer, model.max_model_len or longest)

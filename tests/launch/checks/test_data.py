@@ -12,7 +12,7 @@ from config_support import configuration, trajectory_config
 from PIL import Image
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data
-from learner.data import image_files, kept
+from learner.data import kept, samples
 from learner.data.samples import load_samples
 from shared.errors import ConfigError, RecordError
 from shared.records import image_facts
@@ -116,7 +116,7 @@ def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
         decoded.append(path.name)
         return image_facts(path, size)
 
-    monkeypatch.setattr(image_files, "image_facts", facts_of)
+    monkeypatch.setattr(samples, "image_facts", facts_of)
     facts = check_data(config)
     assert len(decoded) == 10
     assert capsys.readouterr().out == "".join(
@@ -166,7 +166,7 @@ def truncate(data, name="00003.png"):
         ),
         pytest.param(
             lambda data: change_row(data, 4, objects=[BOX, POLYGON]),
-            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`launch\.coco import"
+            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`rollmatch coco import"
             r" geometry=bbox` ",
             id="a ground-truth polygon",
         ),
@@ -290,7 +290,7 @@ def test_the_environment_that_was_looked_at_is_closed(of_environment):
         (
             "copy_digits",
             {"num_digit": 3},
-            "environment.args: copy_digits: there is no argument 'num_digit'",
+            "environment.args: copy_digits: got an unexpected keyword argument 'num_digit'",
         ),
         ("copy_digits", {"num_digits": 1}, "environment.args: num_digits is 1; with fewer than 2"),
         (

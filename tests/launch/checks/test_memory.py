@@ -113,15 +113,6 @@ def test_heads_for_speculative_decoding_are_loaded_by_nobody_and_not_counted(tmp
     assert ModelShape.read(folder) == expected
 
 
-@pytest.mark.slow
-def test_bfloat16_halves_the_weights_and_adds_float32_masters(learner_parts):
-    single = learner_parts()
-    half = learner_parts(model__dtype="bfloat16")
-    assert half["weights"] * 2 == half["master weights"] == single["weights"]
-    assert single["master weights"] == 0
-    assert half["optimizer"] == single["optimizer"]
-
-
 GATHERED = "gathered from shards"
 
 
@@ -190,87 +181,6 @@ def test_a_reference_is_a_second_model_where_there_is_no_adapter(demo_lm, tmp_pa
         # Shards are float32 in any case.
         sharded = {"learner__world_size": 2, "learner__parallel": "fsdp", "model__dtype": dtype}
         assert parts(**sharded)["reference model"] == weights // 2
-
-
-def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(learner_parts):
-    kept = learner_parts()
-    recomputed = learner_parts(model__gradient_checkpointing=True)
-    names = [name for name in kept if name.startswith("activations")]
-    assert len(names) == 2, "of the language model and of the vision tower"
-    assert all(recomputed[name] < kept[name] for name in names)
-
-
-# Hidden 128, intermediate 512, 4 patches to a token, float32, rows of 512 tokens, 4 mergers.
-VISION_INPUT = 128 * 512 * 4 * 4
-VISION_LAYER = (11 * 128 + 2 * 512) * 512 * 4 * 4
-MERGED = 4 * 128 * 512 * 4
-MERGERS = MERGED + 4 * 3 * VISION_INPUT
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({}, 3 * VISION_LAYER + MERGERS, id="every layer, and the mergers'"),
-        pytest.param(
-            {"model__gradient_checkpointing": True},
-            3 * VISION_INPUT + MERGERS,
-            id="the inputs of layers that are recomputed",
-        ),
-        pytest.param(FROZEN_TOWER, MERGERS, id="nothing of the tower where it is frozen"),
-        pytest.param(
-            {"model__adapter": {"kind": "lora", "rank": 4}}, MERGED, id="frozen by an adapter"
-        ),
-        pytest.param(
-            {
-                "model__adapter": {"kind": "lora", "rank": 4},
-                "training__parts": {"vision_tower": {"adapted": True}},
-            },
-            3 * VISION_LAYER + MERGED,
-            id="with an adapter in it",
-        ),
-    ],
-)
-def test_the_vision_tower_keeps_its_layers_for_every_patch_of_a_row_of_images(
-    learner_parts, shape, changes, expected
-):
-    assert learner_parts(**changes)["activations of its images"] == expected
-    text = replace(shape, vision=None)
-    assert learner_parts(text, **changes)["activations of its images"] == 0
-
-
-PAIRS = 512 * 512
-# Keys and values of 2 heads of 32 become those of 4.
-REPEATED = 2 * 2 * 32 * 512 * 4
-# sdpa makes numbers of the booleans in each layer.
-SDPA = REPEATED + PAIRS * 4
-# The mask in numbers, and the softmax of 4 heads in float32 and, where that is another, in the
-# model's dtype.
-EAGER = REPEATED + 4 * PAIRS * 4
-EAGER_HALF = PAIRS * (1 + 2) + 3 * (REPEATED // 2 + 4 * PAIRS * (4 + 2))
-RECOMPUTED = {"model__gradient_checkpointing": True}
-
-
-@pytest.mark.parametrize(
-    ("attention", "changes", "packed", "alone"),
-    [
-        ("sdpa", {}, PAIRS + 3 * SDPA, 0),
-        ("sdpa", RECOMPUTED, PAIRS, 0),
-        ("eager", {}, PAIRS * 5 + 3 * EAGER, PAIRS * 5 + 3 * EAGER),
-        ("eager", RECOMPUTED, PAIRS * 5, PAIRS * 5),
-        ("eager", {"model__dtype": "bfloat16"}, EAGER_HALF, EAGER_HALF),
-        (None, {}, 0, 0),
-    ],
-)
-def test_with_attention_by_mask_a_packed_row_has_one_of_its_length_squared_and_its_keys_and_values_repeated(
-    learner_parts, attention, changes, packed, alone
-):
-    """In each of 3 layers that is not recomputed; eager attention keeps its softmax too. By
-    default a row is attended segment by segment.
-    """
-    if attention is not None:
-        changes = changes | {"model__attention": attention}
-    assert learner_parts(**changes)["attention masks"] == packed
-    assert learner_parts(**changes, training__packing=False)["attention masks"] == alone
 
 
 def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syncs_buckets(

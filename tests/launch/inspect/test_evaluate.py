@@ -209,7 +209,7 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
 
 def test_a_run_of_an_environment_is_refused_with_the_command_that_evaluates_it(make_run, tmp_path):
     folder = make_run(trajectory_config(tmp_path / "model", tmp_path / "run"))
-    assert "run: it is of an environment; start `rollmatch serve`" in refused(folder)
+    assert "run: it is of an environment; start `vllm serve`" in refused(folder)
     (folder / "checkpoint" / "config.json").unlink()
     both = refused(folder)
     assert "run: it is of an environment" in both and "checkpoint: " in both

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import socket
@@ -20,18 +19,9 @@ from rollout_actors.backends.rollmatch_server import serve_arguments, serve_comm
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
 from shared.errors import ConfigError
-from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.transports import Device
 
 ROOT = Path(__file__).parents[3]
-GUARD = {
-    "enabled": True,
-    "min_new_tokens": 5,
-    "max_consecutive_token_repeats": 6,
-    "ngram_size": 7,
-    "ngram_repeats": 8,
-    "max_object_keys": 9,
-}
 
 
 @pytest.fixture
@@ -95,34 +85,6 @@ def test_a_model_is_enough_and_the_device_decides_the_transport(
     assert problem.startswith(f"transport: {other} ")
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-def test_the_repeat_guard_comes_whole_as_json_or_as_a_file(
-    model: Path, tmp_path: Path, as_file: bool
-) -> None:
-    text = json.dumps(GUARD)
-    if as_file:
-        (tmp_path / "guard.json").write_text(text)
-        text = str(tmp_path / "guard.json")
-    guarded = settings(f"model={model}", f"repeat_terminate={text}")
-    assert guarded.repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
-    assert settings(f"model={model}", "repeat_terminate={}").repeat_guard is None
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ('{"enabled": 1}', ".enabled: must be true or false"),
-        ('{"enabledd": true}', ".enabledd: is not a known key; did you mean 'enabled'?"),
-        ('{"enabled": ', ": cannot read"),
-        ("/nope.json", ": cannot read '/nope.json'"),
-        ("/dev/null", ": '/dev/null' holds no mapping"),
-    ],
-)
-def test_a_guard_that_cannot_be_read_is_refused(model: Path, text: str, problem: str) -> None:
-    (found,) = problems(f"model={model}", f"repeat_terminate={text}")
-    assert found.startswith(f"repeat_terminate{problem}")
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
 def test_other_machines_need_a_token(
     model: Path, host: str, monkeypatch: pytest.MonkeyPatch
@@ -140,15 +102,14 @@ ON_CPU = {
     "kv_cache_memory_bytes": 1 << 20,
     "enforce_eager": False,
 }
-GUARDED = {
-    "repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None),
+OF_ADAPTERS = {
     "enable_lora": True,
     "max_lora_rank": 8,
     "tensor_parallel_size": 2,
 }
 
 
-@pytest.mark.parametrize("changes", [{}, ON_CPU, GUARDED, {"max_images_per_prompt": 3}])
+@pytest.mark.parametrize("changes", [{}, ON_CPU, OF_ADAPTERS, {"max_images_per_prompt": 3}])
 def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     model: Path, changes: dict[str, Any]
 ) -> None:
@@ -182,11 +143,10 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
         "device=cpu",
         "transport=nccl",
         f"image_root={tmp_path}/nope",
-        "repeat_terminate={x: 1}",
         "enable_lora=true",
         "max_lora_rank=4096",
     ]
-    keys = {"model", "host", "transport", "image_root", "repeat_terminate.x", "max_lora_rank"}
+    keys = {"model", "host", "transport", "image_root", "max_lora_rank"}
     assert {problem.partition(":")[0] for problem in problems(*wrong)} == keys
     both = "token: is none, and token_env names NOT_THERE; remove one"
     assert both in problems(f"model={tmp_path}", "token_env=NOT_THERE", "token=none")

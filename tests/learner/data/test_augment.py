@@ -287,14 +287,6 @@ def test_colours_change_and_shapes_do_not():
     assert (after != pixels).mean() > 0.9
 
 
-def test_an_image_that_has_changed_is_told(tmp_path):
-    (tmp_path / "a.png").write_bytes(png(WIDTH, HEIGHT))
-    ref = ImageRef(tmp_path / "a.png", None, "0" * 64)
-    sample = replace(scene(), images=(ref,))
-    with pytest.raises(RecordError, match=r"a\.png changed since it was checked"):
-        Augmenter(ALL, 17, lambda _: True)(sample, Draw(0, 0, 0))
-
-
 def test_what_became_of_a_sample_is_told_when_it_is_taken_and_nothing_begins_after_the_end():
     begun = []
     may_end = Event()

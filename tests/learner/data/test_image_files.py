@@ -11,8 +11,8 @@ from unittest.mock import Mock, call
 import pytest
 from PIL import Image
 
-from learner.data import image_files, kept
-from learner.data.image_files import fingerprints, header_size, image_size, known_images
+from learner.data import kept, samples
+from learner.data.samples import fingerprints, header_size, image_size, known_images
 from shared.dataset import image_names, load_dataset
 from shared.errors import RecordError
 from shared.records import ImageFacts, PictureSize, image_facts
@@ -125,7 +125,7 @@ def decoded(monkeypatch):
         names.append(path.name)
         return image_facts(path, size)
 
-    monkeypatch.setattr(image_files, "image_facts", facts)
+    monkeypatch.setattr(samples, "image_facts", facts)
     return names
 
 
@@ -171,15 +171,6 @@ def test_what_is_no_image_is_told_as_ever_and_never_kept(images, decoded):
         with pytest.raises(RecordError, match=message):
             load(images)
     assert (decoded.count("5.png"), decoded.count("6.png")) == (2, 1)
-
-
-@pytest.mark.parametrize("content", ["", '{"images": 3'])
-def test_what_is_kept_and_cannot_be_read_is_found_again(images, decoded, content):
-    load(images)
-    (kept,) = images.glob("cache/rollmatch/images/*")
-    kept.write_text(content)
-    load(images)
-    assert len(decoded) == 16
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothing_else(

@@ -180,6 +180,7 @@ def configured(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Config
             {"enabled": True, "offload_optimizer": True}, True, False, [CPU, CPU], id="one"
         ),
         pytest.param({"enabled": True, "offload_model": True}, True, True, [], id="the other"),
+        pytest.param({"enabled": True}, True, True, [CPU, CPU], id="both, without more words"),
     ],
 )
 def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
@@ -190,34 +191,16 @@ def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
     moves_model: bool,
     moves: list[torch.device],
 ) -> None:
-    config = configured(**ON | {"rollout_matching__offload": section})
+    config, reference = configured(**ON | {"rollout_matching__offload": section}), Tied()
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with offloaded(config.rollout_matching, model, optimizer, CPU, with_model=with_model):
+    copy = StorageWeakRef(reference.turned.untyped_storage())
+    with offloaded(
+        config.rollout_matching, model, optimizer, CPU, with_model=with_model, reference=reference
+    ):
         assert held.expired() == moves_model
+        assert copy.expired() == (moves_model or not with_model)
         assert optimizer.moves == moves[:1]
     assert optimizer.moves == moves
-
-
-def test_a_reference_goes_where_models_go_also_while_the_model_is_read(
-    configured: Configured, model: Tied
-) -> None:
-    config, reference = configured(**ON), Tied()
-    held = StorageWeakRef(reference.turned.untyped_storage())
-    with offloaded(
-        config.rollout_matching, model, SpyOptimizer(), CPU, with_model=False, reference=reference
-    ):
-        assert held.expired()
-    assert all(torch.isfinite(parameter).all() for parameter in reference.parameters())
-
-
-def test_enabled_alone_moves_the_model_and_the_optimizer(
-    configured: Configured, model: Tied
-) -> None:
-    config = configured(**ON | {"rollout_matching__offload": {"enabled": True}})
-    held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with offloaded(config.rollout_matching, model, optimizer, CPU, with_model=True):
-        assert held.expired()
-    assert optimizer.moves == [CPU, CPU]
 
 
 @pytest.mark.parametrize(
@@ -240,20 +223,18 @@ def test_everywhere_else_the_section_is_ignored(
     assert optimizer.moves == []
 
 
-def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(
-    configured: Configured,
+@pytest.mark.parametrize(
+    ("changes", "device", "told"),
+    [
+        ({}, CPU, r"CPU.*set it to false"),
+        ({"learner__world_size": 2, "learner__parallel": "fsdp"}, GPU, r"fsdp.*vllm\.mode: actors"),
+    ],
+)
+def test_where_nothing_can_be_moved_away_the_refusal_says_what_to_do(
+    configured: Configured, changes: dict[str, Any], device: torch.device, told: str
 ) -> None:
-    config = configured(**ON)
-    message = r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"
-    with pytest.raises(ConfigError, match=message):
-        require_offload(config.rollout_matching, config.learner, CPU)
-    require_offload(config.rollout_matching, config.learner, GPU)
-
-
-def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(
-    configured: Configured,
-) -> None:
-    sharded = configured(**ON, learner__world_size=2, learner__parallel="fsdp")
-    message = r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"
-    with pytest.raises(ConfigError, match=message):
-        require_offload(sharded.rollout_matching, sharded.learner, GPU)
+    config = configured(**ON, **changes)
+    with pytest.raises(ConfigError, match=rf"rollout_matching\.offload\.enabled: .*{told}"):
+        require_offload(config.rollout_matching, config.learner, device)
+    plain = configured(**ON)
+    require_offload(plain.rollout_matching, plain.learner, GPU)

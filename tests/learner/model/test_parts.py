@@ -93,8 +93,3 @@ def test_a_head_is_frozen_and_trained_with_the_embedding_tied_or_not(model):
 def test_trained_parameters_are_all_and_each_once(model):
     trained = [id(parameter) for _, parameter in trained_parameters(model)]
     assert len(trained) == len(set(trained)) == len(list(model.parameters()))
-
-
-def test_a_parameter_of_an_unknown_model_is_no_part():
-    with pytest.raises(AssertionError, match=r"model\.audio\.weight belongs to no part"):
-        model_part("model.audio.weight")

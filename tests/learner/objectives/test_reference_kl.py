@@ -15,8 +15,7 @@ from learner.algorithms.advantages import TokenAdvantages
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import Ranks
-from learner.model.reference import Reference
-from learner.model.sharding import Parallel
+from learner.model.sharding import Parallel, Reference
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment

@@ -318,14 +318,6 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
         assert opened == {"127.0.0.2", address_towards("127.0.0.2", terms.group.port)}
 
 
-def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as connection,
-    ):
-        assert address_towards(*server.getsockname()) == connection.getsockname()[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(

@@ -1,5 +1,5 @@
-"""Environments through `openai.AsyncOpenAI`, and `vf-eval`, against real endpoints: `rollmatch
-serve`, and a stock `vllm serve`.
+"""Environments through `openai.AsyncOpenAI`, and `vf-eval`, against a real endpoint, a stock `vllm
+serve`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,25 @@ import openai
 import pytest
 import torch
 from endpoint_support import (
-    GREEDY,
     QUESTION,
-    SAMPLED,
     TEMPERATURE,
     WITH_TOKENS,
     Endpoint,
-    asked_throughout,
-    greedy,
 )
 from engine_support import SmallLearner, small_settings
 from fake_server import HERE, eventually
-from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, stock_process
 
 from learner.algorithms.advantages import teacher_log_ratios
 from rollout_actors.backends.http import ServerAddress
-from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.environments.chat.responses import parse_response_tokens
 from rollout_actors.environments.clients.openai import is_overlong, merged
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
-from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
-from rollout_actors.server.token_file import find_token
-from shared.errors import WeightSyncError
-from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from rollout_actors.environments.types import Messages, State
 from shared.trajectory import TrainingExample
-from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -72,37 +60,7 @@ TOOL: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def server(
-    demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServeProcess]:
-    arguments = [
-        *serve_arguments(small_settings(demo_checkpoint), port=0),
-        "served_model_name=demo,policy",
-        "tool_call_parser=hermes",
-    ]
-    with serve_process(arguments, tmp_path_factory.mktemp("serve")) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
-    pool = OneServer(
-        ServerClient(
-            "server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)
-        )
-    )
-    assert pool.start() == 1
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def ours(server: ServeProcess, pool: OneServer) -> Endpoint:
-    return Endpoint(server.url, "demo", find_token(server.url) or "")
-
-
-@pytest.fixture(scope="module")
-def stock(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+def endpoint(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with stock_process(
         small_settings(demo_checkpoint), tmp_path_factory.mktemp("stock"), more=tools
@@ -116,60 +74,6 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health", **HERE).status_code == 200
     except httpx.TransportError:
         return False
-
-
-@pytest.fixture(params=["ours", "stock"])
-def endpoint(request: pytest.FixtureRequest) -> Endpoint:
-    """Either kind, which serves the checkpoint or what a test before has sent."""
-    one: Endpoint = request.getfixturevalue(request.param)
-    return one
-
-
-def as_a_run_asks(
-    learner: SmallLearner, tokens: TrajectoryStepTokens, **changes: Any
-) -> RolloutRequest:
-    decode = DecodeSettings(
-        mode=DecodeMode.SAMPLE,
-        temperature=TEMPERATURE,
-        top_p=1.0,
-        top_k=-1,
-        repetition_penalty=1.0,
-        max_new_tokens=SAMPLED["max_tokens"],
-        num_beams=1,
-        stop_token_ids=(learner.stop,),
-        banned_token_ids=(),
-        return_logprobs=True,
-    )
-    return RolloutRequest(
-        1,
-        0,
-        "sample-0",
-        tuple(tokens["prompt_ids"]),
-        (),
-        replace(decode, **changes),
-        SAMPLED["seed"],
-    )
-
-
-def all_tokens(rollout: Rollout) -> tuple[list[int], list[float]]:
-    """With the stop token, where one was sampled."""
-    assert rollout.logprobs is not None
-    if rollout.stop_token_id is None:
-        return list(rollout.response_token_ids), list(rollout.logprobs)
-    assert rollout.stop_token_logprob is not None
-    return [*rollout.response_token_ids, rollout.stop_token_id], [
-        *rollout.logprobs,
-        rollout.stop_token_logprob,
-    ]
-
-
-def is_what_the_engine_sampled(
-    tokens: TrajectoryStepTokens, pool: OneServer, learner: SmallLearner
-) -> bool:
-    (rollout,) = pool.generate([as_a_run_asks(learner, tokens)])
-    ids, logprobs = all_tokens(rollout)
-    assert tokens["completion_logprobs"] == pytest.approx(logprobs, abs=1e-6)
-    return tokens["completion_ids"] == ids
 
 
 # What an endpoint says
@@ -270,13 +174,6 @@ def test_a_call_that_is_wrong_is_refused_and_is_no_prompt_that_is_too_long(
     assert not is_overlong(caught.value, wrong), caught.value
 
 
-def test_a_field_that_nobody_knows_is_refused_and_not_left_out_of_account(ours: Endpoint) -> None:
-    with pytest.raises(
-        openai.BadRequestError, match=r"no such field: top_kk \(did you mean top_k\?\)"
-    ):
-        ours.chat(extra_body={"top_kk": 3})
-
-
 def test_a_teacher_that_has_the_students_weights_teaches_nothing(
     endpoint: Endpoint, learner: SmallLearner
 ) -> None:
@@ -358,13 +255,13 @@ def written(call: str) -> dict[str, Any]:
 
 
 def test_a_tool_call_in_free_text_is_read_and_the_environment_answers_it(
-    stock: Endpoint, learner: SmallLearner
+    endpoint: Endpoint, learner: SmallLearner
 ) -> None:
     text = '<tool_call>\n{"name": "put", "arguments": {"name": "figs", "number": 7}}\n</tool_call>'
     environment = load_environment("key_value_store", max_turns=2)
-    results = stock.ask(
+    results = endpoint.ask(
         lambda client: environment.evaluate(
-            client, stock.model, written(text), num_examples=2, use_tqdm=False
+            client, endpoint.model, written(text), num_examples=2, use_tqdm=False
         )
     )
     for state in results.state:
@@ -395,134 +292,6 @@ def test_a_tool_call_in_free_text_is_read_and_the_environment_answers_it(
 
 def call_id(step: Any) -> str:
     return str(step["completion"][0]["tool_calls"][0]["id"])
-
-
-# What is launch.tools.serve's own
-
-
-def test_the_model_goes_by_every_name_that_it_was_given(ours: Endpoint) -> None:
-    async def names(client: openai.AsyncOpenAI) -> list[str]:
-        return [model.id async for model in client.models.list()]
-
-    assert ours.ask(names) == ["demo", "policy"]
-    assert [replace(ours, model=name).chat(max_tokens=1).model for name in ("demo", "policy")] == [
-        "demo",
-        "demo",
-    ]
-
-
-def test_the_tokens_are_those_of_the_other_routes(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    assert is_what_the_engine_sampled(ours.tokens(ours.chat(**WITH_TOKENS)), pool, learner)
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"stream": True},
-        {"response_format": {"type": "json_object"}},
-        {"tools": [TOOL]},  # it is strict
-        {"tools": [TOOL], "tool_choice": "required"},
-    ],
-)
-def test_what_a_stock_server_takes_is_refused_with_its_command(
-    ours: Endpoint, wanted: dict[str, Any]
-) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"not served here; .* vllm serve /.* hermes"):
-        ours.chat(**wanted)
-
-
-def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours: Endpoint) -> None:
-    def num_tokens() -> int:
-        return int(httpx.get(f"{server.url}/health/", **HERE).json()["num_tokens"])
-
-    before = num_tokens()
-    one = ours.chat(n=2, **SAMPLED).usage.completion_tokens
-    assert num_tokens() == before + one
-
-
-def test_no_answer_is_of_two_versions_however_often_weights_arrive(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    sync_weights(learner, pool)
-    prompt_ids = ours.tokens(ours.chat(**GREEDY))["prompt_ids"]
-    expected = {learner.version: greedy(learner, prompt_ids, GREEDY["max_tokens"])}
-
-    def syncs() -> None:
-        for seed in (51, 52, 53):
-            learner.learn(seed)
-            sync_weights(learner, pool)
-            expected[learner.version] = greedy(learner, prompt_ids, GREEDY["max_tokens"])
-
-    said = asked_throughout(ours, syncs)
-    answered = [one for one in said if not isinstance(one, str)]
-    for one in answered:
-        assert ours.tokens(one)["completion_ids"] == expected[one.weight_version]
-    # Which versions are asked between two syncs is for the machine's speed to say.
-    versions = {one.weight_version for one in answered}
-    assert learner.version in versions and len(versions) > 1
-    assert len({tuple(tokens) for tokens in expected.values()}) == 4
-    assert all(
-        "other weights" in one or "serves no rollouts" in one
-        for one in said
-        if isinstance(one, str)
-    )
-
-
-def test_what_a_sync_finds_queued_is_never_answered_under_weights_that_are_not_verified(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    """More calls than the engine decodes at a time (8): what it has begun with ends under the old
-    weights, the others are sent away.
-    """
-    version, long = learner.version, {"max_tokens": 400, "ignore_eos": True}
-    bodies = {key: value for key, value in long.items() if key != "max_tokens"}
-
-    def asked(seed: int) -> Any:
-        try:
-            return ours.chat(
-                max_tokens=400, temperature=1.0, seed=seed, extra_body=bodies
-            ).weight_version
-        except openai.ConflictError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(14) as threads:
-        asking = [threads.submit(asked, seed) for seed in range(14)]
-        assert eventually(
-            lambda: httpx.get(f"{ours.url}/health/", **HERE).json()["num_running"] == 14
-        )
-        time.sleep(0.1)
-        learner.learn(41)
-        sync_weights(learner, pool)
-        said = [one.result() for one in asking]
-    answered, refused = (
-        [one for one in said if isinstance(one, int)],
-        [one for one in said if isinstance(one, str)],
-    )
-    assert set(answered) == {version}
-    assert (len(answered), len(refused)) == (8, 6)
-    assert all("other weights" in one or "serves no rollouts" in one for one in refused)
-    assert ours.chat(max_tokens=1).weight_version == version + 1
-
-
-def test_nothing_is_answered_after_a_sync_that_was_not_completed(
-    ours: Endpoint, pool: OneServer, learner: SmallLearner
-) -> None:
-    learner.sender.close()
-    offer = learner.offer_weights()
-    with pytest.raises(WeightSyncError):
-        pool.receive_weights(replace(offer, terms=replace(offer.terms, timeout_s=2.0))).result(
-            timeout=30
-        )
-    with pytest.raises(
-        openai.ConflictError,
-        match=r"its sync to version \d+ is under way, or was not completed; complete a sync",
-    ):
-        ours.chat()
-    learner.sender.close()
-    sync_weights(learner, pool)
-    assert ours.chat(max_tokens=1).weight_version == learner.version
 
 
 # `vf-eval`
@@ -570,9 +339,8 @@ class Evaluations:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "name", "arguments", "turns"),
-    [("ours", "guess_number", {"max_turns": 2}, 2), ("stock", "key_value_store", {}, 1)],
-    indirect=["endpoint"],
+    ("name", "arguments", "turns"),
+    [("guess_number", {"max_turns": 2}, 2), ("key_value_store", {}, 1)],
 )
 def test_vf_eval_of_an_example(
     endpoint: Endpoint,
@@ -627,10 +395,17 @@ def test_vf_eval_of_an_example(
     assert {"trajectory", "timing.total_ms", "reward"} <= set(saved.column_names)
 
 
+def num_running(endpoint: Endpoint) -> float:
+    """Return the requests that the engine has, by vLLM's own count."""
+    lines = httpx.get(f"{endpoint.url}/metrics", **HERE).text.splitlines()
+    counts = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+    return sum(float(line.rpartition(" ")[2]) for line in counts)
+
+
 def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
-    ours: Endpoint, tmp_path: Path
+    endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    evaluations = Evaluations(tmp_path, ours)
+    evaluations = Evaluations(tmp_path, endpoint)
     arguments = [
         "guess_number",
         "-n",
@@ -645,13 +420,12 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
         "-a",
     ]
     process = evaluations.start(*arguments, '{"max_turns": 4}')
-    running = f"{ours.url}/health/"
-    assert eventually(lambda: httpx.get(running, **HERE).json()["num_running"] > 0, within_s=60)
+    assert eventually(lambda: num_running(endpoint) > 0, within_s=60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert eventually(lambda: httpx.get(running, **HERE).json()["num_running"] == 0)
+    assert eventually(lambda: num_running(endpoint) == 0)
     (folder,) = tmp_path.glob("outputs/evals/*/*")
     evaluations.run("--resume", str(folder))
     assert sorted((line["example"], line["rollout"]) for line in evaluations.lines()) == [

@@ -218,13 +218,10 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
             ValueError,
             "add them to the rubrics of its environments",
         ),
-        *(
-            (
-                lambda name=name: EnvGroup([echo_env()], **{name: None}),
-                TypeError,
-                f"{name}: a group has none of its own; give it to its environments",
-            )
-            for name in ("system_prompt", "max_seq_len", "rubric", "parser", "dataset")
+        (
+            lambda: EnvGroup([echo_env()], system_prompt="Think."),
+            TypeError,
+            "unexpected keyword argument 'system_prompt'",
         ),
     ],
 )

@@ -1,6 +1,5 @@
 """From rows to what rollouts begin with."""
 
-import copy
 import json
 import math
 
@@ -206,15 +205,6 @@ def test_answer_and_info_are_optional_and_a_task_has_a_default():
     assert set(bare) == {"prompt", "example_id", "task"}
     given = [{"question": "a"}, {"question": "a", "task": "own"}]
     assert [row["task"] for row in inputs(given, task="sums")] == ["sums", "own"]
-
-
-def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is_written_to():
-    given = [
-        {"prompt": [], "example_id": "x", "task": "t"},
-        {"prompt": [], "example_id": "y", "task": "t", "position": 7},
-    ]
-    before = copy.deepcopy(given)
-    assert [one["position"] for one in with_positions(given)] == [0, 7] and given == before
 
 
 def tool(name, parameter):

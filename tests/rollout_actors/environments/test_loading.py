@@ -130,8 +130,7 @@ def test_what_is_no_environment_is_refused(here, name, source, problem):
 def test_wrong_arguments_are_named_with_those_that_there_are(here):
     (here / "mine.py").write_text(FILE)
     with pytest.raises(ValueError) as caught:
-        load_environment("mine", sise=3, stop=1)
+        load_environment("mine", size=3, stop=1)
     assert str(caught.value) == (
-        "mine: there is no argument 'sise'; there is no argument 'stop'; 'size' is missing; it"
-        " takes size, step=1"
+        "mine: got an unexpected keyword argument 'stop'; it takes (size, step=1)"
     )

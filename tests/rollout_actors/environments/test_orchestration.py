@@ -6,29 +6,18 @@ bound or a latency is the same on every machine.
 """
 
 import asyncio
-import json
-import re
-import signal
-import textwrap
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
-from typing import Any
 
 import datasets
 import pytest
 from counted_time import counted
 from environment_support import Talk, user
-from fake_server import serving
-from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import Answer, ScriptedClient, overlong_error, status_error
 
-from launch.tools.vf_eval.__main__ import main as vf_eval
-from rollout_actors.environments.datasets import build_dataset_from_outputs
-from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.batch_generator import AsyncBatchGenerator
@@ -343,158 +332,3 @@ def test_async_batch_generator_benefits_from_interleaving_by_default_without_cha
 
 
 # One way from results to datasets
-
-
-ENVIRONMENT = """
-    from rollout_actors.environments.rubric import Rubric
-    from rollout_actors.environments.tool import ToolEnv
-
-
-    def add(a: int, b: int) -> int:
-        return a + b
-
-
-    def right(completion, answer):
-        return float(completion[-1]["content"] == answer)
-
-
-    def load_environment():
-        call = {"id": "call_9", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
-        asked = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        told = [*asked, {"role": "tool", "tool_call_id": "call_9", "content": "2"}]
-        rows = [{"prompt": [*told, {"role": "user", "content": f"and {i} more?"}], "answer": str(2 + i), "id": f"row-{i}"} for i in range(2)]
-        return ToolEnv([add], dataset=rows, rubric=Rubric([right]))
-"""
-
-
-def adds(call):
-    """Calls the tool, and then says what that said."""
-    if call.prompt[-1]["role"] == "tool":
-        return call.text
-    return Answer(None, tool_calls=[("add", {"a": 2, "b": int(call.text.split()[1])})])
-
-
-@contextmanager
-def serving_scripted(client):
-    app = FastAPI()
-
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [{"id": "demo", "object": "model", "created": 0, "owned_by": "nobody"}],
-        }
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> dict[str, Any]:
-        response = await client.chat.completions.create(**await request.json())
-        return response.model_dump()
-
-    with serving(app) as url:
-        yield f"{url}/v1"
-
-
-@pytest.fixture
-def handlers_left_alone():
-    """A command that is called, not started, leaves its signal handlers behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.slow
-def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(
-    tmp_path, monkeypatch, handlers_left_alone
-):
-    """Tool calls in prompt and completion, which sanitation stores as text: in the file, on the hub
-    and from the library alike.
-    """
-    (tmp_path / "calls_env.py").write_text(textwrap.dedent(ENVIRONMENT))
-    monkeypatch.chdir(tmp_path)
-    pushed = {}
-    monkeypatch.setattr(
-        datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.update({repo_id: list(self)})
-    )
-    with serving_scripted(ScriptedClient(adds)) as url:
-        saving = ["-s", "-H", "-D", "me/calls", "-C", "stop_condition"]
-        vf_eval(["calls_env.py", "-m", "demo", "-b", url, "-n", "2", "-r", "2", *saving])
-    (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
-    saved = [json.loads(line) for line in path.read_text().splitlines()]
-
-    env = load_environment("calls_env.py")
-    columns = ["stop_condition"]
-    ways = {"rollouts_per_example": 2, "use_tqdm": False}
-    results = env.evaluate_sync(ScriptedClient(adds), "demo", **ways)
-    made = env.make_dataset(results, state_columns=columns)
-    assert made.to_list() == list(build_dataset_from_outputs(results, state_columns=columns))
-    env.make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name="me/library")
-
-    def comparable(rows):
-        """Without the ids of calls, which the endpoint numbers."""
-        return [json.loads(re.sub(r"call_\d_\d", "call", json.dumps(row))) for row in rows]
-
-    assert (
-        comparable(saved)
-        == comparable(pushed["me/calls"])
-        == comparable(made)
-        == comparable(pushed["me/library"])
-    )
-    assert [row["reward"] for row in saved] == [1.0] * 4 and [row["id"] for row in saved] == [
-        "row-0",
-        "row-0",
-        "row-1",
-        "row-1",
-    ]
-    for row in saved:
-        for messages in (row["prompt"], row["completion"]):
-            (stored,) = [call for message in messages for call in message.get("tool_calls") or ()]
-            assert json.loads(stored)["function"]["name"] == "add"
-
-
-BOUNDED = """
-    import asyncio
-
-    from rollout_actors.environments.rubric import Rubric
-    from rollout_actors.environments.multi_turn import SingleTurnEnv
-
-
-    def load_environment():
-        under_way = []
-
-        async def scored_at_a_time(completion):
-            under_way.append(completion)
-            number = len(under_way)
-            await asyncio.sleep(0.05)
-            under_way.pop()
-            return number
-
-        return SingleTurnEnv(dataset=[{"question": str(i)} for i in range(9)], rubric=Rubric([scored_at_a_time]))
-"""
-
-
-@pytest.mark.slow
-def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(
-    tmp_path, monkeypatch, handlers_left_alone
-):
-    (tmp_path / "bounded_env.py").write_text(textwrap.dedent(BOUNDED))
-    monkeypatch.chdir(tmp_path)
-    all_at_once = asyncio.Event()
-
-    async def meets(call):
-        # The process is as slow as it likes: nobody is answered before four are asked. A fifth
-        # would be there in the time after that.
-        if client.num_under_way == 4:
-            all_at_once.set()
-        await asyncio.wait_for(all_at_once.wait(), 60)
-        return Answer("a", delay_s=0.05)
-
-    client = ScriptedClient(meets)
-    with serving_scripted(client) as url:
-        bounds = {"-c": "1", "--max-concurrent-generation": "4", "--max-concurrent-scoring": "2"}
-        flags = [word for pair in bounds.items() for word in pair]
-        flags.append("--no-interleave-scoring")
-        vf_eval(["bounded_env.py", "-m", "demo", "-b", url, "-n", "9", "-r", "1", "-s", *flags])
-    (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
-    scored = [json.loads(line)["scored_at_a_time"] for line in path.read_text().splitlines()]
-    assert (client.most_under_way, max(scored), len(scored)) == (4, 2, 9)

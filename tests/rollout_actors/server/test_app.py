@@ -32,11 +32,10 @@ from shared.weight_sync.phases import SyncPhase
 INFER = messages.InferCall(requests=(make_request(0),), seed=1).body()
 PAUSE = messages.SyncCall.of(SyncPhase.PAUSE, make_offer(), "a run").body()
 GUARDED = [
-    *[("GET", route) for route in ("/get_world_size", "/info", "/version", "/v1/models")],
+    *[("GET", route) for route in ("/get_world_size", "/info", "/version")],
     *[("POST", route) for route in ("/infer", "/init_communicator", "/sync/pause")],
-    *[("POST", route) for route in ("/v1/chat/completions", "/v1/completions")],
 ]
-"""All routes but `/health`, OpenAI's included."""
+"""All routes but `/health`."""
 
 
 def error(answer):
@@ -81,6 +80,14 @@ def test_another_route_is_404_and_another_method_405(caller):
     refused(caller.post("/sync/rendezvous/", PAUSE), 404, "/init_communicator/")
 
 
+def test_a_call_of_the_openai_api_is_refused_with_the_command_of_a_server_that_takes_it(
+    caller, expected
+):
+    words = f"vllm serve {expected.model_path} "
+    refused(caller.get("/v1/models"), 404, words)
+    refused(caller.post("/v1/chat/completions", b"{}"), 404, words)
+
+
 def test_health_tells_what_runs_and_how_far_it_is(caller, engine):
     assert caller.running() == 0
     engine.latency_s = 60.0
@@ -98,7 +105,7 @@ def test_health_tells_what_runs_and_how_far_it_is(caller, engine):
 def test_a_server_that_starts_or_has_died_says_503_everywhere(engine, expected):
     service = make_service(engine, expected)
     bodies = {"/infer": INFER, "/init_communicator": PAUSE, "/sync/pause": PAUSE}
-    with serving(make_app(service, openai=object())) as url:
+    with serving(make_app(service)) as url:
         caller = Caller(url)
 
         def all_say(words):
@@ -119,12 +126,12 @@ def test_a_server_that_starts_or_has_died_says_503_everywhere(engine, expected):
 class TestToken:
     @pytest.fixture
     def locked(self, engine, expected):
-        with serving_engine(engine, expected, openai=object(), token="pass") as url:
+        with serving_engine(engine, expected, token="pass") as url:
             yield Caller(url)
 
     def test_all_but_health_ask_for_it(self, locked):
         assert locked.get("/health/").status_code == 200
-        for method, route in GUARDED:
+        for method, route in (*GUARDED, ("GET", "/v1/models")):
             answer = locked.get(route) if method == "GET" else locked.post(route, b"{}")
             refused(answer, 401, "token_env")
 

@@ -8,7 +8,6 @@ import stat
 import pytest
 from fake_server import ObedientEngine, Run, make_request, make_settings, serving_engine
 
-from launch.tools.vf_eval.endpoint import find_endpoint
 from rollout_actors.server.token_file import find_token, remove_token, token_file, write_token
 from shared.errors import ConfigError, RolloutError
 
@@ -73,11 +72,3 @@ def test_a_run_finds_the_token_and_finds_the_next_one_when_its_server_was_starte
     with serving("two", port):
         file.write_text("two")
         assert run.generate(make_request(0))
-
-
-def test_vf_eval_finds_the_token_unless_a_key_is_named():
-    token = write_token(token_file("127.0.0.1", 8000))
-    url = "http://127.0.0.1:8000/v1"
-    assert find_endpoint(url, None, {}).key == token
-    assert find_endpoint(url, "KEY", {"KEY": "mine"}).key == "mine"
-    assert find_endpoint("http://127.0.0.1:8001/v1", None, {}).key == "none"

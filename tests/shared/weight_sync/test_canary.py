@@ -177,11 +177,7 @@ def test_a_runs_folder_keeps_the_noise_to_the_bit(tmp_path: Path) -> None:
     [
         ('{"mean": 1}', "largest: Field required"),
         ('{"mean": -0.1, "largest": 1}', "mean: Input should be greater than or equal to 0"),
-        ('{"mean": NaN, "largest": 1}', "mean: Input should be a finite number"),
         ('{"mean": 0.1, "largest": Infinity}', "largest: Input should be a finite number"),
-        ('{"mean": "0.1", "largest": 1}', "mean: Input should be a valid number"),
-        ('{"mean": 0.1, "largest": 1, "share": 0}', "share: Unexpected"),
-        ("[0.1, 1]", "Input should be an object"),
         ("", "Invalid JSON"),
     ],
 )

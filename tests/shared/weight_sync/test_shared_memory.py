@@ -15,9 +15,10 @@ import pytest
 from shared.weight_sync.shared_memory import NAME, NOWHERE, Address, SharedMemory, this_machine
 
 CREATOR = """
-from shared.weight_sync.shared_memory import SharedMemory
+from shared.weight_sync.shared_memory import SharedMemory, this_machine
 memory = SharedMemory.create(5000)
 print(*memory.address, flush=True)
+print(*this_machine(), flush=True)
 input()
 assert memory.memory[4990:4995] == b"hello"
 """
@@ -31,13 +32,14 @@ def mine() -> Iterator[SharedMemory]:
     memory.forget()
 
 
-def test_what_one_process_writes_the_other_reads() -> None:
+def test_what_one_process_writes_the_other_reads_and_both_name_their_machine_alike() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as creator:
         assert creator.stdin is not None and creator.stdout is not None
         opened = SharedMemory.open(Address(*map(int, creator.stdout.readline().split())))
         assert opened is not None
+        assert creator.stdout.readline().split() == list(map(str, this_machine()))
         opened.memory[4990:4995] = b"hello"
         creator.communicate("\n", timeout=120)
         assert creator.returncode == 0
@@ -105,12 +107,6 @@ def test_any_other_file_is_not_opened_whatever_its_numbers(tmp_path: Path) -> No
 def test_more_than_there_is_is_none_and_so_is_what_is_opened_nowhere() -> None:
     assert SharedMemory.create(1 << 50) is None
     assert SharedMemory.open(NOWHERE) is None
-
-
-def test_processes_of_one_machine_name_it_alike() -> None:
-    code = "from shared.weight_sync.shared_memory import this_machine; print(this_machine())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(this_machine())
 
 
 def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from launch.tools.demo import scenes as demo
 from launch.tools.demo.__main__ import main
-from learner.data.image_files import image_size
+from learner.data.samples import image_size
 from shared.dataset import load_dataset
 
 SIZES = {

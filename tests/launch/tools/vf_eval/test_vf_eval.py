@@ -243,7 +243,9 @@ def test_vf_eval_s_produces_identical_schema_via_env_make_dataset(shell, endpoin
     assert {name: metadata[name] for name in known} == known
 
 
-def test_hub_pushes_use_the_same_dataset_as_files(shell, endpoint, echo, monkeypatch):
+def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(
+    shell, endpoint, echo, monkeypatch
+):
     pushed = {}
     monkeypatch.setattr(
         datasets.Dataset,

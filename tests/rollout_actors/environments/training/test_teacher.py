@@ -272,7 +272,7 @@ def test_a_teacher_with_the_students_vocabulary_suits_also_one_that_still_loads(
             {},
             (
                 "takes 512 tokens, and scores up to global_max_length = 512 and samples one more;"
-                " start it with --max-model-len 513 .* or lower global_max_length to 511"
+                " start it with --max-model-len 513, or lower global_max_length to 511"
             ),
         ),
         ({"key": "k"}, {}, "answers /v1/models with HTTP 401: .* in environment.teacher.token_env"),
