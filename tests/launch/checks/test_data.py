@@ -166,7 +166,7 @@ def truncate(data, name="00003.png"):
         ),
         pytest.param(
             lambda data: change_row(data, 4, objects=[BOX, POLYGON]),
-            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`launch\.coco import"
+            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`rollmatch coco import"
             r" geometry=bbox` ",
             id="a ground-truth polygon",
         ),

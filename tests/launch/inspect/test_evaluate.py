@@ -243,7 +243,7 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
     )
     (folder / "config.json").write_text(config.model_dump_json())
     serve, evaluate = (shlex.split(one) for one in refused(folder).split("`")[1::2])
-    options = read_arguments(ServeOptions, serve[3:])
+    options = read_arguments(ServeOptions, serve[2:])
     settings = settings_of(options)
     assert (options.model, options.tool_call_parser) == (folder / "checkpoint", "hermes")
     matching = config.rollout_matching
@@ -255,7 +255,7 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(
     assert settings == replace(of_the_run, **copied)
     sizes = (settings.max_model_len, settings.tensor_parallel_size, settings.max_num_seqs)
     assert sizes == (48, devices, devices * matching.decode_batch_size)
-    asked = read_options(evaluate[3:])
+    asked = read_options(evaluate[1:])
     assert (asked.environment, asked.env_args) == ("guess_number", {"largest": 9})
     assert (asked.num_examples, asked.rollouts_per_example) == (12, 1)
     assert asked.sampling_args == {
