@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from benchmarks.sync_sides import make_model
 from launch.cli import CONF, as_mapping, as_schema_overrides
-from launch.tools.demo.data import DemoGeometry, make_demo_data
+from launch.tools.demo.scenes import DemoGeometry, make_demo_data
 from learner.learner import Learner
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config import RunConfig, load_config

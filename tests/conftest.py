@@ -207,7 +207,7 @@ def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _few_scenes(tmp_path_factory: pytest.TempPathFactory, geometry: str) -> Path:
-    from launch.tools.demo.data import DemoGeometry, make_demo_data
+    from launch.tools.demo.scenes import DemoGeometry, make_demo_data
 
     folder = tmp_path_factory.mktemp("demo") / "data"
     make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry(geometry))

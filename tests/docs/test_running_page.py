@@ -15,8 +15,7 @@ from tiny_qwen import make_stock_model
 from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
 from launch.preflight import preflight
 from launch.processes.placement import Resources
-from launch.tools import add_coord_tokens
-from launch.tools.coco import __main__ as coco
+from launch.tools import add_coord_tokens, coco
 from shared.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"

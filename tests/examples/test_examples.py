@@ -17,7 +17,7 @@ from launch.cli import CONF, as_mapping, as_schema_overrides, read_arguments
 from launch.inspect.evaluate import ModelOptions, model_config
 from launch.tools.import_data.__main__ import FORMATS
 from launch.tools.new_environment import write_environment
-from launch.tools.rex_omni.__main__ import RexOmniOptions
+from launch.tools.rex_omni import RexOmniOptions
 from rollout_actors.warm import warm_python
 from shared.config import RunConfig, load_config
 

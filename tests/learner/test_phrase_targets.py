@@ -13,7 +13,7 @@ from rollout_support import with_role as positions_of
 from small_tokenizers import byte_level_bpe, gpt2_words, qwen_words, rex_codec
 from tiny_qwen import make_rex_omni
 
-from launch.tools.rex_omni.__main__ import write_tokenizer
+from launch.tools.rex_omni import write_tokenizer
 from learner.algorithms.matched_targets import ground_truth_target, rollout_target
 from learner.model.loading import load_tokens
 from learner.targets import TokenRole

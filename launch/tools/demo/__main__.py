@@ -14,9 +14,15 @@ from pathlib import Path
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
-from launch.tools.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
-from launch.tools.demo.data import DemoGeometry, make_demo_data
 from launch.tools.demo.once import make_trained_start
+from launch.tools.demo.scenes import (
+    MAX_DIGITS,
+    MIN_DIGITS,
+    SPLITS,
+    DemoGeometry,
+    make_crowded_data,
+    make_demo_data,
+)
 from shared.prompts import DEFAULT_USER_PROMPT
 
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from launch.tools.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
-from launch.tools.demo.data import NAMES, load_all_digits
 from launch.tools.demo.model import HIDDEN, MERGE, PATCH, random_model
 from launch.tools.demo.once import make_once
+from launch.tools.demo.scenes import CROWDED_CANVAS as CANVAS
+from launch.tools.demo.scenes import CROWDED_SIZES as SIZES
+from launch.tools.demo.scenes import NAMES, SPLITS, Placed, crowded_scenes, draw, load_all_digits
 from shared.tokens.vocabulary import NUM_BINS, coord_token
 
 NOTHING = len(NAMES)
@@ -129,7 +130,7 @@ def _teach_tower(
     middle = torch.cartesian_prod(middle_T, middle_T).repeat(BATCH, 1)
     parameters = [*tower.parameters(), *head.parameters(), *to_coord_tokens.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
-    train = scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
+    train = crowded_scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
     # Most tokens lie on nothing.
     weight_of_digit = torch.ones(NOTHING + 1)
     weight_of_digit[NOTHING] = 0.5

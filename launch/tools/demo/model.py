@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from launch.tools.add_coord_tokens import NUM_WAVES, mixed_waves
-from launch.tools.demo.data import CANVAS, GRID, NAMES
 from launch.tools.demo.once import make_once
+from launch.tools.demo.scenes import CANVAS, GRID, NAMES
 from shared.grounding.serialize import serialize_objects
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, coord_token

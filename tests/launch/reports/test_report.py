@@ -14,7 +14,7 @@ from scene_support import guess, png, random_scenes, scene, truth
 from launch.reports.detection import answer_line, make_report, report_tables
 from launch.reports.page import page, write_report
 from launch.reports.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
-from launch.tools.coco.__main__ import read_predictions
+from launch.tools.coco import read_predictions
 from shared.config import RunConfig
 from shared.errors import StorageError
 from shared.grounding.coco import ImagePredictions

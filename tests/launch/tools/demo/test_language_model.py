@@ -58,19 +58,6 @@ def test_a_dialogue_has_no_unknown_token_and_survives_encoding_and_decoding(toke
     assert tokenizer.decode(token_ids) == text
 
 
-def test_a_system_prompt_of_words_that_it_knows_is_a_turn_too(tokenizer):
-    messages = [{"role": "system", "content": "first of"}, {"role": "user", "content": "last"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    asked = "<|im_start|>system\nfirst of<|im_end|><|im_start|>user\nlast<|im_end|>"
-    assert text == f"{asked}<|im_start|>assistant\n"
-    assert tokenizer.unk_token_id not in tokenizer.encode(text)
-
-
-def test_a_digit_is_the_same_token_in_a_question_and_as_an_answer(tokenizer):
-    (answer,) = tokenizer.encode("4")
-    assert tokenizer.encode(copy_digits.row("041")["question"]).count(answer) == 1
-
-
 def test_what_is_sampled_reads_as_its_tokens_put_behind_each_other(tokenizer):
     special = tokenizer.all_special_ids
     words = [(text, at) for text, at in tokenizer.get_vocab().items() if at not in special]
@@ -105,17 +92,6 @@ def test_every_answer_is_followed_by_the_second_turn_without_being_tokenised_aga
         assert continued is not None, tokenizer.convert_ids_to_tokens(sampled)
         assert continued[: len(prompt) + 2] == (*prompt, sampled, end)
         assert tokenizer.unk_token_id not in continued[len(prompt) + 1 :]
-
-
-def test_the_answer_depends_on_the_number(tokenizer, model):
-    logits = []
-    for digits in ("012", "342"):
-        asked = dialogue(digits)[:1]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-        with torch.no_grad():
-            logits.append(model(**encoded).logits[0, -1])
-    assert float((logits[0] - logits[1]).abs().max()) > 1e-3
 
 
 # The one that can call a tool

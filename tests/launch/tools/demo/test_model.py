@@ -9,8 +9,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from launch.tools.demo.__main__ import main
+from launch.tools.demo.crowded_model import NOTHING, TOKENS, dense_labels
 from launch.tools.demo.language_model import make_demo_lm
 from launch.tools.demo.model import make_demo_model
+from launch.tools.demo.scenes import Digit, Placed
 from shared.grounding.serialize import serialize_objects
 from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
 from shared.records import GeometryKind, GroundTruthObject
@@ -110,12 +113,6 @@ def test_text_survives_encoding_and_decoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_coord_tokens_survive_decoding_without_special_tokens(tokenizer):
-    text = serialize_objects(scene(1))
-    token_ids = tokenizer.encode(text + "<|im_end|>")
-    assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
-
-
 def test_an_object_costs_18_tokens_whatever_its_index_and_its_brace_is_fused_as_in_qwens_vocabulary(
     tokenizer,
 ):
@@ -137,12 +134,45 @@ def test_an_image_becomes_36_tokens_whatever_its_size(processor):
         assert int((encoded.input_ids == processor.image_token_id).sum()) == 36
 
 
-def test_the_answer_depends_on_the_image(processor, model):
-    text = "<|vision_start|><|image_pad|><|vision_end|>{"
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8))
-    logits = []
-    for image in (Image.new("RGB", (96, 96)), noise):
-        encoded = processor(text=[text], images=[image], return_tensors="pt")
-        with torch.no_grad():
-            logits.append(model(**encoded).logits[0, -1])
-    assert float((logits[0] - logits[1]).abs().max()) > 1e-3
+def placed(name: str, left: int, top: int, size: int) -> Placed:
+    return Placed(Digit(np.zeros((8, 8), dtype=np.uint8), name), left, top, size, canvas=160)
+
+
+def test_a_token_is_labelled_with_the_digit_that_its_middle_lies_on():
+    # Middles of tokens are at 8, 24, 40, ...
+    six = placed("six", 16, 32, 32)
+    labels = dense_labels([six, placed("", 64, 64, 16)])
+    digit = labels.digit.reshape(TOKENS, TOKENS)
+    assert {(int(y), int(x)) for y, x in np.argwhere(digit == 6)} == {
+        (2, 1),
+        (2, 2),
+        (3, 1),
+        (3, 2),
+    }
+    assert (digit == NOTHING).sum() == TOKENS * TOKENS - 4
+    edges = labels.edges.reshape(TOKENS, TOKENS, 4)
+    assert edges[2, 1] * 48 == pytest.approx([8, 8, 24, 24])
+    assert edges[3, 2] * 48 == pytest.approx([24, 24, 8, 8])
+
+
+def test_where_two_digits_overlap_a_token_is_of_the_nearer_one():
+    left = placed("one", 0, 0, 32)
+    right = placed("two", 16, 0, 48)
+    for scene in ([left, right], [right, left]):
+        digit = dense_labels(scene).digit.reshape(TOKENS, TOKENS)
+        # Both lie on the middle (24, 8): 11 pixels from that of "one", 22 from that of "two".
+        assert digit[0, :4].tolist() == [1, 1, 2, 2]
+
+
+def test_the_tower_alone_is_taught_and_the_same_arguments_give_the_same_weights(tmp_path, capsys):
+    def weights(name, steps):
+        arguments = ["--out", str(tmp_path / name), "--tower-steps", str(steps)]
+        main(["crowded-model", *arguments])
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / name).state_dict()
+
+    random, taught, again = weights("random", 0), weights("taught", 2), weights("again", 2)
+    assert "tower     2/2  names right under " in capsys.readouterr().out
+    changed = {name for name in random if not torch.equal(random[name], taught[name])}
+    assert changed
+    assert all(name.startswith("model.visual.") for name in changed)
+    assert all(torch.equal(taught[name], again[name]) for name in taught)

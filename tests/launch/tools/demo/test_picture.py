@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-from launch.tools.demo.crowded import make_crowded_data
 from launch.tools.demo.picture import TITLE, compare_runs, draw_run
+from launch.tools.demo.scenes import make_crowded_data
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
 

@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 from small_tokenizers import byte_level_bpe, rex_codec, small_codecs
 
 from launch.reports.coco_ap import IouType, coco_scores
-from launch.tools.coco.__main__ import main
+from launch.tools.coco import main
 from shared.dataset import Dataset
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Scene, summarise

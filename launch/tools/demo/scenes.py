@@ -1,0 +1,323 @@
+"""Scenes of real handwritten digits, with a box and a name each (decision 31): two kinds of data.
+
+`make_demo_data`: one to four digits on 96 x 96 pixels, none over another. `make_crowded_data`: on
+160 x 160 pixels, and digits overlap a little among clutter. It is the task of docs/evidence.md: in
+long answers a model's own mistakes are what follows.
+
+The digits come with scikit-learn. Splits are made of disjoint digits, and other people wrote those
+of validation and test scenes. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.spatial import ConvexHull
+from sklearn.datasets import load_digits
+
+from launch.tools.demo.once import make_once
+from shared.grounding.geometry import bin_box, bin_points, simplify_ring
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+CANVAS = 96
+"""Width and height of a demo scene, in pixels."""
+GRID = 8
+"""Positions and sizes are multiples of a patch of the demo's model, so a box is learnt exactly."""
+SIZES = (32, 40, 48)
+DEMO_MAX_DIGITS = 4
+DEMO_SPLITS = {"train": slice(0, 1500), "val": slice(1500, 1797)}
+"""Which of the set's digits the scenes of a split are made of."""
+INK = 96
+"""Pixels of at least this brightness (of 255) lie inside a digit's outline."""
+MAX_VERTICES = 6
+"""The most an outline has: an object with one has 35 tokens, one with a box 19."""
+
+CROWDED_CANVAS = 160
+CROWDED_GRID = 4
+"""Half a patch of the model."""
+CROWDED_SIZES = (24, 32, 40, 48)
+MIN_DIGITS = 6
+MAX_DIGITS = 14
+MAX_OVERLAP = 0.15
+"""The most of the smaller one's area that two digits share."""
+MAX_CLUTTER = 8
+CLUTTER_SIZES = (12, 16, 20)
+SPLITS = {"train": slice(0, 1200), "val": slice(1200, 1497), "test": slice(1497, 1797)}
+
+
+class DemoGeometry(StrEnum):
+    BOXES = "boxes"
+    POLYGONS = "polygons"
+    MIXED = "mixed"
+    """Polygons for the odd digits, boxes for the even ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    scan: np.ndarray
+    """[8, 8] uint8, 0 (paper) to 16."""
+    name: str
+    """Empty for clutter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A digit on the canvas: `[left, left + size) x [top, top + size)`, in pixels.
+
+    Example: `Placed(Digit(scan, "six"), left=40, top=8, size=32, canvas=96)`.
+    """
+
+    digit: Digit
+    left: int
+    top: int
+    size: int
+    canvas: int
+    """Width and height of the scene."""
+
+    @property
+    def name(self) -> str:
+        return self.digit.name
+
+    def overlap(self, other: Placed) -> float:
+        """Return the shared area as a fraction of the smaller one's."""
+        right = min(self.left + self.size, other.left + other.size)
+        bottom = min(self.top + self.size, other.top + other.size)
+        width = max(0, right - max(self.left, other.left))
+        height = max(0, bottom - max(self.top, other.top))
+        return width * height / min(self.size, other.size) ** 2
+
+    def bins(self) -> tuple[int, int, int, int]:
+        """Return (x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
+        last = self.size - 1
+        corners = (self.left, self.top, self.left + last, self.top + last)
+        return bin_box(corners, width=self.canvas, height=self.canvas)
+
+    def picture(self) -> Image.Image:
+        """Draw the digit: `size` x `size`, grey, 0 to 255."""
+        scan = Image.fromarray((self.digit.scan * 255.0 / 16).astype(np.uint8))
+        return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
+
+    def outline(self) -> tuple[int, ...]:
+        """Return x, y in norm1000 of the ink's convex hull, simplified to `MAX_VERTICES`.
+
+        Clockwise from the topmost, then leftmost vertex.
+        """
+        ys, xs = np.nonzero(np.asarray(self.picture()) >= INK)
+        ink = np.stack([xs, ys], axis=1)
+        # Qhull goes counterclockwise where y points up, so clockwise in an image.
+        hull = [(int(x), int(y)) for x, y in ink[ConvexHull(ink).vertices]]
+        # Turned before as well, so that what is left out does not depend on where Qhull begins.
+        ring = _from_the_top(simplify_ring(_from_the_top(hull), MAX_VERTICES))
+        return bin_points(
+            [value for x, y in ring for value in (self.left + x, self.top + y)],
+            width=self.canvas,
+            height=self.canvas,
+        )
+
+    def record_object(self, geometry: DemoGeometry) -> dict[str, Any]:
+        """Describe the digit as an object of a record."""
+        is_odd = NAMES.index(self.name) % 2 == 1
+        if geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and is_odd):
+            return {"poly": self.outline(), "desc": self.name}
+        return {"bbox_2d": self.bins(), "desc": self.name}
+
+
+Scene = list[Placed]
+
+
+def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Turn the ring to begin with its topmost, then leftmost vertex."""
+    first = min(range(len(ring)), key=lambda i: (ring[i][1], ring[i][0]))
+    return [*ring[first:], *ring[:first]]
+
+
+def load_all_digits() -> list[Digit]:
+    """Return scikit-learn's 1,797 digits in their order, in which writers change."""
+    scans = load_digits()
+    return [
+        Digit(scan=scan.astype(np.uint8), name=NAMES[label])
+        for scan, label in zip(scans.images, scans.target, strict=True)
+    ]
+
+
+def _arranged(
+    digits: Sequence[Digit],
+    count: int,
+    rng: np.random.Generator,
+    *,
+    sizes: Sequence[int],
+    grid: int,
+    canvas: int,
+    max_overlap: float,
+    max_attempts: Iterable[int],
+) -> Scene:
+    """Put `count` digits on the canvas, in reading order.
+
+    `max_attempts`: a scene that is not full after so many is begun again, because there may be no
+    room left; then the next number holds.
+    """
+    for most in max_attempts:
+        scene: Scene = []
+        for _ in range(most):
+            digit = digits[int(rng.integers(len(digits)))]
+            placed = _somewhere(digit, int(rng.choice(sizes)), grid, canvas, rng)
+            if all(placed.overlap(other) <= max_overlap for other in scene):
+                scene.append(placed)
+            if len(scene) == count:
+                return sorted(scene, key=lambda placed: (placed.top, placed.left))
+    raise AssertionError("attempts have no end")
+
+
+def _somewhere(digit: Digit, size: int, grid: int, canvas: int, rng: np.random.Generator) -> Placed:
+    left, top = (int(rng.integers((canvas - size) // grid + 1)) * grid for _ in range(2))
+    return Placed(digit, left, top, size, canvas)
+
+
+def demo_scenes(digits: Sequence[Digit], rng: np.random.Generator) -> Iterator[Scene]:
+    """Yield scenes of one to four digits, without end."""
+    while True:
+        count = int(rng.integers(1, DEMO_MAX_DIGITS + 1))
+        yield _arranged(
+            digits,
+            count,
+            rng,
+            sizes=SIZES,
+            grid=GRID,
+            canvas=CANVAS,
+            max_overlap=0,
+            max_attempts=repeat(64),
+        )
+
+
+def crowded_scenes(
+    digits: Sequence[Digit],
+    rng: np.random.Generator,
+    *,
+    fewest: int = MIN_DIGITS,
+    most: int = MAX_DIGITS,
+) -> Iterator[Scene]:
+    """Yield scenes of digits, then clutter where there is room, without end."""
+    place = {"grid": CROWDED_GRID, "canvas": CROWDED_CANVAS}
+    while True:
+        count = int(rng.integers(fewest, most + 1))
+        scene = _arranged(
+            digits,
+            count,
+            rng,
+            sizes=CROWDED_SIZES,
+            max_overlap=MAX_OVERLAP,
+            max_attempts=chain((200,), repeat(201)),  # as the data of docs/evidence.md were made
+            **place,
+        )
+        for _ in range(int(rng.integers(MAX_CLUTTER + 1))):
+            # A digit's ink in disorder, so that ink alone does not make an object.
+            ink = digits[int(rng.integers(len(digits)))].scan.ravel()
+            clutter = Digit(rng.permutation(ink).reshape(8, 8), "")
+            placed = _somewhere(clutter, int(rng.choice(CLUTTER_SIZES)), rng=rng, **place)
+            if all(placed.overlap(other) == 0 for other in scene):
+                scene.append(placed)
+        yield scene
+
+
+def draw(scene: Sequence[Placed]) -> Image.Image:
+    """Draw the scene in grey: the brighter one is seen where two overlap."""
+    side = scene[0].canvas
+    canvas = np.zeros((side, side), dtype=np.uint8)
+    for placed in scene:
+        rows = slice(placed.top, placed.top + placed.size)
+        columns = slice(placed.left, placed.left + placed.size)
+        canvas[rows, columns] = np.maximum(canvas[rows, columns], np.asarray(placed.picture()))
+    return Image.fromarray(canvas).convert("RGB")
+
+
+def _reading_order(found: dict[str, Any]) -> tuple[int, int]:
+    # An outline begins further down and right than the box of its digit.
+    bins = found["poly"] if "poly" in found else found["bbox_2d"]
+    return min(bins[1::2]), min(bins[::2])
+
+
+def _write_split(
+    folder: Path,
+    split: str,
+    scenes: Iterable[Scene],
+    geometry: DemoGeometry = DemoGeometry.BOXES,
+    phrase_rng: np.random.Generator | None = None,
+) -> None:
+    """Write the scenes: `folder/{split}.jsonl` and `folder/{split}/00000.png` and so on."""
+    (folder / split).mkdir()
+    with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
+        for number, scene in enumerate(scenes):
+            image = f"{split}/{number:05d}.png"
+            draw(scene).save(folder / image)
+            objects = [placed.record_object(geometry) for placed in scene if placed.name]
+            objects.sort(key=_reading_order)
+            side = scene[0].canvas
+            record = {"images": [image], "width": side, "height": side, "objects": objects}
+            if phrase_rng is not None:
+                record["phrase"] = objects[int(phrase_rng.integers(len(objects)))]["desc"]
+                record["objects"] = [one for one in objects if one["desc"] == record["phrase"]]
+            lines.write(json.dumps(record) + "\n")
+
+
+def make_demo_data(
+    out: Path,
+    *,
+    seed: int,
+    num_train: int,
+    num_val: int,
+    geometry: DemoGeometry = DemoGeometry.BOXES,
+) -> bool:
+    """Write both splits into the folder `out`, as `make_once` does."""
+    counts = {"train": num_train, "val": num_val}
+
+    def make(folder: Path) -> None:
+        digits = load_all_digits()
+        for number, (split, part) in enumerate(DEMO_SPLITS.items()):
+            scenes = demo_scenes(digits[part], np.random.default_rng([seed, number]))
+            _write_split(folder, split, islice(scenes, counts[split]), geometry)
+
+    settings: dict[str, str | int] = {"seed": seed, **counts}
+    # Folders from before there was a choice stay valid.
+    if geometry is not DemoGeometry.BOXES:
+        settings["geometry"] = str(geometry)
+    return make_once(out, settings, make)
+
+
+def make_crowded_data(
+    out: Path,
+    *,
+    seed: int,
+    counts: Mapping[str, int],
+    fewest: int = MIN_DIGITS,
+    most: int = MAX_DIGITS,
+    phrases: bool = False,
+) -> bool:
+    """Write `counts` scenes of each split into the folder `out`, as `make_once` does.
+
+    `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, one of the names in its
+    scene, and its objects are the digits of that name alone. The scenes are the same.
+    """
+
+    def make(folder: Path) -> None:
+        digits = load_all_digits()
+        for number, (split, part) in enumerate(SPLITS.items()):
+            rng = np.random.default_rng([seed, number])
+            scenes = crowded_scenes(digits[part], rng, fewest=fewest, most=most)
+            phrase_rng = np.random.default_rng([seed, number, 1]) if phrases else None
+            of_split = islice(scenes, counts[split])
+            _write_split(folder, split, of_split, phrase_rng=phrase_rng)
+
+    settings: dict[str, str | int] = {"scenes": "crowded", "seed": seed, **counts}
+    settings |= {"fewest": fewest, "most": most}
+    if phrases:
+        settings["rows"] = "phrases"
+    return make_once(out, settings, make)
