@@ -20,7 +20,7 @@ from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
-from shared.errors import ConfigError, RecordError
+from shared.errors import ConfigError, RecordError, RolloutError
 from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.json_list import PictureResize
 from shared.grounding.objects import DropReason
@@ -331,3 +331,15 @@ def test_text_that_resembles_a_token_is_text(codec, desc):
 def test_a_tokenizer_that_changes_the_structure_is_the_checkpoints_fault(descs):
     with pytest.raises(ConfigError, match=r"model\.path: the tokenizer changes the text"):
         require(make_codec(add_prefix_space=True), sample(*descs))
+
+
+def test_max_val_samples_takes_the_first(held_out):
+    requests = held_out(data__max_val_samples=5).requests(0)
+    assert [request.sample_id for request in requests] == [f"val:{line}" for line in range(1, 6)]
+
+
+def test_an_engine_that_saw_another_prompt_ends_the_evaluation(held_out):
+    held = held_out()
+    rollout = answered(held, 0, "{}")
+    with pytest.raises(RolloutError, match="the prompts differ first at token 0"):
+        held.score([replace(rollout, prompt_token_ids=(1, *rollout.prompt_token_ids))])

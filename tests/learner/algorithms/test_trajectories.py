@@ -556,3 +556,32 @@ def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
     learner.finish_step()
     assert learner.publisher.offer().canary.token_ids == probe.token_ids
     assert learner.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
+    """The others of its group are as they would be without it."""
+    settings = config(training__max_grad_norm=None)
+    failed = Learned(settings, fails={4})
+    rewards = [one.reward for group in failed.answers for one in group if one.error is None]
+    assert failed.metrics["rollout/num_failed"] == 1
+    assert failed.metrics["rollout/num"] == ROLLOUTS
+    assert failed.metrics["rollout/reward"] == pytest.approx(fmean(rewards))
+    assert failed.answers[1][0].examples == ()
+    sound = [group if index != 1 else group[1:] for index, group in enumerate(failed.answers)]
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    expected = slowly(model, sound, settings, ROLLOUTS).item()
+    assert failed.metrics["loss/total"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
+    teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
+    with pytest.raises(
+        RolloutError, match=r"no teacher has scored it, and environment\.teacher is"
+    ):
+        Learned(config(environment__teacher=teacher))
+
+
+def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
+    learner, groups = begun(config())
+    with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
+        learner.algorithm.score(only(6, reward=math.nan)(groups))

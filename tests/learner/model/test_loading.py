@@ -13,6 +13,7 @@ from learner_support import finish_step, make_learner
 from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
+from learner.model.optimizer import MasterWeights
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
@@ -163,3 +164,10 @@ def test_code_and_templates_of_a_checkpoint_run_nothing(config, demo_checkpoint,
     with pytest.raises(SecurityError):
         loaded.processor.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert not executed.exists()
+
+
+def test_float32_has_no_second_copy_of_its_weights(config):
+    model = load_model(config(), torch.device("cpu")).model
+    parameters = list(model.parameters())
+    masters = MasterWeights(parameters).masters
+    assert list(map(id, masters)) == list(map(id, parameters))

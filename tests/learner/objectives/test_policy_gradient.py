@@ -405,3 +405,33 @@ def test_a_policy_gradient_is_always_measured_and_nothing_else_is_where_there_is
     assert [diagnostic.names[0] for diagnostic in objectives().diagnostics] == ["policy/ratio"]
     without = objectives(enabled=False)
     assert (without.objectives, without.diagnostics) == ((), ())
+
+
+def slow_teaching(at, tables, all_examples, **changes):
+    """What has the loss's gradient at the tables `at`: a sum over tokens of `-A w log p`.
+
+    `w` is the truncated ratio at `at`, which stays as it is.
+    """
+    total = 0.0
+    for example, position, advantage, ratio in slow_tokens(at, all_examples, **changes):
+        is_clipped = ratio > HIGH if advantage > 0 else ratio < LOW
+        if not is_clipped:
+            total -= advantage * min(ratio, CAP) * slow_logprob(tables, example, position)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
+def test_the_gradient_agrees_with_finite_differences(tables, normalize):
+    """Of the log-probabilities, with weights that stay as they are: beyond the cap too."""
+    of = examples(tables, DISTANCES)
+    row = [segment_of(one, rule(normalize=normalize)) for one in of]
+    *_, gradients = learn(tables, [row], normalize=normalize)
+    for index, gradient in enumerate(gradients):
+        for at in [(i, v) for i in range(0, len(gradient), 3) for v in range(0, VOCABULARY, 2)]:
+            ends = []
+            for step in (-1e-5, 1e-5):
+                moved = [table.clone() for table in tables]
+                moved[index][at] += step
+                ends.append(slow_teaching(tables, moved, of, normalize=normalize))
+            assert gradient[at].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=2e-5)

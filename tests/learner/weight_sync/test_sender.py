@@ -488,3 +488,11 @@ def test_buckets_are_large_where_the_engines_loader_is_called_for_each_and_serve
     sender = make_configured_sender(weights, place, config.rollout_matching, 1.0)
     terms = sender.offer(1, QUESTION, score).terms
     assert (terms.bucket_bytes, terms.join) == (bucket_bytes, joining)
+
+
+def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        assert address_towards(*server.getsockname()) == connection.getsockname()[0]
