@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from operator import is_not
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from rollout_actors.environments.chat.messages import (
     cleanup_messages,
@@ -25,10 +25,13 @@ from rollout_actors.environments.chat.messages import (
     require_roles,
     sanitize_messages,
 )
-from rollout_actors.environments.types import Messages, RolloutInput, State
+from rollout_actors.environments.types import Arguments, Fields, Messages, RolloutInput, State
 from shared.config.secrets import masked
 from shared.errors import StorageError
 from shared.run_files import cannot_write
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
@@ -55,11 +58,11 @@ class PromptFormat:
 
     message_type: str = "chat"
     system_prompt: str | None = None
-    few_shot: tuple[Mapping[str, Any], ...] = ()
+    few_shot: tuple[Fields, ...] = ()
     task: str = "default"
     """Task of rows without one."""
 
-    def prompt(self, row: Mapping[str, Any]) -> Messages:
+    def prompt(self, row: Fields) -> Messages:
         """Return the row's `prompt`, or its `question`, behind the system prompt and examples.
 
         A prompt with a system message of its own stays as it is.
@@ -83,7 +86,7 @@ class PromptFormat:
             system = [{"role": "system", "content": self.system_prompt}]
         return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
-    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+    def input(self, row: Fields, index: int) -> RolloutInput:
         """Make a rollout's input of a row; the index is the id of a row without one.
 
         What the row holds is copied: a rollout changes nothing of the caller's. `info` stays as it
@@ -120,13 +123,13 @@ class PromptFormat:
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
                 result[key] = copied(row[key])
-        info: Any = result.get("info")
+        info: object = result.get("info")
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])
         return result
 
 
-def _without_gaps(value: Any) -> Any:
+def _without_gaps(value: object) -> object:
     """Return a field of a row with None for NaN, which in tables says that there is no value."""
     if isinstance(value, Real) and value != value:
         return None
@@ -156,8 +159,8 @@ class Examples(Sequence[RolloutInput]):
     @overload
     def __getitem__(self, index: slice) -> Examples: ...
     @overload
-    def __getitem__(self, index: str) -> list[Any]: ...
-    def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[Any]:
+    def __getitem__(self, index: str) -> list[object]: ...
+    def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[object]:
         """Return an example, some of them, or a column by its name. KeyError: there is none."""
         if isinstance(index, str):
             if index not in self.column_names:
@@ -210,7 +213,7 @@ def check_positions(inputs: Sequence[RolloutInput]) -> None:
     remedy = "give every row a place of its own in the step, or leave the column out"
     taken: dict[int, int] = {}
     for index, row in enumerate(inputs):
-        position: Any = row["position"]
+        position: object = row["position"]
         if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
             raise ValueError(
                 f"position: of input {index} must be a whole number from 0, got {position!r};"
@@ -263,7 +266,11 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
             )
 
 
-def to_rows(inputs: Any) -> Rows:
+Inputs = Rows | Iterable[Fields] | Fields
+"""What `Environment.generate` takes: a dataset, rows, one row, or a mapping of columns."""
+
+
+def to_rows(inputs: Inputs) -> Rows:
     """Return what a caller means by inputs as rows.
 
     Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
@@ -312,7 +319,7 @@ def build_dataset_from_outputs(
     *,
     include_ids: bool = True,
     state_columns: Sequence[str] | None = None,
-) -> Any:
+) -> Dataset:
     """Make a Hugging Face `Dataset` with a row for each rollout, in the order of the results.
 
     Columns: `id` (the states', if any has one) and `example_id`, `prompt` and `completion` (as
@@ -326,7 +333,7 @@ def build_dataset_from_outputs(
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
-    columns: dict[str, Sequence[Any]] = {}
+    columns: dict[str, Sequence[object]] = {}
     if include_ids:
         if any("id" in state for state in results.state):
             columns["id"] = [state.get("id") for state in results.state]
@@ -364,12 +371,12 @@ def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
     return list(state_columns or ())
 
 
-def field_of(state: Mapping[str, Any], path: str) -> Any:
+def field_of(state: Fields, path: str) -> object:
     """Return a field of the state, or of a mapping in it: `timing.total_ms`.
 
     A key that has a dot itself goes first. KeyError says what there is.
     """
-    value: Any = state
+    value: object = state
     keys = path.split(".")
     for depth, key in enumerate(keys):
         rest = ".".join(keys[depth:])
@@ -385,7 +392,7 @@ def field_of(state: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def has_field(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
+def has_field(path: str, states: Sequence[Fields]) -> bool:
     """Return whether any state has this field."""
     try:
         _state_column(states, path)
@@ -394,9 +401,9 @@ def has_field(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
     return bool(states)
 
 
-def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
+def _state_column(states: Sequence[Fields], path: str) -> list[object]:
     """Return the field of each state, None of those without it: one that failed ended early."""
-    values: list[Any] = []
+    values: list[object] = []
     missing: list[KeyError] = []
     for state in states:
         try:
@@ -409,7 +416,7 @@ def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
     return values
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as JSON and tables can hold it.
 
     Models of pydantic and dataclasses become mappings, sets and tuples lists, NaN and infinity
@@ -435,7 +442,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def push_dataset(dataset: Any, name: str) -> None:
+def push_dataset(dataset: Dataset, name: str) -> None:
     """Push to the Hugging Face hub, with the token that its own tools have stored.
 
     Raises:
@@ -456,7 +463,7 @@ def push_dataset(dataset: Any, name: str) -> None:
         ) from error
 
 
-def digest(row: Mapping[str, Any]) -> str:
+def digest(row: Fields) -> str:
     """Return 16 hex digits, the same for the same row in every process."""
     text = json.dumps(plain(row), sort_keys=True)
     # An object that has no form of its own in JSON is written with its address.
@@ -471,9 +478,9 @@ class GenerateMetadata:
     """Counts and averages over the rollouts of one call of `generate`."""
 
     env_id: str
-    env_args: dict[str, Any]
+    env_args: Arguments
     model: str
-    sampling_args: dict[str, Any]
+    sampling_args: Arguments
     num_examples: int
     rollouts_per_example: int
     num_errors: int
@@ -494,7 +501,7 @@ class GenerateMetadata:
     num_given_up: dict[str, int] = field(default_factory=dict)
     """Plain functions that were given up at a time limit, by name; see `state["given_up"]`."""
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return getattr(self, name)
 
 
@@ -532,7 +539,7 @@ class GenerateOutputs(dict[str, Any]):
         results["metadata"] = metadata
         return results
 
-    def save(self, folder: Path, dataset: Any) -> None:
+    def save(self, folder: Path, dataset: Dataset) -> None:
         """Write `results.jsonl`, the dataset's rows, and `metadata.json` into a folder.
 
         Raises:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -59,7 +59,7 @@ from rollout_actors.environments.scope import (
     require_state,
     with_defaults,
 )
-from rollout_actors.environments.types import State
+from rollout_actors.environments.types import Arguments, Client, State
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -85,9 +85,9 @@ class Concurrency:
 class GenerateCall:
     """The arguments of one call of `Environment.generate`."""
 
-    client: Any
+    client: Client
     model: str
-    sampling_args: dict[str, Any]
+    sampling_args: Arguments
     concurrency: Concurrency
     scores: bool = True
     interleaves: bool = True
@@ -127,7 +127,7 @@ class _Batch:
     """
 
     def __init__(
-        self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any
+        self, environment: Environment, examples: Examples, call: GenerateCall, bar: tqdm[NoReturn]
     ) -> None:
         self._environment = environment
         self._call = call
@@ -387,7 +387,7 @@ def _bound(limit: int | None) -> asyncio.Semaphore | None:
 
 
 def metadata_of(
-    environment: Environment, model: str, sampling_args: dict[str, Any], states: Sequence[State]
+    environment: Environment, model: str, sampling_args: Arguments, states: Sequence[State]
 ) -> GenerateMetadata:
     """Count and average. The reward 0 of a rollout that failed was never measured."""
     sound = [state for state in states if state["error"] is None]

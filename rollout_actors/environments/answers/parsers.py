@@ -130,7 +130,7 @@ class XMLParser(Parser):
         texts = _between(self.answer_field, text)
         return self.extract_fn(texts[-1]) if texts else None
 
-    def format(self, **values: Any) -> str:
+    def format(self, **values: object) -> str:
         """Write a value into each field, under its name; the reverse of `parse`.
 
         Raises:

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rollout_actors.environments.chat.messages import as_mapping
-from rollout_actors.environments.types import Message
+from rollout_actors.environments.types import Fields, GivenMessage, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER_MARKER = "the-model-said-this"
 """An answer's text that no template changes, to find what a template writes behind it."""
@@ -48,7 +51,9 @@ class PreviousCall:
 class ChatTemplate:
     """Tokenizer and chat template of one checkpoint."""
 
-    def __init__(self, tokenizer: Any, *, template_args: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, template_args: Fields | None = None
+    ) -> None:
         """
         Args:
             tokenizer: transformers' (`apply_chat_template`, `encode`, `decode`).
@@ -60,8 +65,8 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
         *,
         asks: bool = True,
     ) -> str:
@@ -91,8 +96,8 @@ class ChatTemplate:
         self,
         last: PreviousCall,
         rendered: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
     ) -> tuple[int, ...] | None:
         """Return the prompt that extends the last call's tokens to these messages.
 
@@ -123,8 +128,8 @@ class ChatTemplate:
         self,
         last: PreviousCall,
         rendered: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
     ) -> str | None:
         seen = last.rendered + last.text + last.stop_text
         if rendered.startswith(seen):
@@ -154,7 +159,7 @@ class ChatTemplate:
         return end if found else None
 
 
-def _for_template(message: Any) -> Message:
+def _for_template(message: GivenMessage) -> Message:
     """Prepare a message for templates, as vLLM's server does: no content is an empty one, and a
     tool call's arguments are a mapping.
     """
@@ -176,13 +181,13 @@ def _for_template(message: Any) -> Message:
     return result
 
 
-def _is_answer(message: Any, answer: Message) -> bool:
+def _is_answer(message: GivenMessage, answer: Message) -> bool:
     found = as_mapping(message)
     is_assistant = found.get("role") == "assistant"
     return is_assistant and _content_and_calls(found) == _content_and_calls(answer)
 
 
-def _content_and_calls(message: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, Any]]]:
+def _content_and_calls(message: Fields) -> tuple[object, list[tuple[object, object]]]:
     functions = [
         as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()
     ]
