@@ -20,7 +20,7 @@ from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from rollout_actors.backends.calls import POLL_S, Call, EngineCalls
 from rollout_actors.backends.ipc_handles import CudaDevice, cuda_devices, packed_buckets
@@ -125,7 +125,7 @@ class UpdatedLLM:
         for device in self._devices:
             device.collect()
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]:
         return self._llm.collective_rpc(method, args=args)
 
     async def reset_prefix_cache(self) -> bool:
@@ -159,7 +159,12 @@ class BeamLLM(LLM):
     """Called before each of its steps; raises to leave the search."""
 
     def _beam_search_step(
-        self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any
+        self,
+        *,
+        base_sampling_params: SamplingParams,
+        eos_token_id: int | None,
+        ignore_eos: bool,
+        **rest: Any,
     ) -> bool:
         self.raise_if_stopping()
         decode = self.beam_decode

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import (
@@ -45,6 +45,13 @@ from shared.rollouts import (
 from shared.tokens.pictures import pictures_of
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.utils import (
+        GenerateBeamDecoderOnlyOutput,
+        GenerateDecoderOnlyOutput,
+    )
+
 NO_STOP_TOKEN = -1
 """Stop token of a request that has none: transformers would take the checkpoint's."""
 
@@ -63,7 +70,9 @@ class StopCheck(LogitsProcessor):
 class StopTexts(StoppingCriteria):
     """Ends the rows whose last tokens complete a stop text, for one call of `generate`."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], *, prompt_length: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt_length = prompt_length
@@ -72,7 +81,7 @@ class StopTexts(StoppingCriteria):
         self.lengths: dict[int, int] = {}
         """Tokens up to the end of the first stop text, by row."""
 
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
         """[B, L] -> bool [B]"""
         if self._stop:
             tokens_BT = input_ids[:, self._prompt_length :]
@@ -423,7 +432,7 @@ class HFBackend:
         decode: DecodeSettings,
         processors: list[LogitsProcessor],
         texts: StopTexts | None = None,
-    ) -> Any:
+    ) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
         # What is left out would come from the checkpoint's generation_config.json.
         config = GenerationConfig(
             do_sample=False,

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -28,7 +28,7 @@ from shared.protocols import WatchedEngine
 from shared.rollouts import TRIES
 
 T = TypeVar("T")
-Call = Callable[[], Coroutine[Any, Any, T]]
+Call = Callable[[], Coroutine[object, None, T]]
 
 SECTION = "rollout_matching.vllm.server"
 POLL_S = 0.5
@@ -367,7 +367,7 @@ class HttpEngine(WatchedEngine, ABC):
         why = f"failed {TRIES} times, last with: {last}; check the server's own output"
         raise self._unreachable(why) from last
 
-    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _watched(self, work: Coroutine[object, None, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
@@ -410,7 +410,7 @@ class HttpEngine(WatchedEngine, ABC):
             raise self._http.error(f"answered something else: {error}; {remedy}", phase) from error
 
 
-async def all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_answers(calls: Sequence[Coroutine[object, None, T]]) -> list[T]:
     """Return all answers in order, or raise the first error and give up the other calls."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
@@ -22,6 +22,11 @@ from shared.errors import (
     ended,
     late,
 )
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+RefT = TypeVar("RefT")
 
 # Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
 PEER_ERROR_GRACE_S = 4.0
@@ -43,9 +48,9 @@ class RayCall:
     """None: the actors keep a limit themselves."""
     check: str
     """What to look at where an answer is late."""
-    error: type[Any]
+    error: Callable[..., Exception]
     """Built from a message, `actor` and `phase`."""
-    gone: type[Any] | None = None
+    gone: Callable[..., Exception] | None = None
     """Built in place of `error` where the actor's process has ended; None: `error`."""
     margin_s: float = 0.0
     """Wait beyond the limit, where the actor keeps the same one and can say more."""
@@ -60,8 +65,7 @@ class RayCall:
         """Return what to raise where these actors have not answered in time."""
         assert self.limit is not None, "an actor is late by a limit"
         message = late(", ".join(names), self.limit, self.check)
-        error: Exception = self.error(message, actor=names[0], phase=self.phase)
-        return error
+        return self.error(message, actor=names[0], phase=self.phase)
 
     def translate_error(self, name: str, error: RayError) -> Exception:
         """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
@@ -77,24 +81,21 @@ class RayCall:
             return LostLearnerError(message, phase=self.phase)
         if isinstance(cause, RayActorError | EngineEndedError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
-            gone: Exception = (self.gone or self.error)(
-                ended("its", reason), actor=name, phase=self.phase
-            )
-            return gone
+            gone = self.gone or self.error
+            return gone(ended("its", reason), actor=name, phase=self.phase)
         if isinstance(cause, ObjectLostError):
             lost = "a finished answer" if cause is error else "what it was asked for"
             message = f"{lost} was lost ({cause}); check {self.check}"
         else:
             message = f"{type(cause).__name__}: {cause}"
-        translated: Exception = self.error(message, actor=name, phase=self.phase)
-        return translated
+        return self.error(message, actor=name, phase=self.phase)
 
     def blames_peer(self, error: Exception) -> bool:
         """Return whether another actor's error is likely to explain this one."""
         return any(sign in str(error) for sign in BROKEN_CONNECTION)
 
 
-def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[Any]:
     """Return every actor's answer, in order; `answers` are names and references.
 
     The first failure ends the wait, unless it blames a peer, whose own error gets
@@ -103,7 +104,7 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
     """
     names = {answer: name for name, answer in answers}
     waiting = dict.fromkeys(names, call.deadline())
-    values: dict[Any, Any] = {}
+    values: dict[object, object] = {}
     victim: Exception | None = None
     while waiting:
         answer = next_ready(waiting)
@@ -124,7 +125,7 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
     return [values[answer] for answer in names]
 
 
-def next_ready(waiting: Mapping[Any, float], *, within_s: float | None = None) -> Any | None:
+def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) -> RefT | None:
     """Return the first that is ready of references with their deadlines by the monotonic clock.
 
     None when a deadline, or `within_s`, passes before.
@@ -137,7 +138,7 @@ def next_ready(waiting: Mapping[Any, float], *, within_s: float | None = None) -
     return ready[0] if ready else None
 
 
-def result_of(call: RayCall, name: str, answer: Any) -> Any:
+def result_of(call: RayCall, name: str, answer: ObjectRef) -> Any:
     """Return the answer of the actor with this name. Raises `call.translate_error`."""
     try:
         return ray.get(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -21,7 +20,7 @@ FINISH_REASONS = {
 BAN = -100.0
 """Bias on the logit of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
 # They score a prompt; the one token sampled after it is ignored.
-PROBE_FIELDS = {
+PROBE_FIELDS: dict[str, object] = {
     "temperature": 0.0,
     "max_tokens": 1,
     "prompt_logprobs": 0,
@@ -30,10 +29,10 @@ PROBE_FIELDS = {
 }
 
 
-def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
+def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
     """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
     assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM"
-    fields = {
+    fields: dict[str, object] = {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,

@@ -110,19 +110,16 @@ def image_token_id(model_path: str) -> int | None:
 
 
 def _model_config(model_path: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(
-        (Path(model_path) / "config.json").read_text(encoding="utf-8")
-    )
-    return config
+    return json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     """Return the arguments of vLLM's `EngineArgs`, and so of `LLM` and `AsyncEngineArgs`."""
     utilization = settings.gpu_memory_utilization
     if settings.kv_cache_memory_bytes is not None:
         # vLLM would still refuse a GPU on which less than this fraction is free.
         utilization = LEAST_UTILIZATION
-    lora: dict[str, Any] = {}
+    lora: dict[str, object] = {}
     if settings.enable_lora:
         # The configuration refuses ranks above the largest.
         rank = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
@@ -130,7 +127,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     # A folder that is no checkpoint is refused elsewhere.
     is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
     kind = model_type(settings.model_path) if is_checkpoint else ""
-    tiles: dict[str, Any] = {}
+    tiles: dict[str, object] = {}
     if kind in TILED_MODEL_TYPES:
         # vLLM 0.32 sizes its cache of images by the image processor's own setting, which is off in
         # published checkpoints, and the processor cuts tiles all the same.
@@ -162,7 +159,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _cpu_arguments(kind: str) -> dict[str, Any]:
+def _cpu_arguments(kind: str) -> dict[str, bool]:
     # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
     # does not use offset").
     arguments = {"enable_chunked_prefill": False}
@@ -172,12 +169,12 @@ def _cpu_arguments(kind: str) -> dict[str, Any]:
     return arguments
 
 
-def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
     """Return the Ray `runtime_env` of an engine's actor, with further environment variables."""
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
-def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
     """Return the Ray `runtime_env` of an actor on CPU that is forked where such engines are.
 
     Without `OMP_NUM_THREADS` in the variables torch has a thread for every core: Ray sets it when a

@@ -139,10 +139,9 @@ class VllmEngine:
         # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
-    async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+    async def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker. Returns one answer for each device."""
-        answers: list[Any] = await self.llm.collective_rpc(method, args=arguments)
-        return answers
+        return await self.llm.collective_rpc(method, args=arguments)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -234,7 +233,7 @@ class VllmEngine:
                 self._processes.remove()
         self._llm = self.intake = None
 
-    async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, works: Sequence[Coroutine[object, None, T]]) -> list[T]:
         """Return every result, or raise the first error.
 
         Raises EngineEndedError if vLLM's process ended.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollout_actors.server.service import ServedEngine
 from shared.protocols import CLOSED_S
@@ -89,5 +89,5 @@ class EngineThread:
         assert self._engine is not None, "start comes first"
         return self._engine
 
-    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_thread(self, work: Coroutine[object, None, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -41,7 +41,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 # Nothing of this project: a fork runs the code on the disk.
 PRELOADED = (
@@ -184,7 +184,7 @@ def _open_files(connection: socket.socket) -> list[int]:
 def _ask_for_fork(
     connection: socket.socket, arguments: Sequence[str], files: Sequence[int]
 ) -> None:
-    request = {
+    request: _Request = {
         "arguments": list(arguments),
         "environment": dict(os.environ),
         "folder": str(Path.cwd()),
@@ -252,6 +252,18 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     gc.freeze()
     _Server(folder, listener).run()
     shutil.rmtree(folder, ignore_errors=True)  # where it has failed, the log stays
+
+
+class _Request(TypedDict):
+    """What a shim asks the server for, as JSON."""
+
+    arguments: list[str]
+    """Of `python`."""
+    environment: dict[str, str]
+    folder: str
+    """The working folder."""
+    files: Sequence[int]
+    """The numbers that the open files, which come with the request, have in the shim."""
 
 
 class _Server:
@@ -359,7 +371,7 @@ class _Server:
             return True
 
 
-def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def _receive_request(connection: socket.socket) -> tuple[_Request, list[int]] | None:
     """Return a shim's request and files; None where the shim has ended or stopped sending."""
     files: list[int] = []
     try:
@@ -374,7 +386,7 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[in
     return None
 
 
-def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
+def _run_as(folder: Path, request: _Request, files: Sequence[int]) -> NoReturn:
     """Be the requested process, in the fork."""
     import threading
 
@@ -410,7 +422,7 @@ def end_at_once(error: BaseException | None) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
+def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
     """Take over files, environment and working folder, and begin a session and a random state."""
     import multiprocessing.spawn
     import random

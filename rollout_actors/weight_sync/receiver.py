@@ -18,6 +18,8 @@ from shared.weight_sync.transports import TransportKind
 
 # Imports vllm, which a client of a server has not.
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from rollout_actors.weight_sync.adapters import AdapterLoader
 
 
@@ -81,14 +83,14 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
 class InitRequest:
     """The group that an engine is to join."""
 
-    init_info: dict[str, Any]
+    init_info: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
     """The tensors that an engine is to take."""
 
-    update_info: dict[str, Any]
+    update_info: dict[str, object]
 
 
 class UpdatedEngine(Protocol):
@@ -99,7 +101,7 @@ class UpdatedEngine(Protocol):
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, request: UpdateRequest) -> None: ...
     async def finish_weight_update(self) -> None: ...
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]: ...
     async def reset_prefix_cache(self) -> bool: ...
     async def reset_mm_cache(self) -> None: ...
     async def reset_encoder_cache(self) -> None: ...
@@ -131,7 +133,7 @@ class TransferGroup:
             return
         self.forget()
         await self.llm.shutdown_weight_transfer_engine()
-        info: dict[str, Any] = {
+        info: dict[str, object] = {
             "master_address": group.host,
             "master_port": group.port,
             "rank_offset": self.rank_offset,
@@ -212,7 +214,7 @@ class WeightReceiver:
         }
 
     @property
-    def lora_request(self) -> Any:
+    def lora_request(self) -> LoRARequest | None:
         """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
         return None if self.adapter is None else self.adapter.request
 
@@ -392,7 +394,7 @@ class WeightReceiver:
             self._group.forget()
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), limit)
 
-    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], limit: Timeout) -> None:
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[object], limit: Timeout) -> None:
         try:
             await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,10 +33,17 @@ InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
 UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
+class LoadedModel(Protocol):
+    """What every model of vLLM has."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def load_weights(self, weights: Iterable[Named]) -> set[str]: ...
+
+
 class ChecksumLoader(nn.Module):
     """Stands in for the model during an update: passes tensors on one by one and keeps account."""
 
-    def __init__(self, model: Any, bucket_bytes: int) -> None:
+    def __init__(self, model: LoadedModel, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
         # An engine that serves adapters has put wrappers around its layers; loading reaches through
@@ -67,8 +74,7 @@ class ChecksumLoader(nn.Module):
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
         """Give checked tensors to vLLM's loader; return the names of the parameters it filled."""
         # What goes wrong from here on, only the canary sees.
-        loaded: set[str] = self.model.load_weights(tensors)
-        return loaded
+        return self.model.load_weights(tensors)
 
     def _checked(self, weights: Iterable[Named]) -> Iterator[Named]:
         stream = iter(weights)
@@ -105,14 +111,14 @@ class ChecksumLoader(nn.Module):
 class VerifyingWorker(GuardedWorker):
     """A base class of vLLM's `Worker` (`worker_extension_cls`) with the further calls of a sync."""
 
-    weight_transfer_engine: WeightTransferEngine[Any, Any]
+    weight_transfer_engine: WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
     _loader: ChecksumLoader
 
     # vLLM's, declared for the type checker alone: a definition here would collide with the
     # worker's.
     _weight_update_active: bool
-    start_weight_update: Any
-    finish_weight_update: Any
+    start_weight_update: Callable[[], None]
+    finish_weight_update: Callable[[], None]
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
         """Watch the next update. Called before `start_weight_update`, while the parameters are in
@@ -122,10 +128,10 @@ class VerifyingWorker(GuardedWorker):
         self._loader = self.make_loader(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._loader, engine.model_config)
 
-    def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+    def make_loader(self, model: LoadedModel, bucket_bytes: int) -> ChecksumLoader:
         return ChecksumLoader(model, bucket_bytes)
 
-    def load_report(self) -> dict[str, Any]:
+    def load_report(self) -> dict[str, object]:
         """Return the fields of a `LoadReport`, after `finish_weight_update`."""
         loader = self._loader
         return {
@@ -196,7 +202,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # unpacks and repacks each layer.
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         # The base class then waits for an accelerator, which is not there.
         self.receive_weights(self.parse_update_info(update_info))
 
