@@ -75,7 +75,8 @@ class Telemetry:
         """
         self._config = config
         self._console = console
-        self._folder = RunFolder(config, resumes=point is not None)
+        run_dir = config.telemetry.run_dir
+        self._folder = RunFolder(run_dir, config.resume, resumes=point is not None)
         self._bar = StepBar(console, config.training.max_steps)
         self.patience = Patience(tell=self.warn)
         """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
