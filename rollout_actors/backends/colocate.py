@@ -114,6 +114,7 @@ class ColocatedBackend:
         self._ended = "it was closed"
         if self._llm is not None:
             with self._context.entered():
+                # None first: a failure below must not have it closed a second time.
                 llm = self._llm
                 self._llm = None
                 self._context.forget_default_group()
@@ -136,7 +137,8 @@ class ColocatedBackend:
             try:
                 yield
             finally:
-                # Also after a refused request: the host comes back to the device in any case.
+                # Also after a refused request: the host comes back to the device in any case, and
+                # its memory may not hold both.
                 self._engine.fall_asleep()
 
     @contextmanager

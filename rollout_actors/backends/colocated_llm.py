@@ -110,6 +110,7 @@ class UpdatedLLM:
         names = [spec.name for spec in self._weights.terms.sent]
         assert request.update_info["names"] == names, "the update is of these"
         if self._transport is TransportKind.INPROC:
+            # The worker runs in this process: the tensors themselves, nothing is copied.
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
         self._llm.init_weight_transfer_engine({"init_info": {"packed": True}})
@@ -173,6 +174,7 @@ class BeamLLM(LLM):
         base_sampling_params.repetition_penalty = decode.repetition_penalty
         # The request's stop tokens take the place of the tokenizer's. vLLM's search knows one.
         stop, *others = decode.stop_token_ids or (None,)
+        # Beams that end in one of the others go on in this step, and are completed below.
         is_over = super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
@@ -287,6 +289,7 @@ class ColocatedLLM:
         """vLLM's inner id of each request and its call, by the id that the answer has."""
         try:
             while calls.is_open:
+                # Waits only if nothing is being decoded: a wait would hold up the next token.
                 self._raise_if_stopping()
                 for call in calls.take(wait_s=0.0 if under_way else POLL_S):
                     try:

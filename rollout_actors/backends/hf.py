@@ -76,7 +76,8 @@ class StopTexts(StoppingCriteria):
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt_length = prompt_length
-        # A token has a byte at least. Three more: the first character of the window may be cut.
+        # A token has a byte at least, so a stop text of n bytes lies within n tokens. Three more:
+        # the first character of the window may be cut.
         self._window = max((len(text.encode()) for text in stop), default=0) + 3
         self.lengths: dict[int, int] = {}
         """Tokens up to the end of the first stop text, by row."""
@@ -147,6 +148,7 @@ def processed_logits(
     if decode.mode is not DecodeMode.SAMPLE:
         return logits_BV
     logits_BV /= decode.temperature
+    # 0 and -1 mean no limit, as in vLLM.
     if 0 < decode.top_k < logits_BV.shape[1]:
         smallest_B1 = logits_BV.topk(decode.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
@@ -200,6 +202,7 @@ class Chooser(_LogprobProcessor):
         self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(decode, prompts)
+        # One per row: a request's numbers do not depend on its neighbours in the batch.
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
@@ -229,6 +232,8 @@ class BeamScores(_LogprobProcessor):
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         super().__init__(decode, prompts)
+        # As many as transformers' beam search keeps: some may be stop tokens, and the beams that go
+        # on need others.
         self._num_candidates = max(2, 1 + len(decode.stop_token_ids)) * decode.num_beams
         self._candidates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -420,6 +425,7 @@ class HFBackend:
         if self._sees_images and self._pictures.takes_modality:
             inputs["mm_token_type_ids"] = (ids_BP == self._pictures.token_id).int()
         features = [prompt.features for prompt in encoded if prompt.features]
+        # The model takes all images of the batch as one list, in the order of the prompts.
         if features:
             for name in features[0]:
                 inputs[name] = torch.cat([one[name] for one in features])

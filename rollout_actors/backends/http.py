@@ -369,6 +369,8 @@ class HttpEngine(WatchedEngine, ABC):
 
     async def _watched(self, work: Coroutine[object, None, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""
+        # Two tasks: the call itself has no limit, so only the watch can tell a slow server from a
+        # stuck one.
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
         try:
@@ -392,6 +394,7 @@ class HttpEngine(WatchedEngine, ABC):
                 now = await self._num_tokens()
             except HttpStatusError as error:
                 raise UnansweredError(f"{self._http.address.health_route}: {error}") from error
+            # None: there is nothing to do, or no count, so nothing can stand still.
             if now is None or now != last:
                 last = now
                 changed = time.monotonic()

@@ -180,5 +180,6 @@ class EngineWorld(c10d._World):
 
 
 def _set_global_rank(default_group: ProcessGroup | None) -> None:
+    # torch's C++ side keeps the rank for its logs, apart from the group; -1: none.
     rank = -1 if default_group is None else default_group.rank()
     torch._C._distributed_c10d._set_global_rank(rank)

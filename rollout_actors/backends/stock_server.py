@@ -190,6 +190,7 @@ class StockRoutes:
         except HttpStatusError:
             return None
         lines = [line for line in metrics.decode().splitlines() if line.startswith(TOKEN_COUNTER)]
+        # One line per engine of the server.
         if not lines:
             return None
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))

@@ -79,6 +79,7 @@ class Completion:
         stopped = self.finish_reason is FinishReason.STOP
         if stopped and request.decode.stop:  # a stop text is part of the response
             stopped = self.token_ids[-1] in request.decode.stop_token_ids
+        # The stop token is no part of the response: a rollout has it in a field of its own.
         end = len(self.token_ids) - stopped
         rollout = Rollout(
             step=request.step,

@@ -69,6 +69,7 @@ class RayCall:
 
     def translate_error(self, name: str, error: RayError) -> Exception:
         """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
+        # A RayTaskError wraps what the actor's method raised; other errors are Ray's own.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
             return cause
@@ -103,6 +104,7 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[A
     `call.timeout_error`.
     """
     names = {answer: name for name, answer in answers}
+    # One deadline for all: the actors were asked at the same time.
     waiting = dict.fromkeys(names, call.deadline())
     values: dict[object, object] = {}
     victim: Exception | None = None
@@ -116,6 +118,8 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[A
         except Exception as error:
             if not call.blames_peer(error):
                 raise
+            # The connection broke because a peer ended: that peer's own error explains more, and
+            # may come some seconds later.
             if victim is None:
                 victim = error
                 deadline = min(deadline, time.monotonic() + PEER_ERROR_GRACE_S)
@@ -134,6 +138,7 @@ def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) 
     if within_s is not None:
         deadline = min(deadline, time.monotonic() + within_s)
     timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+    # `ray.wait` returns one of them by default, and raises nothing for a call that failed.
     ready, _ = ray.wait(list(waiting), timeout=timeout)
     return ready[0] if ready else None
 

@@ -38,11 +38,15 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
         "top_k": decode.top_k,
         "repetition_penalty": decode.repetition_penalty,
         "max_tokens": decode.max_new_tokens,
+        # Of the request, not of the engine: the same rollout comes again from any engine, in any
+        # batch.
         "seed": seed,
         "stop_token_ids": list(decode.stop_token_ids),
         "ignore_eos": True,  # the request names its stop tokens; the tokenizer's do not add to them
+        # The learner masks the same ids before it compares log-probabilities.
         "logit_bias": dict.fromkeys(decode.banned_token_ids, BAN) or None,
         "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
+        # The learner reads token ids; text would only cost the engine time.
         "detokenize": False,
     }
     if decode.stop:

@@ -148,6 +148,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         # a checkpoint's sampling defaults do not leak into the requests
         "generation_config": "vllm",
+        # After bans, temperature and top-k/top-p: the distribution that the token was drawn from,
+        # which is what the learner compares with its own.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
@@ -184,6 +186,8 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
     # modules apart.
     if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
         return {"env_vars": variables}
+    # Ray starts `py_executable` in place of python: the shim, which asks the warm server for a
+    # fork.
     server = {
         warm_python.FOLDER: warm_python.run_folder(),
         warm_python.VARIABLES: json.dumps(engine_environment(settings)),
@@ -196,6 +200,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     common = {
         "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's
         "VLLM_NO_USAGE_STATS": "1",
+        # The checkpoint is a folder: nothing is asked of a hub.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM would fork a server on a GPU. A forked process takes our plugin for loaded, so that

@@ -69,6 +69,7 @@ class VllmEngine:
         self.name = name
         self._processes = processes
         self._settings = settings
+        # Rank 0 is the sender. With one offset for all engines joining would hang.
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
@@ -88,6 +89,7 @@ class VllmEngine:
         vLLM's reason, or where the repeat guard is configured and not active; LostStartError where
         the process was killed.
         """
+        # Before vLLM starts its process, which inherits the environment.
         os.environ.update(self._failures.environment)
         if self._processes is not None:
             self._processes.end_left()

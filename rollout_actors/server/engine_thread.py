@@ -77,6 +77,7 @@ class EngineThread:
 
     def close(self, within_s: float = CLOSED_S) -> None:
         """End the engine and the thread, unless it is stuck. Twice is harmless."""
+        # None first: whoever asks from now on is told that it is not running.
         engine = self._engine
         self._engine = None
         if engine is not None:

@@ -89,6 +89,7 @@ class SyncState:
             order = f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}"
             why = f"{name} is out of turn, the server waits for {expected}"
             raise RefusalError(409, f"{why}; {order}")
+        # `pause` is due until the phase has finished: after a failure a sync begins anew.
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
@@ -280,6 +281,7 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
         self._check_open(call.run, call.version)
+        # Compared again after the generation, across which a sync may begin.
         arrivals = self._num_arrivals
         held = self.version
         if len(call.requests) > self.limits.max_requests:

@@ -43,6 +43,7 @@ def write_token(file: Path) -> str:
         # Such a file is made with mode 0600.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
             part.write(token)
+        # Renamed when it is whole: a client that reads it meanwhile finds the old one or the new.
         Path(part.name).replace(file)
     except OSError as error:
         raise ConfigError(f"token: cannot write {file} ({error.strerror}); {remedy}") from error

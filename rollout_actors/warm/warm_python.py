@@ -96,6 +96,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     folder = Path(os.environ[FOLDER])
     try:
         connection = connect(folder, os.environ, preloaded)
+        # The answer comes when the server has imported everything: minutes on a busy machine.
         connection.settimeout(START_S)
         files = _open_files(connection)
         _ask_for_fork(connection, arguments, files)
@@ -120,6 +121,8 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     if status is None:  # the server has died
         _kill(pid, signal.SIGKILL)
         os._exit(1)
+    # The fork was killed by a signal: this process ends by the same one, so that its parent sees
+    # the same status.
     if status < 0:
         with suppress(OSError):  # what SIGKILL does cannot be changed
             signal.signal(-status, signal.SIG_DFL)
@@ -148,6 +151,7 @@ def connect(
         with suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(address)
             return connection
+        # What a server that was killed has left; the lock keeps others from making one meanwhile.
         Path(address).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)

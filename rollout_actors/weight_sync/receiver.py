@@ -131,6 +131,7 @@ class TransferGroup:
         group = terms.group
         if self._joined == group.key:
             return
+        # Before anything can fail: half a change of groups must not count as joined.
         self.forget()
         await self.llm.shutdown_weight_transfer_engine()
         info: dict[str, object] = {
@@ -140,6 +141,7 @@ class TransferGroup:
             "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
+        # vLLM's NCCL transport has no limits of its own: there the phase's limit has to do.
         if self.transport is TransportKind.GLOO:
             info |= {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
         else:
@@ -340,6 +342,8 @@ class WeightReceiver:
         # The merged weights hold the adapter: served on top of them it would count twice.
         if self.adapter is not None:
             await self.adapter.drop()
+        # Before the update, which moves the parameters to the meta device: the worker notes their
+        # names now.
         await self._llm.collective_rpc("begin_verified_load", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         update = {
@@ -362,15 +366,19 @@ class WeightReceiver:
             check_load_reports(self._sync.reports, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
-        # Loading resets no cache, and what they hold was computed with the old weights.
+        # Loading resets no cache, and what they hold was computed with the old weights: rollouts
+        # would mix both, without any error.
         if not await self._llm.reset_prefix_cache():
             raise self._error("the prefix cache is in use", SyncPhase.RESET)
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
 
     async def _canary(self, offer: WeightOffer) -> None:
+        # The canary is a request too. Rollouts are still refused: `unavailable_reason` is set.
         await self._llm.resume_generation()
         probe = offer.canary
+        # The learner computes them while the engines load, so they came after its weights and not
+        # in the offer.
         if probe.expected_logprobs is None:
             probe = probe.with_logprobs(map(float, self._sync.reports[0].logprobs))
         if self._sync.scores_before is not None:
@@ -379,6 +387,7 @@ class WeightReceiver:
         scores = await self._score(probe, adapted=True)
         self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
+            # Without the adapter: equal scores would mean that the engine ignores it.
             base = await self._score(probe, adapted=False)
             self._sync.adapter_effect = probe.check_adapter(self._name, scores, base)
         # Only now: a version that was not verified is never the label of a rollout.

@@ -50,7 +50,9 @@ class ChecksumLoader(nn.Module):
         # them, under the layers' own names.
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
-        self.checksums: list[int] = []  # of the buckets that arrived
+        # Of the buckets that arrived. vLLM's own checksums see empty tensors on CPU, where linear
+        # weights are packed.
+        self.checksums: list[int] = []
         self.sent: list[int] = []  # the sender's, which arrive behind the weights
         self.logprobs: list[float] = []  # the canary's, where they arrive last
         self.load_s = 0.0
@@ -141,6 +143,7 @@ class VerifyingWorker(GuardedWorker):
             "unexpected": sorted(loader.loaded - loader.expected),
             "load_s": loader.load_s,
             "verify_s": loader.verify_s,
+            # As text: JSON has no NaN, and `repr` keeps every bit.
             "logprobs": [repr(logprob) for logprob in loader.logprobs],
         }
 
@@ -148,6 +151,8 @@ class VerifyingWorker(GuardedWorker):
         """Leave the group, which ends the sender's wait, and bring the model back from the meta
         device: of old and new weights, good for nothing but a full sync.
         """
+        # Start and finish with nothing in between restore a whole model. An update that was begun
+        # needs the finish only.
         self.weight_transfer_engine.shutdown()
         if not self._weight_update_active:
             self.start_weight_update()
@@ -232,6 +237,7 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()
         config = self.parallel_config
+        # This worker's rank in the group: the engine's earlier replicas and devices come first.
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._group = GlooReceiver(
