@@ -331,6 +331,7 @@ class ColocatedLLM:
         queued: list[str] = []
         ended: list[tuple[RequestOutput, float]] = []
         try:
+            # All before the first step: the same list always gives the same batches.
             for request in requests:
                 queued.append(self._enqueue(request))
             while engine.has_unfinished_requests():

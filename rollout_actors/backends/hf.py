@@ -357,6 +357,7 @@ class HFBackend:
         if not self._sees_images:
             return Encoded(request.prompt_token_ids, {})
         images = decode_images(request.images, request.sample_id, actor=self._name)
+        # A placeholder without an image would run as text, silently.
         num_pads = request.prompt_token_ids.count(self._pictures.token_id)
         if num_pads != len(images):
             has = f"has {len(images)} images and {num_pads} placeholders"

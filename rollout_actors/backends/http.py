@@ -77,6 +77,7 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
     """
     token = token_in(section.token_env, f"{SECTION}.token_env")
     limit_s = section.infer_timeout_s
+    # 0 or less means no limit, as in `RolloutTimeouts.for_servers`.
     if limit_s is not None and limit_s <= 0:
         limit_s = None
     return tuple(
@@ -104,6 +105,7 @@ def token_in(variable: str | None, key: str) -> str | None:
     if not token:
         why = f"the environment variable {variable} is not set"
         raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
+    # From logs and error messages, from now on.
     hide({"token": token})
     return token
 
@@ -358,6 +360,8 @@ class HttpEngine(WatchedEngine, ABC):
                     return await self._watched(work), attempt
                 return await work, attempt
             except HttpStatusError as error:
+                # A server that was started again refuses too: that is reported first, since others
+                # can answer then.
                 if error.status < 500:
                     await self.check_alive()
                     raise self._http.error(f"refused the call: {error}", "generate") from error

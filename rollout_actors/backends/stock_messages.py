@@ -107,6 +107,7 @@ def _body(
 ) -> bytes:
     parts = [{"type": "image_url", "url": _data_url(image, sample_id, actor)} for image in images]
     body = {
+        # Unexpanded, as to our own engines: the server puts each image in its placeholder's place.
         "token_ids": list(token_ids),
         "content_parts": parts or None,
         "sampling_params": params,
@@ -170,6 +171,7 @@ def read_answer(
     (choice,) = answer.choices
     reason = finish_reason(choice.finish_reason, request, actor)
     seen = {span.version for span in choice.weight_versions or ()}
+    # An answer without tokens has no spans, and was sampled by nobody.
     if choice.token_ids and seen != {label}:
         raise refuse(
             f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"

@@ -96,6 +96,7 @@ class Completion:
             actor=origin.actor,
             attempt=0,
             seed=request.seed,
+            # By the counter, which no change of the clock moves; `started_s` is for the timeline.
             generate_s=end_s - origin.started.counter_s,
             started_s=origin.started.unix_s,
         )

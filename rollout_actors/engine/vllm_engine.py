@@ -264,6 +264,7 @@ class VllmEngine:
             # where one failed, or this call was cancelled, vLLM aborts the other requests
             for task in tasks:
                 task.cancel()
+            # With a limit: a request of an engine that hangs may not react to its cancellation.
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
@@ -285,7 +286,9 @@ class VllmEngine:
         except VLLMClientError as error:
             message = f"sample {request.sample_id} was refused: {error}"
             raise RolloutError(message, actor=self.name, phase="generate") from error
+        # Here, not when all have ended: each rollout has its own duration.
         end_s = time.perf_counter()
+        # vLLM forgets a request at its end, and the count must not fall.
         self._num_finished_tokens += len(output.outputs[0].token_ids)
         completion = to_completion(output, request, actor=self.name, version=origin.version)
         return completion.rollout(request, origin, end_s)

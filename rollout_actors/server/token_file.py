@@ -37,6 +37,7 @@ def write_token(file: Path) -> str:
     token = secrets.token_urlsafe(32)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Another user could have made it, or a link to a folder of theirs, to read the token.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ConfigError(f"token: {folder} is not a folder of this user's; {remedy}")
         folder.chmod(0o700)

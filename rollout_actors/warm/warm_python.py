@@ -293,6 +293,7 @@ class _Server:
             if self._listener in ready:
                 with suppress(OSError):  # too many open files: tried again in the next round
                     connection = self._listener.accept()[0]
+                    # A shim that stops in its request would block all others.
                     connection.settimeout(REQUEST_S)
                     self._forks[connection] = None
             if self._woken in ready:
@@ -437,7 +438,7 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
-    # Moved out of the way of the numbers that they get.
+    # Moved out of the way of the numbers that they get: `dup2` closes what has such a number.
     free = max([*request["files"], *files], default=2) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]
     for file in files:
@@ -454,6 +455,7 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
     os.environ.update(request["environment"] | {FOLDER: str(folder)})
     os.chdir(request["folder"])
     multiprocessing.spawn.set_executable(str(folder / "python"))
+    # All forks would draw the same numbers: they have the server's state.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

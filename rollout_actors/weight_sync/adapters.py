@@ -49,6 +49,7 @@ class AdapterLoader:
             )
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
+        # Until it is loaded there is no adapter: after a failure no request may name the old one.
         self.request = None
         # Gone before the engine serves it: an actor that is killed later leaves no files.
         with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-") as folder:

@@ -321,6 +321,7 @@ class WeightReceiver:
             )
         if self._sync.measures_noise:
             self._sync.scores_before = await self._score(offer.canary, adapted=True)
+        # No cache is cleared here: that has to follow the new weights (`_reset`).
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 

@@ -96,6 +96,7 @@ class ChecksumLoader(nn.Module):
             if name == CANARY:
                 self.logprobs = tensor.clone().view(torch.float64).tolist()
                 continue
+            # Of what is handed to the model, so that a fault of the transport shows.
             self._checksum.add(tensor)
             self._size += tensor.nbytes
             if self._size > self._bucket_bytes:
