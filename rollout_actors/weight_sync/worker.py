@@ -33,7 +33,7 @@ InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
 UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
-class LoadedModel(Protocol):
+class VllmModel(Protocol):
     """What every model of vLLM has."""
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
@@ -43,7 +43,7 @@ class LoadedModel(Protocol):
 class ChecksumLoader(nn.Module):
     """Stands in for the model during an update: passes tensors on one by one and keeps account."""
 
-    def __init__(self, model: LoadedModel, bucket_bytes: int) -> None:
+    def __init__(self, model: VllmModel, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
         # An engine that serves adapters has put wrappers around its layers; loading reaches through
@@ -131,7 +131,7 @@ class VerifyingWorker(GuardedWorker):
         self._loader = self.make_loader(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._loader, engine.model_config)
 
-    def make_loader(self, model: LoadedModel, bucket_bytes: int) -> ChecksumLoader:
+    def make_loader(self, model: VllmModel, bucket_bytes: int) -> ChecksumLoader:
         return ChecksumLoader(model, bucket_bytes)
 
     def load_report(self) -> dict[str, object]:
