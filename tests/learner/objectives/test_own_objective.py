@@ -106,8 +106,16 @@ def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
     [
         ("no_such_module:Focal", "", "there is no module no_such_module; start the run in"),
         ("own_package.no:Focal", "", "there is no module own_package.no; start the run in"),
-        ("own_package.focal_text:Focal", "", "own_package.focal_text has no Focal; define the class there"),
-        ("own_package.other:Bare", "class Bare: term_names = ()", "Bare has no Config, __call__, needs; "),
+        (
+            "own_package.focal_text:Focal",
+            "",
+            "own_package.focal_text has no Focal; define the class there",
+        ),
+        (
+            "own_package.other:Bare",
+            "class Bare: term_names = ()",
+            "Bare has no Config, __call__, needs; ",
+        ),
         (
             "own_package.other:Loose",
             "from own_package import focal_text\nclass Loose(focal_text.FocalText):\n    class Config: pass",
