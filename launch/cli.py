@@ -241,7 +241,7 @@ def _value(schema: type[Section], key: str, text: str) -> bool | int | float | s
     return value if value is None or isinstance(value, bool | int | float) else text
 
 
-def _types(annotation: Any) -> set[Any]:
+def _types(annotation: object) -> set[object]:
     """Return the types of a value: str and NoneType for `Annotated[str, ...] | None`."""
     if get_origin(annotation) is Annotated:
         return _types(get_args(annotation)[0])

@@ -12,7 +12,8 @@ also learns the rounds again, if `training.updates_per_batch` asks for more than
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from launch.pipeline import GeneratingEngines, Queue, RoundStream
 from launch.processes.learner_client import LearnerClient
@@ -20,17 +21,20 @@ from launch.processes.rounds import Round
 from launch.run_folder.checkpoints import Checkpoints
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.telemetry import Telemetry
-from shared.grounding.evaluation import Evaluation
+from shared.grounding.evaluation import Evaluation, Outcome
 from shared.protocols import PerRank
 from shared.schedule import RunSchedule
 from shared.weight_sync.phases import sync_weights
 
+OutcomeT = TypeVar("OutcomeT", bound=Outcome)
+OutcomeT_co = TypeVar("OutcomeT_co", bound=Outcome, covariant=True)
 
-class HeldOutClient(Protocol):
+
+class HeldOutClient(Protocol[OutcomeT_co]):
     """The held-out samples as the driver sees them."""
 
     def held_out_requests(self, step: int) -> PerRank: ...
-    def score(self, done: PerRank) -> list[Any]: ...
+    def score(self, done: PerRank) -> Sequence[OutcomeT_co]: ...
 
 
 def train(
@@ -105,10 +109,10 @@ def report_held_out(
 
 
 def evaluate(
-    held_out: HeldOutClient, rollouts: GeneratingEngines, step: int, queue: Queue
-) -> Evaluation[Any]:
+    held_out: HeldOutClient[OutcomeT], rollouts: GeneratingEngines, step: int, queue: Queue
+) -> Evaluation[OutcomeT]:
     """Generate and score the held-out samples with the weights that the engines have now."""
-    outcomes: list[Any] = []
+    outcomes: list[OutcomeT] = []
     started_s = time.monotonic()
     rounds = rollouts.split(held_out.held_out_requests(step))
     for done in queue(rollouts.generate, rounds):

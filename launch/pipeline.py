@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from launch.processes.replacements import Replacement
 from launch.processes.rounds import Round
@@ -14,11 +14,29 @@ from shared.protocols import PerRank
 from shared.schedule import StepPlan
 from shared.weight_sync.phases import ReceivingEngines
 
-Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""`one_ahead` or `one_at_a_time`."""
+RoundT = TypeVar("RoundT")
+DoneT = TypeVar("DoneT")
+DoneT_co = TypeVar("DoneT_co", covariant=True)
 
 
-def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
+class Handle(Protocol[DoneT_co]):
+    """What is in production, such as a `Round` or a future."""
+
+    def result(self) -> DoneT_co:
+        """Wait for the result."""
+
+
+class Queue(Protocol):
+    """`one_ahead` or `one_at_a_time`."""
+
+    def __call__(
+        self, submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT], /
+    ) -> Iterator[DoneT]: ...
+
+
+def one_ahead(
+    submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT]
+) -> Iterator[DoneT]:
     """Yield each round's result while the next round is already being produced.
 
     Bound: one round is in production, one is with the consumer.
@@ -39,7 +57,9 @@ def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[A
         yield pending.result()
 
 
-def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
+def one_at_a_time(
+    submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT]
+) -> Iterator[DoneT]:
     """Yield each round's result before the next is submitted: generation and learning alternate."""
     for round_ in rounds:
         yield submit(round_).result()

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
 from launch.checks.host import path_problems, version_problems, vllm_import
-from launch.checks.hub import with_fetched_model
+from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import (
     DeviceMemory,
@@ -53,7 +53,7 @@ from launch.processes.ray_connection import cluster_nodes
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
-from launch.tools.demo.once import make_missing_demo_files, with_untrained_model
+from launch.tools.demo.once import make_missing_demo_files, untrained_model
 from learner.host_memory import in_gib
 from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
@@ -105,9 +105,10 @@ def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
         show = partial(console.print, markup=False, highlight=False)
-        config = with_untrained_model(config_of_command(composed), show)
+        config = config_of_command(composed)
+        config = config.model_copy(update={"model": untrained_model(config.model, show)})
         make_missing_demo_files(config, show)
-        config = with_fetched_model(config, show)
+        config = config.model_copy(update={"model": fetched_model(config.model, show)})
         config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):

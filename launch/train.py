@@ -21,7 +21,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from launch.checks.hub import with_fetched_model
+from launch.checks.hub import fetched_model
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -61,7 +61,8 @@ def run_job(config: RunConfig, console: Console) -> None:
     """
     budget: RestartBudget | None = None
     make_missing_demo_files(config, lambda line: _print(console, [line]))
-    config = with_fetched_model(config, lambda line: _print(console, [line]))
+    model = fetched_model(config.model, lambda line: _print(console, [line]))
+    config = config.model_copy(update={"model": model})
     while True:
         try:
             run(config, console)

@@ -9,24 +9,21 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from learner.model.checkpoint_folder import hub_id
-from shared.config import RunConfig
+from shared.config.model import ModelSection
 from shared.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 """The files that a run reads: not the same weights in other formats."""
 
 
-def with_fetched_model(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with the folder of `model.path` where it is written as a hub's id,
-    `OWNER/NAME` or `OWNER/NAME@REVISION`, and no folder OWNER is here.
+def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
+    """Return the section with a folder for `path` if that is written as a hub's id, `OWNER/NAME` or
+    `OWNER/NAME@REVISION`, and no folder OWNER is here.
 
     Raises ConfigError as `fetch_model`.
     """
-    named = hub_id(Path(config.model.path))
-    if named is None:
-        return config
-    model = config.model.model_copy(update={"path": fetch_model(named, show)})
-    return config.model_copy(update={"model": model})
+    named = hub_id(Path(model.path))
+    return model if named is None else model.model_copy(update={"path": fetch_model(named, show)})
 
 
 def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.path") -> str:

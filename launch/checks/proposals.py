@@ -78,9 +78,9 @@ class _Search:
     def is_new(self, change: Change) -> bool:
         """Tell whether the change changes anything."""
         for path, value in change.items():
-            found: Any = self.values
+            found: object = self.values
             for key in path.split("."):
-                found = None if found is None else found.get(key)
+                found = found.get(key) if isinstance(found, Mapping) else None
             if found != value:
                 return True
         return False

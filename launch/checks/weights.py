@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from launch.checks.model_shape import read_headers, weight_files
 from learner.model.checkpoint_folder import listed
 from learner.model.loading import load_complete
 from shared.errors import ConfigError
 from shared.model_families import find_part
+
+if TYPE_CHECKING:
+    import torch
 
 
 def weight_warnings(
@@ -67,7 +70,7 @@ def _differ(folder: Path) -> bool:
     import torch
     from safetensors import safe_open
 
-    found: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():

@@ -53,7 +53,7 @@ _SET_BY_THE_COMMAND = {
 }
 """Keys of the configuration that this command sets itself, and what to use instead."""
 
-_BY_ACTORS_ALONE: Mapping[str, Any] = {
+_BY_ACTORS_ALONE: Mapping[str, object] = {
     # Whatever generated in the run, this command's own actors serve the checkpoint as it is.
     "cluster.kind": "ray",
     "rollout_matching.rollout_backend": "vllm",
@@ -327,7 +327,7 @@ def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) ->
     return folder
 
 
-def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def _read_overrides(overrides: Sequence[str]) -> dict[str, object]:
     """Read dotted keys and their values, as `launch.train` reads its command line."""
     changes = {}
     problems = []
@@ -344,7 +344,7 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
+def _sets(changes: Mapping[str, object], dotted: str) -> bool:
     """Tell whether the changes set this key, by itself or in a whole section."""
     section, _, key = dotted.partition(".")
     whole = changes.get(section)

@@ -144,7 +144,7 @@ def _placement(run: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def _differences(recorded: Mapping[str, Any], learned: Mapping[str, float]) -> list[str]:
+def _differences(recorded: Mapping[str, object], learned: Mapping[str, float]) -> list[str]:
     """Say which metrics are not what the run has recorded."""
     names = [
         name

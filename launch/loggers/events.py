@@ -40,9 +40,9 @@ class RunEvent:
     """Name of the run: the configured name and the end of the run folder's path."""
     first_step: int
     """The first step that comes now, from 1. After a resumption later steps are removed."""
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     """The configuration as JSON has it, by sections."""
-    flat_config: Mapping[str, Any]
+    flat_config: Mapping[str, object]
     """The same by dotted keys."""
 
 
@@ -126,7 +126,7 @@ def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
     return RolloutTable(columns, [tuple(row.values()) for row in rows])
 
 
-def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Any]]:
+def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Scalar | None]]:
     for line in lines:
         rollout, reading = line["rollout"], line["reading"]
         # Those of channel A were not generated.
@@ -145,7 +145,7 @@ def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _trajectory_rows(lines: Iterable[TrajectoryRecord]) -> Iterator[dict[str, Any]]:
+def _trajectory_rows(lines: Iterable[TrajectoryRecord]) -> Iterator[dict[str, Scalar | None]]:
     for line in lines:
         yield {
             "position": line["position"],
@@ -159,7 +159,7 @@ def _trajectory_rows(lines: Iterable[TrajectoryRecord]) -> Iterator[dict[str, An
         }
 
 
-def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Scalar | None]]:
     for line in lines:
         yield {
             "sample": line["sample_id"],

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -50,6 +50,10 @@ from shared.errors import ConfigError
 from shared.protocols import BackendHost, MakeBackend
 from shared.trajectory import ExampleCounts
 
+if TYPE_CHECKING:  # names for readers: mypy does not look into ray
+    from ray.actor import ActorClass, ActorHandle
+    from ray.util.scheduling_strategies import SchedulingStrategyT
+
 
 class Cluster:
     """One run's processes. On exit, good or bad, all of them end; a cluster that ran before stays.
@@ -80,7 +84,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Connect to Ray. Raises ConfigError where there is no such cluster, or none starts."""
         cluster = self._config.cluster
-        options: dict[str, Any] = {}
+        options = {}
         if cluster.address == "local":
             options = {"include_dashboard": cluster.dashboard}
         # The clients of engines and learner report every failed call themselves.
@@ -191,7 +195,7 @@ class Cluster:
         names = [actor_name(index) for index in range(len(placement.engines))]
         run = uuid.uuid4().hex
 
-        def create(index: int, number: int = 1) -> Any:
+        def create(index: int, number: int = 1) -> ActorHandle:
             spec = VllmEngineSpec(names[index], settings, index, f"{run}-{index}")
             name = _ray_name(names[index], number)
             where = _bundle(group, index)
@@ -218,7 +222,7 @@ class Cluster:
         names = [server_name(index) for index in range(len(addresses))]
         shell = ray.remote(EngineActor)
 
-        def create(index: int, number: int = 1) -> Any:
+        def create(index: int, number: int = 1) -> ActorHandle:
             spec = ServerEngineSpec(names[index], addresses[index], index, settings)
             name = _ray_name(names[index], number)
             # On this node, from which preflight asks: elsewhere 127.0.0.1 is another machine.
@@ -233,7 +237,7 @@ class Cluster:
 
     def _replacements(
         self,
-        create: Callable[[int, int], Any],
+        create: Callable[[int, int], ActorHandle],
         names: Sequence[str],
         timeouts: RolloutTimeouts,
         *,
@@ -247,7 +251,7 @@ class Cluster:
 
     def _engines(
         self,
-        actors: dict[str, Any],
+        actors: dict[str, ActorHandle],
         timeouts: RolloutTimeouts,
         learner: LearnerClient | None,
         replacements: Replacements | None,
@@ -276,8 +280,8 @@ class Cluster:
         config = self._config
         assert self._examples is not None, "they are counted before the start"
         # Perhaps on nodes without engines, where there is no server to fork from.
-        where: Any = "SPREAD"
-        runtime_env: dict[str, Any] = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
+        where: SchedulingStrategyT = "SPREAD"
+        runtime_env: dict[str, object] = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         if section.cpus_per_actor == 0:
             where = here()
             threads = os.environ.get("OMP_NUM_THREADS", "1")
@@ -288,7 +292,7 @@ class Cluster:
         num_actors = num_environments(section, examples)
         names = [environment_name(index) for index in range(num_actors)]
 
-        def create(index: int, number: int = 1) -> Any:
+        def create(index: int, number: int = 1) -> ActorHandle:
             settings = runner_settings(config, section, engines.devices, examples, index)
             fleet = engines.engines
             asked = (fleet.actors, fleet.names, fleet.timeouts.generate, fleet.replaces_lost)
@@ -316,14 +320,14 @@ class Cluster:
 
     def _create(
         self,
-        shell: Any,
+        shell: ActorClass,
         name: str,
         resources: Resources,
-        where: Any,
-        runtime_env: dict[str, Any],
-        *arguments: Any,
+        where: SchedulingStrategyT,
+        runtime_env: dict[str, object],
+        *arguments: object,
         is_first: bool = True,
-    ) -> Any:
+    ) -> ActorHandle:
         """Create a Ray actor of `shell`, by the scheduling strategy `where`.
 
         Its client ends one that is not the first of its place.

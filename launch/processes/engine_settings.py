@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from launch.checks.data import ImageNeeds
 from launch.checks.memory import batch_cache_bytes
@@ -50,7 +49,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
 
 def neighbour_env(
     config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the Ray `runtime_env` of a learner rank or an environment actor, with variables."""
     variables |= {"HF_HUB_OFFLINE": "1"}
     # Forked on CPU like the engines; a warm server for it alone would cost more than it saves.

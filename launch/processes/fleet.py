@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -24,6 +24,10 @@ from shared.errors import ConfigError, LostStartError, RolloutError, Timeout, We
 from shared.protocols import CLOSED_S
 from shared.rollouts import TRIES
 from shared.weight_sync.phases import POOL_MARGIN_S
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 ALIVE_S = 30.0
 """Least seconds for an actor with nothing to do to show that it is neither stopped nor stuck."""
@@ -126,7 +130,7 @@ class Fleet:
 
     def __init__(
         self,
-        actors: Sequence[Any],
+        actors: Sequence[ActorHandle],
         names: Sequence[str],
         timeouts: RolloutTimeouts,
         *,
@@ -156,7 +160,7 @@ class Fleet:
         """Whether new actors are started in place of lost ones."""
         return self._replacements is not None
 
-    def named(self) -> list[tuple[str, Any]]:
+    def named(self) -> list[tuple[str, ActorHandle]]:
         return list(zip(self.names, self.actors, strict=True))
 
     def watch(self) -> StallWatch | None:
@@ -210,7 +214,7 @@ class Fleet:
             alive = [actor.check_alive.remote() for actor in self.actors]
             self.lose_silent(alive, after_failed_sync=after_failed_sync)
 
-    def lose_silent(self, answers: Sequence[Any], *, after_failed_sync: bool = False) -> bool:
+    def lose_silent(self, answers: Sequence[ObjectRef], *, after_failed_sync: bool = False) -> bool:
         """Replace every actor whose answer fails or does not come; return whether there are any."""
         limit_s = ALIVE_S
         if after_failed_sync:

@@ -43,7 +43,9 @@ from shared.weight_sync.canary import Differences
 from shared.weight_sync.phases import SendReport, SyncPhase, sender_s
 from shared.weight_sync.transports import Device
 
-if TYPE_CHECKING:  # they import torch
+if TYPE_CHECKING:  # torch is imported by two of them
+    from ray.actor import ActorHandle
+
     from learner.learner import Learner
     from learner.model.ranks import RankTopology
 
@@ -136,7 +138,7 @@ class RankExecutor(Protocol):
     def put(self, value: object) -> object:
         """Return a reference to this value."""
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[object]:
         """Return the results of names and references, or raise the error that explains most."""
 
     def close(self, timeout_s: float) -> None:
@@ -146,7 +148,7 @@ class RankExecutor(Protocol):
 class RayRanks:
     """Runs tasks on `LearnerActor`s, whose handles come in rank order."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[ActorHandle]) -> None:
         self._actors = tuple(actors)
         self.num_ranks = len(actors)
 
@@ -166,7 +168,7 @@ class RayRanks:
     def put(self, value: object) -> object:
         return ray.put(value)
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[object]:
         return wait_for_all(call, asked)
 
     def close(self, timeout_s: float) -> None:
@@ -408,7 +410,7 @@ class LearnerClient:
         The future holds, for each rank, references to its rollouts.
         """
 
-        def generate(rank: LearnerRank, places: range, *objects: SentRequests) -> list[Any]:
+        def generate(rank: LearnerRank, places: range, *objects: SentRequests) -> list[object]:
             return rank.generate(objects, places)
 
         def ask() -> dict[int, tuple[object, object]]:

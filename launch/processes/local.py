@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
@@ -47,10 +47,10 @@ class ThreadRank:
         self,
         rank: int,  # noqa: ARG002
         name: str,  # noqa: ARG002
-        task: Callable[..., object],
+        task: Callable[..., T],
         *arguments: object,
-    ) -> Future[Any]:
-        def run() -> object:
+    ) -> Future[T]:
+        def run() -> T:
             values = (one.result() if isinstance(one, Future) else one for one in arguments)
             return task(self.rank, *values)
 
@@ -68,7 +68,7 @@ class ThreadRank:
     def put(self, value: object) -> object:
         return value
 
-    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[Any]:
+    def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[object]:
         ((name, answer),) = asked
         assert isinstance(answer, Future), "what `ask` returned"
         wait([answer], timeout=None if call.limit is None else call.limit.seconds)

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
 from launch.processes.placement import Resources
@@ -95,7 +95,7 @@ class Session(NamedTuple):
     """The dashboard's address, and who gets in."""
 
 
-def connect(cluster: ClusterSection, **options: Any) -> Session:
+def connect(cluster: ClusterSection, **options: object) -> Session:
     """Call `ray.init` at the configured address.
 
     The processes of a cluster of the run's own do not hear a signal to this process's group, and

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -18,6 +18,10 @@ from ray.exceptions import RayError
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
 from shared.config.rollout import ActorsSection
 from shared.errors import LostStartError, RolloutError, Timeout, WeightSyncError, late
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,8 +79,8 @@ class RestartBudget:
 class _Starting:
     """A new actor that is being started."""
 
-    actor: Any
-    answer: Any
+    actor: ActorHandle
+    answer: ObjectRef
     """Reference to what its `start` returns."""
     deadline: float
     """End of the wait, by the monotonic clock."""
@@ -95,7 +99,7 @@ class Replacements:
 
     def __init__(
         self,
-        create: Callable[[int, int], Any],
+        create: Callable[[int, int], ActorHandle],
         names: Sequence[str],
         start: Timeout,
         budget: RestartBudget,
@@ -126,7 +130,7 @@ class Replacements:
     def lose(
         self,
         index: int,
-        actor: Any,
+        actor: ActorHandle,
         error: RolloutError | WeightSyncError,
         *,
         before: _Starting | None = None,
@@ -172,7 +176,7 @@ class Replacements:
                 new, new.start.remote(), self._call.deadline(), reason, lost_s
             )
 
-    def join(self) -> dict[int, tuple[Any, int]]:
+    def join(self) -> dict[int, tuple[ActorHandle, int]]:
         """Wait for all that are being started; return actors and their devices, by place.
 
         One that fails to start is replaced again. Raises RolloutError where the budget is used up.
@@ -240,7 +244,7 @@ def ended_error(name: str, error: RayError) -> RolloutError:
 class _Watched:
     """One actor as the watch has seen it."""
 
-    answer: Any
+    answer: ObjectRef
     """Reference to what `progress` returns."""
     alive_s: float
     """The clock when its last answer was seen."""
@@ -270,7 +274,7 @@ class StallWatch:
         """Seconds between two looks."""
         return min(LOOK_S, self._limit.seconds / 4)
 
-    def look(self, actors: Sequence[Any]) -> dict[int, RolloutError]:
+    def look(self, actors: Sequence[ActorHandle]) -> dict[int, RolloutError]:
         """Ask all actors how far they are, without waiting; return those to give up, and why."""
         now_s = self._clock_s()
         gap_s = now_s - self._looked_s

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 
@@ -22,6 +22,9 @@ from shared.protocols import PerRank
 from shared.rollouts import TRIES
 from shared.sent_requests import in_objects
 from shared.weight_sync.phases import ReceivingEngines, SendingLearner, sync_weights
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -135,9 +138,9 @@ class _SentPart:
     part: RoundPart
     deadline: float
     """End of the wait, by the monotonic clock."""
-    rollouts: Any
+    rollouts: ObjectRef
     """Reference to a `list[Rollout]`."""
-    count: Any
+    count: ObjectRef
     """Reference to its length, by which the driver knows that they are ready."""
 
 
@@ -176,7 +179,7 @@ class Rounds:
         sizes = [len(requests) for requests in round_]
         bound = self._size.decode_batch_size if asked is self._engines else sys.maxsize
         queue = RoundQueue(sizes, asked.devices, decode_batch_size=bound)
-        waiting: dict[Any, _SentPart] = {}
+        waiting: dict[ObjectRef, _SentPart] = {}
         done: list[_SentPart] = []
         while True:
             deadline = call.deadline()
@@ -284,7 +287,7 @@ class Rounds:
         return [_SentPart(part, deadline, rollouts, count) for part, rollouts, count in pairs]
 
 
-def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[Any], range]:
+def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[ObjectRef], range]:
     return in_objects(round_[part.rank][part.requests.start : part.requests.stop])
 
 

@@ -22,7 +22,6 @@ from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -31,7 +30,7 @@ from rich.console import Console
 
 from launch.cli import as_mapping, quoted
 from launch.processes.placement import Resources, plan_placement
-from launch.reports.trials import settings_of, tables
+from launch.reports.trials import Line, settings_of, tables
 from launch.run_folder.console import make_console
 from launch.tools.demo.once import make_missing_demo_files
 from shared.config import RunConfig, load_config
@@ -151,7 +150,7 @@ def run_trials(console: Console) -> None:
         sys.exit(1)
 
 
-def _is_complete(trial: Trial, ended: dict[int, dict[str, Any]]) -> bool:
+def _is_complete(trial: Trial, ended: dict[int, Line]) -> bool:
     line = ended.get(trial.number)
     if line is None or line["exit_code"] != 0:
         return False
@@ -315,7 +314,7 @@ class Room:
         return Resources(cpus, float(math.ceil(reserved.gpus)))
 
 
-def last_lines(folder: Path) -> dict[int, dict[str, Any]]:
+def last_lines(folder: Path) -> dict[int, Line]:
     """Return the last line of each trial that has ended, by its number."""
     lines = {line["trial"]: line for line in read_lines(folder / TRIALS)}
     return dict(sorted(lines.items()))

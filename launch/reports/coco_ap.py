@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from pycocotools.coco import COCO
@@ -136,7 +135,7 @@ def _compared(scene: Scene) -> tuple[ScoredObject, ...]:
     return tuple(replace(found, pixels=None) for found in scene.objects)
 
 
-def _indexed(dataset: dict[str, Any]) -> COCO:
+def _indexed(dataset: dict[str, object]) -> COCO:
     coco = COCO()
     coco.dataset = dataset
     with _quiet():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch.reports.coco_ap import MAX_PREDICTIONS, CocoAP, CocoScores, IouType, coco_scores
 from launch.reports.lenient import LenientReading, lenient_reading
@@ -177,7 +177,7 @@ class DetectionReport:
             ),
         }
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the content of `report.json`."""
         counts = self.counts
         return {
@@ -274,7 +274,7 @@ def make_report(
     )
 
 
-def _at_thresholds(detection: DetectionSummary) -> list[dict[str, Any]]:
+def _at_thresholds(detection: DetectionSummary) -> list[dict[str, object]]:
     return [
         {
             "iou_threshold": at.iou_threshold,

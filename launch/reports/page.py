@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch.inspect.sample_pages.html import render
 from launch.reports.coco_ap import MAX_PREDICTIONS, IouType
@@ -108,7 +108,7 @@ def write_report(folder: Path, report: DetectionReport) -> None:
             draw_scene(worst.scene, worst.pairs).save(partial / worst.picture)
 
 
-def _as_row(found: ScoredObject) -> dict[str, Any]:
+def _as_row(found: ScoredObject) -> dict[str, object]:
     row = asdict(found)
     if found.pixels is None:
         del row["pixels"]

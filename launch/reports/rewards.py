@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from launch.reports.detection import PrimaryMetric
 from launch.reports.page import whole_folder
@@ -131,7 +130,7 @@ def write_reward_report(folder: Path, report: RewardReport) -> None:
     `report.json` has the figures, `rollouts.jsonl` a line for every rollout.
     """
     evaluation = report.evaluation
-    figures: dict[str, Any] = {
+    figures: dict[str, object] = {
         "step": evaluation.step,
         "weight_version": evaluation.weight_version,
         "num_samples": len(evaluation.outcomes),

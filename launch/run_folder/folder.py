@@ -19,7 +19,7 @@ from launch.run_folder.held_out import read_evaluations
 from launch.run_folder.ledger import cut_ledger
 from launch.run_folder.saved_checkpoints import read_index
 from launch.run_folder.timeline import cut_timeline, read_timeline
-from shared.config import RunConfig
+from shared.config.job import ResumeSection
 from shared.config.secrets import redacted
 from shared.errors import ConfigError, StorageError
 from shared.run_files import (
@@ -39,19 +39,19 @@ ERROR = "error.txt"
 class RunFolder:
     """A run's folder, locked until it is closed or this process ends."""
 
-    def __init__(self, config: RunConfig, *, resumes: bool) -> None:
+    def __init__(self, path: Path, resume: ResumeSection, *, resumes: bool) -> None:
         """Create and lock it. For a new run, remove what a failed start has left there.
 
         Raises:
             ConfigError: the folder holds a run, or another process writes to it.
             StorageError: it cannot be written.
         """
-        self.path = config.telemetry.run_dir
-        problem = None if resumes else run_folder_problem(self.path, config.resume)
+        self.path = path
+        problem = None if resumes else run_folder_problem(self.path, resume)
         if problem is not None:
             raise ConfigError(problem)
         # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
-        begun = (FAILED_CONFIG, CONFIG) if config.resume.is_auto else (FAILED_CONFIG,)
+        begun = (FAILED_CONFIG, CONFIG) if resume.is_auto else (FAILED_CONFIG,)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)

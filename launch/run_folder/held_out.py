@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from launch.loggers.events import Picture
 from launch.reports.detection import DetectionReport, make_report
@@ -14,6 +14,10 @@ from launch.reports.rewards import RewardReport, write_reward_report
 from shared.config import RunConfig
 from shared.grounding.evaluation import Evaluation
 from shared.run_files import Patience, damaged_line, read_steps
+
+if TYPE_CHECKING:
+    from shared.grounding.evaluation import Outcome, Scene
+    from shared.trajectory import EnvironmentRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,9 @@ class EvaluationRecord:
         )
 
 
-def line_of(evaluation: Evaluation[Any], report: DetectionReport | RewardReport) -> dict[str, Any]:
+def line_of(
+    evaluation: Evaluation[Outcome], report: DetectionReport | RewardReport
+) -> dict[str, object]:
     """Return the report's line of evaluations.jsonl."""
     return {
         "step": evaluation.step,
@@ -78,15 +84,17 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 
 
 def write_held_out(
-    evaluation: Evaluation[Any], folder: Path, config: RunConfig, patience: Patience
+    evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
     """Write the report's folder; return the report and the pictures in it. Raises StorageError."""
+    # The run's algorithm decides what all of its outcomes are.
     if config.algorithm.uses_environment:
-        rewards = RewardReport(evaluation)
+        rewards = RewardReport(cast("Evaluation[EnvironmentRollout]", evaluation))
         patience(lambda: write_reward_report(folder, rewards))
         return rewards, []
     subject = f"{config.telemetry.name} after {evaluation.step} steps"
-    report = make_report(evaluation, config, subject=subject)
+    scenes = cast("Evaluation[Scene]", evaluation)
+    report = make_report(scenes, config, subject=subject)
     patience(lambda: write_report(folder, report))
     pictures = [
         Picture(

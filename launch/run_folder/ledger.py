@@ -22,7 +22,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
@@ -91,14 +90,14 @@ class Ledger:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, content: Mapping[str, Any]) -> None:
+    def _write(self, content: Mapping[str, object]) -> None:
         # The hash is of the line's own bytes: a check does not have to make the same JSON.
         text = json.dumps({**content, "previous": self._previous})[:-1]
         self._previous = hashlib.sha256(text.encode()).hexdigest()
         self._file.write(f'{text}, "hash": "{self._previous}"}}\n')
 
 
-def head_of(config: RunConfig) -> dict[str, Any]:
+def head_of(config: RunConfig) -> dict[str, object]:
     """Return what decides every step of a run: digest of the configuration, code, versions.
 
     An environment in the user's own file is code too; what it imports is not in its digest.

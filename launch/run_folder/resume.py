@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import ValidationError
@@ -119,7 +118,7 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     # A checkpoint has a config.json too, for its model.
     run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), path)
     # Each start has to insist again.
-    changes: dict[str, Any] = {"resume.allow": []}
+    changes: dict[str, object] = {"resume.allow": []}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if override.is_delete() or not override.is_force_add():
@@ -219,7 +218,7 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
             )
 
 
-def _with_new_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_new_keys(config: Mapping[str, object]) -> Mapping[str, object]:
     """Add the keys that are younger than the checkpoint, whose defaults compute what it did."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
@@ -227,7 +226,7 @@ def _with_new_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config  # of a version with other keys: each that differs is named
 
 
-def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+def deciding(config: Mapping[str, object]) -> dict[str, object]:
     """Return the values, by dotted keys, that decide what is computed: all but `MAY_CHANGE`."""
     return {key: value for key, value in leaves(config).items() if not _is_in(key, MAY_CHANGE)}
 

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from shared.config.training import CheckpointSection
 from shared.errors import ConfigError, StorageError
@@ -174,7 +173,7 @@ class RunState:
 
     step: int
     """Number of updates of the weights."""
-    config: dict[str, Any]
+    config: dict[str, object]
     """The run's configuration."""
     versions: dict[str, str]
     sync_fallback: str | None = None

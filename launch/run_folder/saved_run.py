@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -16,7 +15,7 @@ from shared.errors import ConfigError
 _FROM_A_COPY = "restore it from another copy of the run's folder"
 
 
-def read_run(run: Path) -> dict[str, Any]:
+def read_run(run: Path) -> dict[str, object]:
     """Read the configuration in the run's folder as it was saved, by whatever version.
 
     Raises:
@@ -41,7 +40,7 @@ def read_run(run: Path) -> dict[str, Any]:
     return saved
 
 
-def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfig:
     """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
 
     Raises:
@@ -59,7 +58,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
     return changed_config(saved, changes) if changes else config
 
 
-def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+def changed_config(saved: Mapping[str, object], changes: Mapping[str, object]) -> RunConfig:
     """Set the values at dotted keys to `changes`, interpolations as `${oc.env:NAME}` resolved.
 
     Raises ConfigError.
@@ -67,11 +66,12 @@ def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunC
     return load_config(_changed(saved, as_mapping(OmegaConf.create(dict(changes)))))
 
 
-def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(saved: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Set the values at dotted keys in a copy, and replace what is not a mapping on the way."""
     changed = dict(saved)
     for dotted, value in changes.items():
         key, _, rest = dotted.partition(".")
-        inner = changed[key] if key in changed and isinstance(changed[key], dict) else {}
-        changed[key] = _changed(inner, {rest: value}) if rest else value
+        inner = changed.get(key)
+        section = inner if isinstance(inner, dict) else {}
+        changed[key] = _changed(section, {rest: value}) if rest else value
     return changed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from launch.processes.batch_algebra import BatchAlgebra
 from launch.processes.replacements import Replacement
@@ -62,10 +61,10 @@ class StepPlans:
         for server, port in zip(self.servers, sync.ports, strict=False):
             server["group_port"] = port
 
-    def line(self, plan: StepPlan) -> dict[str, Any]:
+    def line(self, plan: StepPlan) -> dict[str, object]:
         assert self._algebra is not None, "placed comes before the first step"
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
-        calls: list[list[dict[str, Any]]] = []
+        calls: list[list[dict[str, object]]] = []
         if self._plans_calls:
             devices = self._algebra.engine_devices
             calls = server_calls(
@@ -90,14 +89,14 @@ def server_calls(
     *,
     run_seed: int,
     step: int,
-) -> list[list[dict[str, Any]]]:
+) -> list[list[dict[str, object]]]:
     """Return the calls of each round if no server fails, with the seed of the first request.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
         devices: the number of devices of each server.
     """
-    calls: list[list[dict[str, Any]]] = []
+    calls: list[list[dict[str, object]]] = []
     for ranks in rounds:
         calls.append([])
         for part in round_parts([len(positions) for positions in ranks], devices):

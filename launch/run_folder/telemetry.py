@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,7 +39,7 @@ from launch.run_folder.timeline import TraceWriter
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.config import RunConfig
 from shared.errors import StorageError
-from shared.grounding.evaluation import Evaluation
+from shared.grounding.evaluation import Evaluation, Outcome
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport
 from shared.run_files import (
@@ -76,7 +75,8 @@ class Telemetry:
         """
         self._config = config
         self._console = console
-        self._folder = RunFolder(config, resumes=point is not None)
+        run_dir = config.telemetry.run_dir
+        self._folder = RunFolder(run_dir, config.resume, resumes=point is not None)
         self._bar = StepBar(console, config.training.max_steps)
         self.patience = Patience(tell=self.warn)
         """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
@@ -261,7 +261,7 @@ class Telemetry:
             f" canary within {report.canary_max_abs:.1e}"
         )
 
-    def evaluation(self, evaluation: Evaluation[Any]) -> float | None:
+    def evaluation(self, evaluation: Evaluation[Outcome]) -> float | None:
         """Write the held-out report as a folder and two lines, and return its headline's value."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder.path / "evaluations" / f"step_{evaluation.step:06d}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -38,6 +38,14 @@ from shared.tokens.fresh import FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.pictures import Pictures, TiledPictures, pictures_of
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
+
+if TYPE_CHECKING:
+    from transformers import (
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 ROW_MULTIPLE = 128
 """Of the rows of an embedding that had to grow: tensor-parallel engines split them."""
@@ -117,7 +125,7 @@ def make_coord_model(options: AddOptions) -> list[str]:
     return [*lines, f"saved     {options.out}"]
 
 
-def _read_stock(options: AddOptions) -> tuple[Any, Any, list[str]]:
+def _read_stock(options: AddOptions) -> tuple[PretrainedConfig, ProcessorMixin, list[str]]:
     """Read configuration and processor of the stock checkpoint, and what to know of its weights."""
     remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
@@ -163,7 +171,7 @@ def _read_stock(options: AddOptions) -> tuple[Any, Any, list[str]]:
     return config, processor, warnings
 
 
-def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
+def _token_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
     vocabulary = tokenizer.get_vocab()
     num_present = sum(token in vocabulary for token in COORD_TOKENS)
     if num_present == NUM_BINS:
@@ -186,7 +194,7 @@ def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
     return options.min_pixels or resize.min_pixels, options.max_pixels or resize.max_pixels
 
 
-def _limit_pixels(processor: Any, options: AddOptions) -> str:
+def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
     """Write the limits of an image into its processor."""
     pictures = pictures_of(processor)
     image_processor = processor.image_processor
@@ -211,7 +219,9 @@ def _limit_pixels(processor: Any, options: AddOptions) -> str:
     )
 
 
-def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Iterator[str]:
+def _make(
+    config: PretrainedConfig, processor: ProcessorMixin, options: AddOptions, folder: Path
+) -> Iterator[str]:
     model, _ = load_complete(options.model, key="model", dtype="auto")
     numbers = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
@@ -245,7 +255,7 @@ def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Ite
     assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
 
 
-def _checked_ids(tokenizer: Any) -> list[int]:
+def _checked_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the coord tokens' ids by bin, which are consecutive, and tokens in JSON too."""
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
@@ -263,7 +273,7 @@ def _checked_ids(tokenizer: Any) -> list[int]:
     return ids
 
 
-def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
+def _make_room(model: PreTrainedModel, num_stock_tokens: int, num_tokens: int) -> str:
     """Give the model as many rows as there are tokens."""
     # Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first.
     embeddings = model.get_input_embeddings()
@@ -284,7 +294,7 @@ def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
 
 
 def _initialise(
-    model: Any,
+    model: PreTrainedModel,
     num_stock_tokens: int,
     coord_ids: list[int],
     digit_ids: list[int],
@@ -305,7 +315,7 @@ def _initialise(
     return f"init      {options.init} ({how}), of the embedding and {head}"
 
 
-def _embeddings(model: Any) -> list[torch.Tensor]:
+def _embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return the input embedding and, where it is not the same tensor, the head."""
     embeddings = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight

@@ -68,7 +68,8 @@ class LearnedSupervision(NamedTuple):
     advantage: torch.Tensor
     """float32 [M], of the rewards: `learner.objectives.policy_gradient.advantages` is all of it."""
     weight: torch.Tensor
-    """float32 [M], in the step's sum: see `learner.algorithms.advantages`."""
+    """float32 [M], in the step's sum. With `normalize: step` the tokens of a call add up to 1, with
+    `rollout` those of a rollout (`learner.algorithms.advantages`)."""
     call: torch.Tensor
     """int64 [M], ascending from 0 over the row: the call of the model that sampled it."""
     teacher: TeacherSupervision | None = None

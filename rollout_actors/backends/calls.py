@@ -89,6 +89,7 @@ class EngineCalls:
     def __init__(self, name: str) -> None:
         """`name`: the engine's, for errors."""
         self._name = name
+        # Thread-safe: rollouts ask on their event loop, the engine answers in the learner's thread.
         self._queue: SimpleQueue[Call] = SimpleQueue()
         # Both threads count the calls that wait.
         self._lock = threading.Lock()
@@ -169,6 +170,7 @@ class EngineCalls:
             if new := self.take(wait_s=0.0 if is_ready else POLL_S):
                 calls += new
                 changed_s = time.monotonic()
+            # A cancelled rollout's place in the batch would be decoded for nothing.
             calls = [call for call in calls if not call.is_given_up]
             if is_ready and calls:
                 return sorted(calls, key=lambda call: (call.request.position, call.request.seed))
@@ -179,6 +181,7 @@ class EngineCalls:
         # Here, not when they are delivered: the next batch waits for what these rollouts ask next.
         # All at once: when the first of them asks again, the others are at work.
         self._waits_no_more([call for call, _ in answers])
+        # A future belongs to its event loop: another thread may not set it.
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Rollout | RolloutError]]] = {}
         for call, answer in answers:
             by_loop.setdefault(call.answer.get_loop(), []).append((call, answer))
@@ -189,6 +192,7 @@ class EngineCalls:
     @staticmethod
     def _deliver(answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
         for call, answer in answers:
+            # Cancelled since: to set it would raise, and the other answers would be lost.
             if call.answer.done():
                 continue
             if isinstance(answer, RolloutError):

@@ -29,6 +29,7 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     """Return `given`, or the largest of 4, 2, 1 that a rank can have. Raises ConfigError."""
     available = max(visible_devices, 1)
     if given is None:
+        # Powers of two, by which the attention heads can be divided.
         return next(size for size in (4, 2, 1) if size <= available)
     if given > available:
         beside = f"beside a learner rank that can have {visible_devices} of one node"
@@ -97,6 +98,7 @@ class ColocatedBackend:
             raise WeightSyncError(why, actor=self._name, phase=SyncPhase.PAUSE)
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
+            # An engine that cannot get its memory back fails the sync before anything has changed.
             with self._failing_sync(SyncPhase.PAUSE):
                 self._engine.wake_for(offer)
             report = self._engine.take_weights(offer, self._host.weights())
@@ -114,6 +116,7 @@ class ColocatedBackend:
         self._ended = "it was closed"
         if self._llm is not None:
             with self._context.entered():
+                # None first: a failure below must not have it closed a second time.
                 llm = self._llm
                 self._llm = None
                 self._context.forget_default_group()
@@ -136,7 +139,8 @@ class ColocatedBackend:
             try:
                 yield
             finally:
-                # Also after a refused request: the host comes back to the device in any case.
+                # Also after a refused request: the host comes back to the device in any case, and
+                # its memory may not hold both.
                 self._engine.fall_asleep()
 
     @contextmanager

@@ -20,7 +20,7 @@ from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from rollout_actors.backends.calls import POLL_S, Call, EngineCalls
 from rollout_actors.backends.ipc_handles import CudaDevice, cuda_devices, packed_buckets
@@ -110,6 +110,7 @@ class UpdatedLLM:
         names = [spec.name for spec in self._weights.terms.sent]
         assert request.update_info["names"] == names, "the update is of these"
         if self._transport is TransportKind.INPROC:
+            # The worker runs in this process: the tensors themselves, nothing is copied.
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
         self._llm.init_weight_transfer_engine({"init_info": {"packed": True}})
@@ -125,7 +126,7 @@ class UpdatedLLM:
         for device in self._devices:
             device.collect()
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]:
         return self._llm.collective_rpc(method, args=args)
 
     async def reset_prefix_cache(self) -> bool:
@@ -159,7 +160,12 @@ class BeamLLM(LLM):
     """Called before each of its steps; raises to leave the search."""
 
     def _beam_search_step(
-        self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any
+        self,
+        *,
+        base_sampling_params: SamplingParams,
+        eos_token_id: int | None,
+        ignore_eos: bool,
+        **rest: Any,
     ) -> bool:
         self.raise_if_stopping()
         decode = self.beam_decode
@@ -168,6 +174,7 @@ class BeamLLM(LLM):
         base_sampling_params.repetition_penalty = decode.repetition_penalty
         # The request's stop tokens take the place of the tokenizer's. vLLM's search knows one.
         stop, *others = decode.stop_token_ids or (None,)
+        # Beams that end in one of the others go on in this step, and are completed below.
         is_over = super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
@@ -282,6 +289,7 @@ class ColocatedLLM:
         """vLLM's inner id of each request and its call, by the id that the answer has."""
         try:
             while calls.is_open:
+                # Waits only if nothing is being decoded: a wait would hold up the next token.
                 self._raise_if_stopping()
                 for call in calls.take(wait_s=0.0 if under_way else POLL_S):
                     try:
@@ -323,6 +331,7 @@ class ColocatedLLM:
         queued: list[str] = []
         ended: list[tuple[RequestOutput, float]] = []
         try:
+            # All before the first step: the same list always gives the same batches.
             for request in requests:
                 queued.append(self._enqueue(request))
             while engine.has_unfinished_requests():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import (
@@ -45,6 +45,13 @@ from shared.rollouts import (
 from shared.tokens.pictures import pictures_of
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.utils import (
+        GenerateBeamDecoderOnlyOutput,
+        GenerateDecoderOnlyOutput,
+    )
+
 NO_STOP_TOKEN = -1
 """Stop token of a request that has none: transformers would take the checkpoint's."""
 
@@ -63,16 +70,19 @@ class StopCheck(LogitsProcessor):
 class StopTexts(StoppingCriteria):
     """Ends the rows whose last tokens complete a stop text, for one call of `generate`."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], *, prompt_length: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt_length = prompt_length
-        # A token has a byte at least. Three more: the first character of the window may be cut.
+        # A token has a byte at least, so a stop text of n bytes lies within n tokens. Three more:
+        # the first character of the window may be cut.
         self._window = max((len(text.encode()) for text in stop), default=0) + 3
         self.lengths: dict[int, int] = {}
         """Tokens up to the end of the first stop text, by row."""
 
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
         """[B, L] -> bool [B]"""
         if self._stop:
             tokens_BT = input_ids[:, self._prompt_length :]
@@ -138,6 +148,7 @@ def processed_logits(
     if decode.mode is not DecodeMode.SAMPLE:
         return logits_BV
     logits_BV /= decode.temperature
+    # 0 and -1 mean no limit, as in vLLM.
     if 0 < decode.top_k < logits_BV.shape[1]:
         smallest_B1 = logits_BV.topk(decode.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
@@ -191,6 +202,7 @@ class Chooser(_LogprobProcessor):
         self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(decode, prompts)
+        # One per row: a request's numbers do not depend on its neighbours in the batch.
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
@@ -220,6 +232,8 @@ class BeamScores(_LogprobProcessor):
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         super().__init__(decode, prompts)
+        # As many as transformers' beam search keeps: some may be stop tokens, and the beams that go
+        # on need others.
         self._num_candidates = max(2, 1 + len(decode.stop_token_ids)) * decode.num_beams
         self._candidates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -343,6 +357,7 @@ class HFBackend:
         if not self._sees_images:
             return Encoded(request.prompt_token_ids, {})
         images = decode_images(request.images, request.sample_id, actor=self._name)
+        # A placeholder without an image would run as text, silently.
         num_pads = request.prompt_token_ids.count(self._pictures.token_id)
         if num_pads != len(images):
             has = f"has {len(images)} images and {num_pads} placeholders"
@@ -411,6 +426,7 @@ class HFBackend:
         if self._sees_images and self._pictures.takes_modality:
             inputs["mm_token_type_ids"] = (ids_BP == self._pictures.token_id).int()
         features = [prompt.features for prompt in encoded if prompt.features]
+        # The model takes all images of the batch as one list, in the order of the prompts.
         if features:
             for name in features[0]:
                 inputs[name] = torch.cat([one[name] for one in features])
@@ -423,7 +439,7 @@ class HFBackend:
         decode: DecodeSettings,
         processors: list[LogitsProcessor],
         texts: StopTexts | None = None,
-    ) -> Any:
+    ) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
         # What is left out would come from the checkpoint's generation_config.json.
         config = GenerationConfig(
             do_sample=False,

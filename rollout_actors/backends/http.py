@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -28,7 +28,7 @@ from shared.protocols import WatchedEngine
 from shared.rollouts import TRIES
 
 T = TypeVar("T")
-Call = Callable[[], Coroutine[Any, Any, T]]
+Call = Callable[[], Coroutine[object, None, T]]
 
 SECTION = "rollout_matching.vllm.server"
 POLL_S = 0.5
@@ -77,6 +77,7 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
     """
     token = token_in(section.token_env, f"{SECTION}.token_env")
     limit_s = section.infer_timeout_s
+    # 0 or less means no limit, as in `RolloutTimeouts.for_servers`.
     if limit_s is not None and limit_s <= 0:
         limit_s = None
     return tuple(
@@ -104,6 +105,7 @@ def token_in(variable: str | None, key: str) -> str | None:
     if not token:
         why = f"the environment variable {variable} is not set"
         raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
+    # From logs and error messages, from now on.
     hide({"token": token})
     return token
 
@@ -358,6 +360,8 @@ class HttpEngine(WatchedEngine, ABC):
                     return await self._watched(work), attempt
                 return await work, attempt
             except HttpStatusError as error:
+                # A server that was started again refuses too: that is reported first, since others
+                # can answer then.
                 if error.status < 500:
                     await self.check_alive()
                     raise self._http.error(f"refused the call: {error}", "generate") from error
@@ -367,8 +371,10 @@ class HttpEngine(WatchedEngine, ABC):
         why = f"failed {TRIES} times, last with: {last}; check the server's own output"
         raise self._unreachable(why) from last
 
-    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _watched(self, work: Coroutine[object, None, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""
+        # Two tasks: the call itself has no limit, so only the watch can tell a slow server from a
+        # stuck one.
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
         try:
@@ -392,6 +398,7 @@ class HttpEngine(WatchedEngine, ABC):
                 now = await self._num_tokens()
             except HttpStatusError as error:
                 raise UnansweredError(f"{self._http.address.health_route}: {error}") from error
+            # None: there is nothing to do, or no count, so nothing can stand still.
             if now is None or now != last:
                 last = now
                 changed = time.monotonic()
@@ -410,7 +417,7 @@ class HttpEngine(WatchedEngine, ABC):
             raise self._http.error(f"answered something else: {error}; {remedy}", phase) from error
 
 
-async def all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_answers(calls: Sequence[Coroutine[object, None, T]]) -> list[T]:
     """Return all answers in order, or raise the first error and give up the other calls."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:

@@ -6,7 +6,6 @@ Each GPU has one buffer, shared once in a sync, into which one bucket after the 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ class CudaDevice:
         # By this a worker of vLLM finds the handles that are for it.
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
-    def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[object, ...]]:
         """Return a new buffer, uint8, and what a process on this device rebuilds it from."""
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -46,7 +45,7 @@ def cuda_devices(tensor_parallel_size: int) -> tuple[CudaDevice, ...]:
 
 def packed_buckets(
     weights: ChecksummedWeights, devices: Sequence[CudaDevice]
-) -> Generator[dict[str, Any]]:
+) -> Generator[dict[str, object]]:
     """Yield the update info of vLLM's packed `ipc` engine for each bucket, the checksums' included.
 
     Each is valid until the next one is asked for; the buffers are kept until the iterator ends or

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 NUM_THREADS = 1
@@ -27,10 +29,11 @@ NUM_THREADS = 1
 class GeneratorStates(NamedTuple):
     """The states of the generators of python, numpy and torch, of every device."""
 
-    python: Any
+    python: tuple[object, ...]
     numpy: Any
-    torch: Any
-    devices: Sequence[Any]
+    """A mapping, or a tuple of the older form."""
+    torch: Tensor
+    devices: Sequence[Tensor]
 
     @classmethod
     def now(cls) -> GeneratorStates:
@@ -111,7 +114,7 @@ class EngineContext:
         self._world.end_default_group()
 
 
-def _engine_map(name: str) -> Any:
+def _engine_map(name: str) -> property:
     """Make the property of a map that the engine keeps for itself."""
     return property(lambda world: world._maps.setdefault(name, {}))
 
@@ -144,7 +147,7 @@ class EngineWorld(c10d._World):
 
     def __init__(self) -> None:
         super().__init__()
-        self._maps: dict[str, dict[Any, Any]] = {}
+        self._maps: dict[str, dict[object, object]] = {}
         self._group_count = self.FIRST_GROUP
 
     @property
@@ -176,6 +179,7 @@ class EngineWorld(c10d._World):
         torch._C._distributed_c10d._unregister_process_group(self.pg_names[group])
 
 
-def _set_global_rank(default_group: Any) -> None:
+def _set_global_rank(default_group: ProcessGroup | None) -> None:
+    # torch's C++ side keeps the rank for its logs, apart from the group; -1: none.
     rank = -1 if default_group is None else default_group.rank()
     torch._C._distributed_c10d._set_global_rank(rank)

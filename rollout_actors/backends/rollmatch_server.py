@@ -158,6 +158,8 @@ class ServerClient(HttpEngine):
         rollouts: list[Rollout] = []
         for answer in answers:
             rollouts += self._read(messages.InferAnswer, answer, "generate").rollouts
+        # Of every rollout, not only their number: one in another's place would be learned as its
+        # own.
         wanted = [(request.step, request.position) for request in requests]
         if [(rollout.step, rollout.position) for rollout in rollouts] != wanted:
             raise self._http.error(

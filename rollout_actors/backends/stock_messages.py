@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import AliasPath, BaseModel, Field
@@ -72,7 +72,7 @@ class StockInfo(BaseModel):
     """`torch.float32`, ..."""
     max_model_len: int = _setting("model_config", "max_model_len")
     logprobs_mode: str = _setting("model_config", "logprobs_mode")
-    multimodal: dict[str, Any] | None = _setting("model_config", "multimodal_config")
+    multimodal: dict[str, object] | None = _setting("model_config", "multimodal_config")
     """None: the model takes no images."""
     max_images_per_prompt: int | None = _setting(
         "model_config", "multimodal_config", "limit_per_prompt", "image", "count", default=None
@@ -82,7 +82,7 @@ class StockInfo(BaseModel):
     data_parallel_size: int = _setting("parallel_config", "data_parallel_size")
     pipeline_parallel_size: int = _setting("parallel_config", "pipeline_parallel_size")
     worker_extension: str = _setting("parallel_config", "worker_extension_cls")
-    weight_transfer: dict[str, Any] | None = _setting("weight_transfer_config")
+    weight_transfer: dict[str, object] | None = _setting("weight_transfer_config")
     transport: str | None = _setting("weight_transfer_config", "backend", default=None)
     """None: it takes no weights."""
 
@@ -103,10 +103,11 @@ def _body(
     images: Sequence[ImageRef],
     sample_id: str,
     actor: str,
-    params: dict[str, Any],
+    params: Mapping[str, object],
 ) -> bytes:
     parts = [{"type": "image_url", "url": _data_url(image, sample_id, actor)} for image in images]
     body = {
+        # Unexpanded, as to our own engines: the server puts each image in its placeholder's place.
         "token_ids": list(token_ids),
         "content_parts": parts or None,
         "sampling_params": params,
@@ -170,6 +171,7 @@ def read_answer(
     (choice,) = answer.choices
     reason = finish_reason(choice.finish_reason, request, actor)
     seen = {span.version for span in choice.weight_versions or ()}
+    # An answer without tokens has no spans, and was sampled by nobody.
     if choice.token_ids and seen != {label}:
         raise refuse(
             f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"

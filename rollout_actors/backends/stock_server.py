@@ -41,7 +41,7 @@ from rollout_actors.engine.settings import (
     engine_arguments,
     engine_environment,
 )
-from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
+from rollout_actors.repeat_guard.rule import ActiveGuard, engine_rule, guard_call, require_guard
 from rollout_actors.weight_sync.receiver import (
     InitRequest,
     TransferGroup,
@@ -157,7 +157,7 @@ class StockRoutes:
     async def finish_weight_update(self) -> None:
         await self._post("/finish_weight_update")
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]:
         answer = await self._post("/collective_rpc", method=method, args=list(args))
         return list(json.loads(answer)["results"])
 
@@ -190,6 +190,7 @@ class StockRoutes:
         except HttpStatusError:
             return None
         lines = [line for line in metrics.decode().splitlines() if line.startswith(TOKEN_COUNTER)]
+        # One line per engine of the server.
         if not lines:
             return None
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))
@@ -197,7 +198,7 @@ class StockRoutes:
     async def _get(self, route: str) -> bytes:
         return await self._answer(route, self._http.get(route))
 
-    async def _post(self, route: str, **body: Any) -> bytes:
+    async def _post(self, route: str, **body: object) -> bytes:
         # No limit: a phase of a sync has one, and cancels the call.
         body_json = json.dumps(body).encode()
         return await self._answer(route, self._http.post(route, body_json, timeout_s=None))
@@ -399,7 +400,7 @@ def read_label(weight_info: bytes) -> str:
     return str(json.loads(weight_info)["weight_version"])
 
 
-def _missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
+def _missing_guards(answers: Sequence[ActiveGuard]) -> Iterator[str]:
     """Name each worker without the repeat guard, by its `GuardedWorker.active_guard`."""
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:

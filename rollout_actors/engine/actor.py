@@ -90,6 +90,7 @@ class EngineActor:
             attempt: tries of other engines that failed to answer these requests.
         """
         chosen = SentRequests.chosen(objects, places)
+        # Counted before the pictures are fetched: a stall there is a stall too.
         self._num_owed += 1
         try:
             # In a thread: the pictures may have to come from another node.

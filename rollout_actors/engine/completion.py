@@ -79,6 +79,7 @@ class Completion:
         stopped = self.finish_reason is FinishReason.STOP
         if stopped and request.decode.stop:  # a stop text is part of the response
             stopped = self.token_ids[-1] in request.decode.stop_token_ids
+        # The stop token is no part of the response: a rollout has it in a field of its own.
         end = len(self.token_ids) - stopped
         rollout = Rollout(
             step=request.step,
@@ -95,6 +96,7 @@ class Completion:
             actor=origin.actor,
             attempt=0,
             seed=request.seed,
+            # By the counter, which no change of the clock moves; `started_s` is for the timeline.
             generate_s=end_s - origin.started.counter_s,
             started_s=origin.started.unix_s,
         )

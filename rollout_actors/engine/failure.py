@@ -80,6 +80,7 @@ class FailureLog(logging.Handler):
                 "".join(traceback.format_exception(error)),
                 time.time(),
             )
+            # O_APPEND: several processes write lines into the same file.
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
             with os.fdopen(descriptor, "ab") as file:
                 if file.tell() > MAX_BYTES:
@@ -108,6 +109,8 @@ class EngineFailures:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
             return None
+        # Workers and EngineCore write here, in any order: the last error may only repeat that
+        # another process failed.
         recent: list[Failure] = []
         for line in lines:
             with suppress(json.JSONDecodeError):  # a process that was killed while it wrote

@@ -29,6 +29,7 @@ def write_process_down() -> None:
     if FILE not in os.environ:
         return
     line = json.dumps([os.getpid(), _started(os.getpid())]) + "\n"
+    # Appended: each device may have a process of its own.
     descriptor = os.open(os.environ[FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
     with os.fdopen(descriptor, "a") as file:
         file.write(line)
@@ -55,6 +56,7 @@ class EngineProcesses:
         for pid, _ in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # A killed process keeps its device's memory until it is gone.
         deadline = time.monotonic() + END_S
         while alive := [pid for pid, started in left if _started(pid) == started]:
             if time.monotonic() > deadline:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
@@ -22,6 +22,11 @@ from shared.errors import (
     ended,
     late,
 )
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+RefT = TypeVar("RefT")
 
 # Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
 PEER_ERROR_GRACE_S = 4.0
@@ -43,9 +48,9 @@ class RayCall:
     """None: the actors keep a limit themselves."""
     check: str
     """What to look at where an answer is late."""
-    error: type[Any]
+    error: Callable[..., Exception]
     """Built from a message, `actor` and `phase`."""
-    gone: type[Any] | None = None
+    gone: Callable[..., Exception] | None = None
     """Built in place of `error` where the actor's process has ended; None: `error`."""
     margin_s: float = 0.0
     """Wait beyond the limit, where the actor keeps the same one and can say more."""
@@ -60,11 +65,11 @@ class RayCall:
         """Return what to raise where these actors have not answered in time."""
         assert self.limit is not None, "an actor is late by a limit"
         message = late(", ".join(names), self.limit, self.check)
-        error: Exception = self.error(message, actor=names[0], phase=self.phase)
-        return error
+        return self.error(message, actor=names[0], phase=self.phase)
 
     def translate_error(self, name: str, error: RayError) -> Exception:
         """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
+        # A RayTaskError wraps what the actor's method raised; other errors are Ray's own.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
             return cause
@@ -77,24 +82,21 @@ class RayCall:
             return LostLearnerError(message, phase=self.phase)
         if isinstance(cause, RayActorError | EngineEndedError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
-            gone: Exception = (self.gone or self.error)(
-                ended("its", reason), actor=name, phase=self.phase
-            )
-            return gone
+            gone = self.gone or self.error
+            return gone(ended("its", reason), actor=name, phase=self.phase)
         if isinstance(cause, ObjectLostError):
             lost = "a finished answer" if cause is error else "what it was asked for"
             message = f"{lost} was lost ({cause}); check {self.check}"
         else:
             message = f"{type(cause).__name__}: {cause}"
-        translated: Exception = self.error(message, actor=name, phase=self.phase)
-        return translated
+        return self.error(message, actor=name, phase=self.phase)
 
     def blames_peer(self, error: Exception) -> bool:
         """Return whether another actor's error is likely to explain this one."""
         return any(sign in str(error) for sign in BROKEN_CONNECTION)
 
 
-def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[Any]:
     """Return every actor's answer, in order; `answers` are names and references.
 
     The first failure ends the wait, unless it blames a peer, whose own error gets
@@ -102,8 +104,9 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
     `call.timeout_error`.
     """
     names = {answer: name for name, answer in answers}
+    # One deadline for all: the actors were asked at the same time.
     waiting = dict.fromkeys(names, call.deadline())
-    values: dict[Any, Any] = {}
+    values: dict[object, object] = {}
     victim: Exception | None = None
     while waiting:
         answer = next_ready(waiting)
@@ -115,6 +118,8 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
         except Exception as error:
             if not call.blames_peer(error):
                 raise
+            # The connection broke because a peer ended: that peer's own error explains more, and
+            # may come some seconds later.
             if victim is None:
                 victim = error
                 deadline = min(deadline, time.monotonic() + PEER_ERROR_GRACE_S)
@@ -124,7 +129,7 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
     return [values[answer] for answer in names]
 
 
-def next_ready(waiting: Mapping[Any, float], *, within_s: float | None = None) -> Any | None:
+def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) -> RefT | None:
     """Return the first that is ready of references with their deadlines by the monotonic clock.
 
     None when a deadline, or `within_s`, passes before.
@@ -133,11 +138,12 @@ def next_ready(waiting: Mapping[Any, float], *, within_s: float | None = None) -
     if within_s is not None:
         deadline = min(deadline, time.monotonic() + within_s)
     timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+    # `ray.wait` returns one of them by default, and raises nothing for a call that failed.
     ready, _ = ray.wait(list(waiting), timeout=timeout)
     return ready[0] if ready else None
 
 
-def result_of(call: RayCall, name: str, answer: Any) -> Any:
+def result_of(call: RayCall, name: str, answer: ObjectRef) -> Any:
     """Return the answer of the actor with this name. Raises `call.translate_error`."""
     try:
         return ray.get(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -21,7 +20,7 @@ FINISH_REASONS = {
 BAN = -100.0
 """Bias on the logit of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
 # They score a prompt; the one token sampled after it is ignored.
-PROBE_FIELDS = {
+PROBE_FIELDS: dict[str, object] = {
     "temperature": 0.0,
     "max_tokens": 1,
     "prompt_logprobs": 0,
@@ -30,20 +29,24 @@ PROBE_FIELDS = {
 }
 
 
-def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
+def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
     """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
     assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM"
-    fields = {
+    fields: dict[str, object] = {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,
         "repetition_penalty": decode.repetition_penalty,
         "max_tokens": decode.max_new_tokens,
+        # Of the request, not of the engine: the same rollout comes again from any engine, in any
+        # batch.
         "seed": seed,
         "stop_token_ids": list(decode.stop_token_ids),
         "ignore_eos": True,  # the request names its stop tokens; the tokenizer's do not add to them
+        # The learner masks the same ids before it compares log-probabilities.
         "logit_bias": dict.fromkeys(decode.banned_token_ids, BAN) or None,
         "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
+        # The learner reads token ids; text would only cost the engine time.
         "detokenize": False,
     }
     if decode.stop:

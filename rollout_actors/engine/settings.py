@@ -110,19 +110,16 @@ def image_token_id(model_path: str) -> int | None:
 
 
 def _model_config(model_path: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(
-        (Path(model_path) / "config.json").read_text(encoding="utf-8")
-    )
-    return config
+    return json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     """Return the arguments of vLLM's `EngineArgs`, and so of `LLM` and `AsyncEngineArgs`."""
     utilization = settings.gpu_memory_utilization
     if settings.kv_cache_memory_bytes is not None:
         # vLLM would still refuse a GPU on which less than this fraction is free.
         utilization = LEAST_UTILIZATION
-    lora: dict[str, Any] = {}
+    lora: dict[str, object] = {}
     if settings.enable_lora:
         # The configuration refuses ranks above the largest.
         rank = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
@@ -130,7 +127,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     # A folder that is no checkpoint is refused elsewhere.
     is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
     kind = model_type(settings.model_path) if is_checkpoint else ""
-    tiles: dict[str, Any] = {}
+    tiles: dict[str, object] = {}
     if kind in TILED_MODEL_TYPES:
         # vLLM 0.32 sizes its cache of images by the image processor's own setting, which is off in
         # published checkpoints, and the processor cuts tiles all the same.
@@ -151,6 +148,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         # a checkpoint's sampling defaults do not leak into the requests
         "generation_config": "vllm",
+        # After bans, temperature and top-k/top-p: the distribution that the token was drawn from,
+        # which is what the learner compares with its own.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
@@ -162,7 +161,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _cpu_arguments(kind: str) -> dict[str, Any]:
+def _cpu_arguments(kind: str) -> dict[str, bool]:
     # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
     # does not use offset").
     arguments = {"enable_chunked_prefill": False}
@@ -172,12 +171,12 @@ def _cpu_arguments(kind: str) -> dict[str, Any]:
     return arguments
 
 
-def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
     """Return the Ray `runtime_env` of an engine's actor, with further environment variables."""
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
-def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
     """Return the Ray `runtime_env` of an actor on CPU that is forked where such engines are.
 
     Without `OMP_NUM_THREADS` in the variables torch has a thread for every core: Ray sets it when a
@@ -187,6 +186,8 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
     # modules apart.
     if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
         return {"env_vars": variables}
+    # Ray starts `py_executable` in place of python: the shim, which asks the warm server for a
+    # fork.
     server = {
         warm_python.FOLDER: warm_python.run_folder(),
         warm_python.VARIABLES: json.dumps(engine_environment(settings)),
@@ -199,6 +200,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     common = {
         "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's
         "VLLM_NO_USAGE_STATS": "1",
+        # The checkpoint is a folder: nothing is asked of a hub.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM would fork a server on a GPU. A forked process takes our plugin for loaded, so that

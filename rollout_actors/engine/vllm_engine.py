@@ -69,6 +69,7 @@ class VllmEngine:
         self.name = name
         self._processes = processes
         self._settings = settings
+        # Rank 0 is the sender. With one offset for all engines joining would hang.
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
@@ -88,6 +89,7 @@ class VllmEngine:
         vLLM's reason, or where the repeat guard is configured and not active; LostStartError where
         the process was killed.
         """
+        # Before vLLM starts its process, which inherits the environment.
         os.environ.update(self._failures.environment)
         if self._processes is not None:
             self._processes.end_left()
@@ -139,10 +141,9 @@ class VllmEngine:
         # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
-    async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+    async def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker. Returns one answer for each device."""
-        answers: list[Any] = await self.llm.collective_rpc(method, args=arguments)
-        return answers
+        return await self.llm.collective_rpc(method, args=arguments)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -234,7 +235,7 @@ class VllmEngine:
                 self._processes.remove()
         self._llm = self.intake = None
 
-    async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, works: Sequence[Coroutine[object, None, T]]) -> list[T]:
         """Return every result, or raise the first error.
 
         Raises EngineEndedError if vLLM's process ended.
@@ -263,6 +264,7 @@ class VllmEngine:
             # where one failed, or this call was cancelled, vLLM aborts the other requests
             for task in tasks:
                 task.cancel()
+            # With a limit: a request of an engine that hangs may not react to its cancellation.
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
@@ -284,7 +286,9 @@ class VllmEngine:
         except VLLMClientError as error:
             message = f"sample {request.sample_id} was refused: {error}"
             raise RolloutError(message, actor=self.name, phase="generate") from error
+        # Here, not when all have ended: each rollout has its own duration.
         end_s = time.perf_counter()
+        # vLLM forgets a request at its end, and the count must not fall.
         self._num_finished_tokens += len(output.outputs[0].token_ids)
         completion = to_completion(output, request, actor=self.name, version=origin.version)
         return completion.rollout(request, origin, end_s)

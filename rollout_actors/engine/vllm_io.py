@@ -33,6 +33,7 @@ def probe_prompt(probe: CanaryProbe, actor: str) -> TokensPrompt:
 def _prompt(
     token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str
 ) -> TokensPrompt:
+    # One placeholder per image: vLLM expands it. Expanded ids would silently be expanded again.
     prompt = TokensPrompt(prompt_token_ids=list(token_ids))
     images = decode_images(refs, sample_id, actor=actor)
     if images:
@@ -54,6 +55,7 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
     assert output.prompt_logprobs is not None
     token_ids = list(output.prompt_token_ids)
     scores = []
+    # The first token has no entry: nothing comes before it that could predict it.
     for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True):
         if entry is not None:
             scores.append(entry[token_id].logprob)
@@ -69,6 +71,7 @@ def to_completion(
     """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)
+    # vLLM's own account, by token span: it would show an answer that a sync has cut in two.
     versions = {span.version for span in completion.weight_versions or ()}
     if versions - {str(version)}:
         raise RolloutError(

@@ -40,6 +40,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             transport, "rollout_actors.weight_sync.worker", receiver
         )
+    # Only in vLLM's own processes: an engine's actor, or a learner, must not end here.
     if (parent := parent_process()) is not None:
         write_process_down()
         write_failures_down()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from rollout_actors.engine.settings import GUARD_PROCESSOR
 from shared.errors import RolloutError
 from shared.tokens.hf_codec import token_pieces
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ActiveGuard(TypedDict):
+    """A worker's account of its guard (`GuardedWorker.active_guard`)."""
+
+    runner: str
+    """Of vLLM's model runners: "V1" or "V2"."""
+    is_loaded: bool
+    """Whether its sampler really holds a guard."""
+    settings: dict[str, object] | None
+    """Fields of `RepeatGuardSettings`; None: it guards nothing."""
+
 
 def repeat_rule(
-    settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], Any]
+    settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> RepeatRule | None:
     """Make the rule; None: nothing is guarded. Only the count of keys needs the tokenizer."""
     if settings is None:
@@ -29,7 +43,7 @@ def repeat_rule(
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
     """Make the rule of an engine of this checkpoint."""
 
-    def load_tokenizer() -> Any:
+    def load_tokenizer() -> PreTrainedTokenizerBase:
         # Here and not above: every client of a server imports this module, most need no tokenizer,
         # and the import takes seconds.
         from transformers import AutoTokenizer
@@ -39,13 +53,13 @@ def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> Repeat
     return repeat_rule(settings, load_tokenizer)
 
 
-def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, Any] | None]:
+def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, object] | None]:
     """Return the name and argument of the workers' method that sets the rule (`GuardedWorker`)."""
     return "guard_by", None if settings is None else asdict(settings)
 
 
 def require_guard(
-    answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str
+    answers: Sequence[ActiveGuard], settings: RepeatGuardSettings | None, actor: str
 ) -> None:
     """Raise RolloutError(phase="start") unless every worker of an engine guards by these settings.
 

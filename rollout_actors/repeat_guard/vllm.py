@@ -18,7 +18,7 @@ of tokens, S states of the key automaton.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import SamplingParams
@@ -28,7 +28,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from rollout_actors.repeat_guard.rule import engine_rule
+from rollout_actors.repeat_guard.rule import ActiveGuard, engine_rule
 from shared.tokens.repeat_guard import (
     START,
     RepeatGuard,
@@ -36,6 +36,10 @@ from shared.tokens.repeat_guard import (
     RepeatRule,
     token_steps,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 FORCED_LOGIT = 1e9
 """So far above every logit that its probability is 1 to the last bit under any temperature,
@@ -48,7 +52,7 @@ class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
     runner makes of it is `GuardV1` or `GuardV2`.
     """
 
-    def __new__(cls, vllm_config: VllmConfig, *arguments: Any) -> Any:
+    def __new__(cls, vllm_config: VllmConfig, *arguments: Any) -> GuardV1 | GuardV2:
         # V1 passes a device and whether to pin memory, V2 the state of its requests.
         if isinstance(arguments[0], LogitsProcRequestState):
             return GuardV2(vllm_config, *arguments)
@@ -305,10 +309,10 @@ def stop_token(params: SamplingParams) -> int | None:
 class GuardedWorker:
     """A worker's methods about its guard. Part of the worker extension of every engine of a run."""
 
-    model_runner: Any
+    model_runner: GPUModelRunnerV1 | GPUModelRunnerV2
     use_v2_model_runner: bool
 
-    def guard_by(self, settings: dict[str, Any] | None) -> dict[str, Any]:
+    def guard_by(self, settings: dict[str, Any] | None) -> ActiveGuard:
         """Set the rule of the requests that begin from now on, and return `active_guard`.
 
         Args:
@@ -322,10 +326,7 @@ class GuardedWorker:
                 guard.guard_by(asked)
         return self.active_guard()
 
-    def active_guard(self) -> dict[str, Any]:
-        """Return `runner`; `is_loaded`, whether its sampler really holds a guard; and the guard's
-        `settings`, None where it guards nothing.
-        """
+    def active_guard(self) -> ActiveGuard:
         guards = self._guards()
         settings = guards[0].settings if guards else None
         return {

@@ -55,6 +55,7 @@ def make_app(
             machine's own address takes that address alone, or a page in this machine's browser
             could call it by a name of its own.
     """
+    # No redirects: a client would have to send its body, with all images, a second time.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     def add(method: str, path: str, route: Route, *, is_open: bool = False) -> None:

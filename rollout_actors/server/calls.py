@@ -55,6 +55,7 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
         raise RefusalError(415, f"{why}; send JSON with `Content-Type: application/json`")
     remedy = "send less at a time, or start the server with a larger one"
     too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; {remedy}")
+    # Refused before a byte of it is read.
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
     body = bytearray()
@@ -82,6 +83,7 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
     """Await `work`; cancel it when the caller has gone."""
+    # Polled: nothing is raised here when a caller goes.
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

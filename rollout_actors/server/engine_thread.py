@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollout_actors.server.service import ServedEngine
 from shared.protocols import CLOSED_S
@@ -77,6 +77,7 @@ class EngineThread:
 
     def close(self, within_s: float = CLOSED_S) -> None:
         """End the engine and the thread, unless it is stuck. Twice is harmless."""
+        # None first: whoever asks from now on is told that it is not running.
         engine = self._engine
         self._engine = None
         if engine is not None:
@@ -89,5 +90,5 @@ class EngineThread:
         assert self._engine is not None, "start comes first"
         return self._engine
 
-    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_thread(self, work: Coroutine[object, None, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -64,6 +64,7 @@ class EngineWatch:
         elif away_s > QUIET_S or self._service.num_joined:
             self._alive_s += away_s
         quiet_s = now_s - self._alive_s
+        # One question at a time: a stuck engine would collect them without an end.
         if quiet_s >= QUIET_S and self._answer is None:
             self._answer = asyncio.create_task(engine.check_alive())
         if quiet_s >= limit_s:

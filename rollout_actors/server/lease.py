@@ -100,6 +100,7 @@ class Lease:
     def taken(self, run: str) -> str:
         """Return why this run cannot have it; empty: it can."""
         quiet_s = self._clock_s() - self._called_s
+        # A long call renews nothing while it runs, and its run is alive all the same.
         is_quiet = quiet_s > self._limit_s and not self._calls[self._run]
         if self._run in ("", run) or is_quiet:
             return ""

@@ -89,6 +89,7 @@ class SyncState:
             order = f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}"
             why = f"{name} is out of turn, the server waits for {expected}"
             raise RefusalError(409, f"{why}; {order}")
+        # `pause` is due until the phase has finished: after a failure a sync begins anew.
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
@@ -280,6 +281,7 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
         self._check_open(call.run, call.version)
+        # Compared again after the generation, across which a sync may begin.
         arrivals = self._num_arrivals
         held = self.version
         if len(call.requests) > self.limits.max_requests:
@@ -289,6 +291,7 @@ class RolloutService:
         problems = request_problems(call.requests, self.settings, self.image_token_id)
         if first := list(islice(problems, messages.MAX_PROBLEMS)):
             raise RefusalError(400, "\n".join(first))
+        # In a thread: files are read, and the server answers others meanwhile.
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         await self._guard_by(call.repeat_terminate)
         # Nothing may be awaited in between: a call with another rule looks at these numbers.
@@ -322,6 +325,8 @@ class RolloutService:
         if taken := self.lease.take(run):
             raise RefusalError(409, f"{self.name} takes no weights of {run or 'no run'}: {taken}")
         if call.offer is not None and isinstance(call.offer.terms, FullOffer):
+            # Checked before the engine joins: a group of another size would never be whole, and
+            # the join would wait for its limit.
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:
                 group = f"this server's group is the sender and its {num_workers} workers"
@@ -345,6 +350,7 @@ class RolloutService:
 
     async def _guard_by(self, rule: RepeatTerminateSection) -> None:
         """Set the engine's guard to a call's rule. Raises RefusalError under another one."""
+        # One at a time: of two callers with different rules only the first may set its own.
         async with self._guard_turn:
             if rule == self._guard:
                 return

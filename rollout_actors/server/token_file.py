@@ -37,12 +37,14 @@ def write_token(file: Path) -> str:
     token = secrets.token_urlsafe(32)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Another user could have made it, or a link to a folder of theirs, to read the token.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ConfigError(f"token: {folder} is not a folder of this user's; {remedy}")
         folder.chmod(0o700)
         # Such a file is made with mode 0600.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
             part.write(token)
+        # Renamed when it is whole: a client that reads it meanwhile finds the old one or the new.
         Path(part.name).replace(file)
     except OSError as error:
         raise ConfigError(f"token: cannot write {file} ({error.strerror}); {remedy}") from error

@@ -41,7 +41,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 # Nothing of this project: a fork runs the code on the disk.
 PRELOADED = (
@@ -96,6 +96,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     folder = Path(os.environ[FOLDER])
     try:
         connection = connect(folder, os.environ, preloaded)
+        # The answer comes when the server has imported everything: minutes on a busy machine.
         connection.settimeout(START_S)
         files = _open_files(connection)
         _ask_for_fork(connection, arguments, files)
@@ -120,6 +121,8 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     if status is None:  # the server has died
         _kill(pid, signal.SIGKILL)
         os._exit(1)
+    # The fork was killed by a signal: this process ends by the same one, so that its parent sees
+    # the same status.
     if status < 0:
         with suppress(OSError):  # what SIGKILL does cannot be changed
             signal.signal(-status, signal.SIG_DFL)
@@ -148,6 +151,7 @@ def connect(
         with suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(address)
             return connection
+        # What a server that was killed has left; the lock keeps others from making one meanwhile.
         Path(address).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)
@@ -184,7 +188,7 @@ def _open_files(connection: socket.socket) -> list[int]:
 def _ask_for_fork(
     connection: socket.socket, arguments: Sequence[str], files: Sequence[int]
 ) -> None:
-    request = {
+    request: _Request = {
         "arguments": list(arguments),
         "environment": dict(os.environ),
         "folder": str(Path.cwd()),
@@ -254,6 +258,18 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     shutil.rmtree(folder, ignore_errors=True)  # where it has failed, the log stays
 
 
+class _Request(TypedDict):
+    """What a shim asks the server for, as JSON."""
+
+    arguments: list[str]
+    """Of `python`."""
+    environment: dict[str, str]
+    folder: str
+    """The working folder."""
+    files: Sequence[int]
+    """The numbers that the open files, which come with the request, have in the shim."""
+
+
 class _Server:
     """One thread that waits for connections, requests and ended forks."""
 
@@ -277,6 +293,7 @@ class _Server:
             if self._listener in ready:
                 with suppress(OSError):  # too many open files: tried again in the next round
                     connection = self._listener.accept()[0]
+                    # A shim that stops in its request would block all others.
                     connection.settimeout(REQUEST_S)
                     self._forks[connection] = None
             if self._woken in ready:
@@ -359,7 +376,7 @@ class _Server:
             return True
 
 
-def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def _receive_request(connection: socket.socket) -> tuple[_Request, list[int]] | None:
     """Return a shim's request and files; None where the shim has ended or stopped sending."""
     files: list[int] = []
     try:
@@ -374,7 +391,7 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[in
     return None
 
 
-def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
+def _run_as(folder: Path, request: _Request, files: Sequence[int]) -> NoReturn:
     """Be the requested process, in the fork."""
     import threading
 
@@ -410,7 +427,7 @@ def end_at_once(error: BaseException | None) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
+def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
     """Take over files, environment and working folder, and begin a session and a random state."""
     import multiprocessing.spawn
     import random
@@ -421,7 +438,7 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
-    # Moved out of the way of the numbers that they get.
+    # Moved out of the way of the numbers that they get: `dup2` closes what has such a number.
     free = max([*request["files"], *files], default=2) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]
     for file in files:
@@ -438,6 +455,7 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     os.environ.update(request["environment"] | {FOLDER: str(folder)})
     os.chdir(request["folder"])
     multiprocessing.spawn.set_executable(str(folder / "python"))
+    # All forks would draw the same numbers: they have the server's state.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from vllm.lora.request import LoRARequest
 
@@ -16,12 +16,19 @@ ADAPTER_ID = 1
 _NAME = "policy"
 
 
+class AdapterEngine(Protocol):
+    """The methods of vLLM's `AsyncLLM` that serve adapters."""
+
+    async def add_lora(self, request: LoRARequest, /) -> bool: ...
+    async def list_loras(self) -> set[int]: ...
+    async def remove_lora(self, adapter_id: int, /) -> bool: ...
+
+
 @dataclass(eq=False, repr=False)
 class AdapterLoader:
     """The adapter that an engine serves on top of its base weights."""
 
-    llm: Any
-    """vLLM's engine."""
+    llm: AdapterEngine
     _: KW_ONLY
     enabled: bool
     """Whether the engine was started with `enable_lora`."""
@@ -42,6 +49,7 @@ class AdapterLoader:
             )
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
+        # Until it is loaded there is no adapter: after a failure no request may name the old one.
         self.request = None
         # Gone before the engine serves it: an actor that is killed later leaves no files.
         with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-") as folder:

@@ -18,6 +18,8 @@ from shared.weight_sync.transports import TransportKind
 
 # Imports vllm, which a client of a server has not.
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from rollout_actors.weight_sync.adapters import AdapterLoader
 
 
@@ -81,14 +83,14 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
 class InitRequest:
     """The group that an engine is to join."""
 
-    init_info: dict[str, Any]
+    init_info: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
     """The tensors that an engine is to take."""
 
-    update_info: dict[str, Any]
+    update_info: dict[str, object]
 
 
 class UpdatedEngine(Protocol):
@@ -99,7 +101,7 @@ class UpdatedEngine(Protocol):
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, request: UpdateRequest) -> None: ...
     async def finish_weight_update(self) -> None: ...
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]: ...
     async def reset_prefix_cache(self) -> bool: ...
     async def reset_mm_cache(self) -> None: ...
     async def reset_encoder_cache(self) -> None: ...
@@ -129,15 +131,17 @@ class TransferGroup:
         group = terms.group
         if self._joined == group.key:
             return
+        # Before anything can fail: half a change of groups must not count as joined.
         self.forget()
         await self.llm.shutdown_weight_transfer_engine()
-        info: dict[str, Any] = {
+        info: dict[str, object] = {
             "master_address": group.host,
             "master_port": group.port,
             "rank_offset": self.rank_offset,
             "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
+        # vLLM's NCCL transport has no limits of its own: there the phase's limit has to do.
         if self.transport is TransportKind.GLOO:
             info |= {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
         else:
@@ -212,7 +216,7 @@ class WeightReceiver:
         }
 
     @property
-    def lora_request(self) -> Any:
+    def lora_request(self) -> LoRARequest | None:
         """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
         return None if self.adapter is None else self.adapter.request
 
@@ -317,6 +321,7 @@ class WeightReceiver:
             )
         if self._sync.measures_noise:
             self._sync.scores_before = await self._score(offer.canary, adapted=True)
+        # No cache is cleared here: that has to follow the new weights (`_reset`).
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
@@ -338,6 +343,8 @@ class WeightReceiver:
         # The merged weights hold the adapter: served on top of them it would count twice.
         if self.adapter is not None:
             await self.adapter.drop()
+        # Before the update, which moves the parameters to the meta device: the worker notes their
+        # names now.
         await self._llm.collective_rpc("begin_verified_load", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         update = {
@@ -360,15 +367,19 @@ class WeightReceiver:
             check_load_reports(self._sync.reports, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
-        # Loading resets no cache, and what they hold was computed with the old weights.
+        # Loading resets no cache, and what they hold was computed with the old weights: rollouts
+        # would mix both, without any error.
         if not await self._llm.reset_prefix_cache():
             raise self._error("the prefix cache is in use", SyncPhase.RESET)
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
 
     async def _canary(self, offer: WeightOffer) -> None:
+        # The canary is a request too. Rollouts are still refused: `unavailable_reason` is set.
         await self._llm.resume_generation()
         probe = offer.canary
+        # The learner computes them while the engines load, so they came after its weights and not
+        # in the offer.
         if probe.expected_logprobs is None:
             probe = probe.with_logprobs(map(float, self._sync.reports[0].logprobs))
         if self._sync.scores_before is not None:
@@ -377,6 +388,7 @@ class WeightReceiver:
         scores = await self._score(probe, adapted=True)
         self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
+            # Without the adapter: equal scores would mean that the engine ignores it.
             base = await self._score(probe, adapted=False)
             self._sync.adapter_effect = probe.check_adapter(self._name, scores, base)
         # Only now: a version that was not verified is never the label of a rollout.
@@ -392,7 +404,7 @@ class WeightReceiver:
             self._group.forget()
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), limit)
 
-    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], limit: Timeout) -> None:
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[object], limit: Timeout) -> None:
         try:
             await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,17 +33,26 @@ InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
 UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
+class VllmModel(Protocol):
+    """What every model of vLLM has."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def load_weights(self, weights: Iterable[Named]) -> set[str]: ...
+
+
 class ChecksumLoader(nn.Module):
     """Stands in for the model during an update: passes tensors on one by one and keeps account."""
 
-    def __init__(self, model: Any, bucket_bytes: int) -> None:
+    def __init__(self, model: VllmModel, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
         # An engine that serves adapters has put wrappers around its layers; loading reaches through
         # them, under the layers' own names.
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
-        self.checksums: list[int] = []  # of the buckets that arrived
+        # Of the buckets that arrived. vLLM's own checksums see empty tensors on CPU, where linear
+        # weights are packed.
+        self.checksums: list[int] = []
         self.sent: list[int] = []  # the sender's, which arrive behind the weights
         self.logprobs: list[float] = []  # the canary's, where they arrive last
         self.load_s = 0.0
@@ -67,8 +76,7 @@ class ChecksumLoader(nn.Module):
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
         """Give checked tensors to vLLM's loader; return the names of the parameters it filled."""
         # What goes wrong from here on, only the canary sees.
-        loaded: set[str] = self.model.load_weights(tensors)
-        return loaded
+        return self.model.load_weights(tensors)
 
     def _checked(self, weights: Iterable[Named]) -> Iterator[Named]:
         stream = iter(weights)
@@ -88,6 +96,7 @@ class ChecksumLoader(nn.Module):
             if name == CANARY:
                 self.logprobs = tensor.clone().view(torch.float64).tolist()
                 continue
+            # Of what is handed to the model, so that a fault of the transport shows.
             self._checksum.add(tensor)
             self._size += tensor.nbytes
             if self._size > self._bucket_bytes:
@@ -105,14 +114,14 @@ class ChecksumLoader(nn.Module):
 class VerifyingWorker(GuardedWorker):
     """A base class of vLLM's `Worker` (`worker_extension_cls`) with the further calls of a sync."""
 
-    weight_transfer_engine: WeightTransferEngine[Any, Any]
+    weight_transfer_engine: WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
     _loader: ChecksumLoader
 
     # vLLM's, declared for the type checker alone: a definition here would collide with the
     # worker's.
     _weight_update_active: bool
-    start_weight_update: Any
-    finish_weight_update: Any
+    start_weight_update: Callable[[], None]
+    finish_weight_update: Callable[[], None]
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
         """Watch the next update. Called before `start_weight_update`, while the parameters are in
@@ -122,10 +131,10 @@ class VerifyingWorker(GuardedWorker):
         self._loader = self.make_loader(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._loader, engine.model_config)
 
-    def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+    def make_loader(self, model: VllmModel, bucket_bytes: int) -> ChecksumLoader:
         return ChecksumLoader(model, bucket_bytes)
 
-    def load_report(self) -> dict[str, Any]:
+    def load_report(self) -> dict[str, object]:
         """Return the fields of a `LoadReport`, after `finish_weight_update`."""
         loader = self._loader
         return {
@@ -135,6 +144,7 @@ class VerifyingWorker(GuardedWorker):
             "unexpected": sorted(loader.loaded - loader.expected),
             "load_s": loader.load_s,
             "verify_s": loader.verify_s,
+            # As text: JSON has no NaN, and `repr` keeps every bit.
             "logprobs": [repr(logprob) for logprob in loader.logprobs],
         }
 
@@ -142,6 +152,8 @@ class VerifyingWorker(GuardedWorker):
         """Leave the group, which ends the sender's wait, and bring the model back from the meta
         device: of old and new weights, good for nothing but a full sync.
         """
+        # Start and finish with nothing in between restore a whole model. An update that was begun
+        # needs the finish only.
         self.weight_transfer_engine.shutdown()
         if not self._weight_update_active:
             self.start_weight_update()
@@ -196,7 +208,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # unpacks and repacks each layer.
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         # The base class then waits for an accelerator, which is not there.
         self.receive_weights(self.parse_update_info(update_info))
 
@@ -226,6 +238,7 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()
         config = self.parallel_config
+        # This worker's rank in the group: the engine's earlier replicas and devices come first.
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._group = GlooReceiver(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from learner import host_memory
 from learner.host_memory import NodeMemory
 from learner.model.checkpoint import CheckpointContent
+from learner.model.checkpoint_save import CheckpointSave, HostCopies
 from learner.run_state import RandomState, RankState
 from shared.errors import StorageError
 from shared.schedule import RunSchedule
@@ -224,3 +226,29 @@ def test_a_container_has_the_memory_that_its_limit_leaves_and_cached_files_give_
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     assert host_memory.available_memory() == available
+
+
+def test_only_a_tensor_of_the_same_elements_gets_the_copy_that_there_is():
+    weight = torch.arange(6.0).reshape(2, 3)
+    copies = HostCopies([weight])
+    copy = copies(weight.detach())
+    assert copies(weight).data_ptr() == copy.data_ptr() != weight.data_ptr()
+    for other in (weight[:1], weight.T, weight.view(torch.int32), weight.clone()):
+        assert torch.equal(copies(other), other)
+        assert copies(other).data_ptr() != copy.data_ptr()
+    weight += 1
+    assert torch.equal(copy, torch.arange(6.0).reshape(2, 3))
+
+
+def test_of_two_ranks_each_sums_up_what_it_wrote_and_nothing_that_another_writes(tmp_path):
+    """safetensors writes into `.tmpXXXXXX`, which another rank sees come and go."""
+    files = ["model.safetensors", "rank_0.json", "rank_1.json", ".tmpAb12cd", "SHA256SUMS.1"]
+    for name in files:
+        (tmp_path / name).touch()
+    own = []
+    for rank in range(2):
+        save = CheckpointSave(
+            SimpleNamespace(rank=rank), tmp_path, write=lambda _: None, finish=None
+        )
+        own.append([name for name in files if save._is_own(tmp_path / name)])
+    assert own == [["model.safetensors", "rank_0.json"], ["rank_1.json"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -28,7 +28,7 @@ def attribute(text: str) -> Markup:
     return Markup(html.escape(printable(text)))
 
 
-def inline(value: Any) -> Markup:
+def inline(value: object) -> Markup:
     """Escape a text for the content of an element; HTML stays as it is.
 
     A line feed shows as an arrow and breaks the line.
@@ -52,12 +52,12 @@ _ENVIRONMENT = Environment(
 )
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Fill in a template of launch/templates."""
     return _ENVIRONMENT.get_template(template).render(values)
 
 
-def counted(things: int | Sequence[Any], noun: str) -> str:
+def counted(things: int | Sequence[object], noun: str) -> str:
     """Write a number, or that of things in a list, with its noun: `1 object`, `2 objects`."""
     number = things if isinstance(things, int) else len(things)
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch.inspect.sample_pages.html import (
     LegendRow,
@@ -189,7 +189,7 @@ def _message_views(logged: LoggedMessages | None) -> str | list[MessageView] | N
     return [_message_view(message) for message in logged]
 
 
-def _message_view(message: Mapping[str, Any]) -> MessageView:
+def _message_view(message: Mapping[str, object]) -> MessageView:
     """Read a message of any form: an environment may have put anything into it."""
     content = message.get("content")
     calls = message.get("tool_calls") or []
@@ -206,7 +206,7 @@ def _message_view(message: Mapping[str, Any]) -> MessageView:
     )
 
 
-def _part(part: Any) -> ContentPart:
+def _part(part: object) -> ContentPart:
     match part:
         case {"type": "text", "text": str(text)}:
             return ContentPart(text, is_type=False)
@@ -216,7 +216,7 @@ def _part(part: Any) -> ContentPart:
             return ContentPart(_text(part), is_type=False)
 
 
-def _tool_call(call: Any) -> ToolCall:
+def _tool_call(call: object) -> ToolCall:
     """Read a call: as a rule a JSON text, or whatever else an environment has made of it."""
     parsed = call
     if isinstance(call, str):
@@ -232,7 +232,7 @@ def _tool_call(call: Any) -> ToolCall:
             return ToolCall(None, _text(call), None)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,7 +38,7 @@ HIDDEN = 128
 INITIALIZER_RANGE = 0.06
 """Near 1 / sqrt(HIDDEN): from transformers' 0.02 the weights would first have to grow."""
 MAX_LENGTH = 4096
-NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 PAD = "<|endoftext|>"
 START = "<|im_start|>"
@@ -161,7 +160,7 @@ def make_config(
     tokenizer: PreTrainedTokenizerFast,
     *,
     canvas: int = CANVAS,
-    text_settings: Mapping[str, Any] = NO_SETTINGS,
+    text_settings: Mapping[str, object] = NO_SETTINGS,
 ) -> Qwen3VLConfig:
     """Return the architecture. `text_settings` replace those of the language model."""
     text = {
@@ -235,7 +234,7 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 
 
 def random_model(
-    seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, Any] = NO_SETTINGS
+    seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, object] = NO_SETTINGS
 ) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
     """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs.
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from learner.model.checkpoint_folder import open_as_folder
 from shared.config import RunConfig
+from shared.config.model import ModelSection
 from shared.errors import ConfigError
 
 DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
@@ -107,34 +108,33 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
     files = [source.path for split in ("train", "val") for source in config.data.sources(split)]
     if config.environment is not None:
         files += [Path(text) for text in config.environment.args.values() if isinstance(text, str)]
-    folders = {_model_folder(config), *(file.parent for file in files)}
+    folders = {_model_folder(config.model), *(file.parent for file in files)}
     for folder in sorted(folders & DEMO_FOLDERS.keys()):
         if not folder.exists():
             show(f"demo      {folder} does not exist and is made now: {_command(folder)}")
             _run("launch.tools.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
 
 
-def with_untrained_model(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with an untrained model of the same shape and tokenizer, if the run
-    would train its own one first (`UNTRAINED`).
+def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
+    """Return the section with an untrained model of the same shape and tokenizer, if the run would
+    train its own one first (`UNTRAINED`).
 
     Args:
         show: is given a line that says so.
     """
-    folder = _model_folder(config)
+    folder = _model_folder(model)
     if folder.exists() or folder not in UNTRAINED:
-        return config
+        return model
     show(
         f"demo      {folder} does not exist: the run trains it first, in some minutes, as"
         f" `{_command(folder)}` does. Checked is {UNTRAINED[folder]}, untrained, of the same shape"
     )
-    model = config.model.model_copy(update={"path": str(UNTRAINED[folder])})
-    return config.model_copy(update={"model": model})
+    return model.model_copy(update={"path": str(UNTRAINED[folder])})
 
 
-def _model_folder(config: RunConfig) -> Path:
+def _model_folder(model: ModelSection) -> Path:
     """Return the folder that holds the model: of a trained one, that of its run."""
-    path = Path(config.model.path)
+    path = Path(model.path)
     return path.parent if path.name == "checkpoint" else path
 
 

@@ -123,7 +123,7 @@ class Placed:
             height=self.canvas,
         )
 
-    def record_object(self, geometry: DemoGeometry) -> dict[str, Any]:
+    def record_object(self, geometry: DemoGeometry) -> dict[str, object]:
         """Describe the digit as an object of a record."""
         is_odd = NAMES.index(self.name) % 2 == 1
         if geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and is_odd):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PlainValidator, ValidationError, field_validator, model_validator
 
@@ -56,7 +56,7 @@ class CocoImage(FileEntry):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_by_url(cls, value: Any) -> Any:
+    def _named_by_url(cls, value: object) -> object:
         """LVIS v1 has a `coco_url` that ends in `train2017/000000000009.jpg`, and no file name."""
         if isinstance(value, dict) and "file_name" not in value:
             url = value.get("coco_url")
@@ -69,15 +69,18 @@ _HARMLESS_ATTRIBUTES = frozenset({"occluded", "truncated", "difficult", "track_i
 _ROTATION = "rotation"
 
 
+Rings = list[list[float]] | dict[str, object] | None
+"""Rings x, y, ... in pixels; a mapping is a run-length code."""
+
+
 class CocoAnnotation(FileEntry):
-    id: Any = None
+    id: object = None
     image_id: int
     category_id: int
     bbox: Annotated[list[float], Field(min_length=4, max_length=4)]
     """x, y, w, h in pixels."""
     iscrowd: Annotated[bool, Field(strict=False)] = False
-    segmentation: list[list[float]] | dict[str, Any] | None = None
-    """Rings x, y, ... in pixels; a mapping is a run-length code."""
+    segmentation: Rings = None
     rotation: float = 0.0
     """CVAT's `attributes.rotation`: degrees by which the box is turned about its centre, clockwise.
     """
@@ -86,7 +89,7 @@ class CocoAnnotation(FileEntry):
 
     @model_validator(mode="before")
     @classmethod
-    def _other_keys(cls, value: Any) -> Any:
+    def _other_keys(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
         known = cls.model_fields.keys() - {_ROTATION, "unknown_keys"}
@@ -108,7 +111,7 @@ class CocoAnnotation(FileEntry):
 
     @field_validator("segmentation")
     @classmethod
-    def _pairs(cls, value: Any) -> Any:
+    def _pairs(cls, value: Rings) -> Rings:
         if isinstance(value, list) and any(len(ring) % 2 for ring in value):
             raise ValueError("a ring must have x, y for each vertex, so an even number of values")
         return value
@@ -118,12 +121,12 @@ class CocoAnnotation(FileEntry):
 class Malformed:
     """An annotation that cannot be read."""
 
-    id: Any
-    image_id: Any
+    id: object
+    image_id: object
     error: ValidationError
 
 
-def _read_annotation(value: Any) -> CocoAnnotation | Malformed:
+def _read_annotation(value: object) -> CocoAnnotation | Malformed:
     try:
         return CocoAnnotation.model_validate(value)
     except ValidationError as error:
@@ -200,7 +203,7 @@ def read_annotations(path: Path) -> CocoFile:
     return file
 
 
-def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
+def distinct_categories(file: CocoFile) -> list[dict[str, object]]:
     """List the categories for the export. Of those with one name, the one in use stays."""
     used = {annotation.category_id for annotation in file.readable}
     in_use_last = sorted(file.categories, key=lambda category: category.id in used)
@@ -308,7 +311,9 @@ def source_object(
     return SourceObject(desc, box, rings, unknown_keys=unknown)
 
 
-def _is_box(rings: Sequence[Sequence[float]] | dict[str, Any] | None, box: Sequence[float]) -> bool:
+def _is_box(
+    rings: Sequence[Sequence[float]] | dict[str, object] | None, box: Sequence[float]
+) -> bool:
     """Tell whether an annotation has no shape but its box, which some tools write as a ring too."""
     if not rings:
         return True

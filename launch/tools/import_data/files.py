@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -122,7 +122,7 @@ def written_once(path: Path) -> Iterator[IO[str]]:
         unfinished.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     with written_once(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 

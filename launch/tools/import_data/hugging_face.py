@@ -130,7 +130,7 @@ class HuggingFaceImport(ImportOptions):
             path = _write(picture["bytes"], pictures) if picture["bytes"] else Path(picture["path"])
             yield SourceImage(sample_id, path, objects, reading=self.reading)
 
-    def _object(self, box: Any, category: Any, names: list[str]) -> SourceObject | ObjectSkip:
+    def _object(self, box: object, category: object, names: list[str]) -> SourceObject | ObjectSkip:
         numbers = finite(box) if isinstance(box, Sequence) else None
         if numbers is None or len(numbers) != 4:
             return ObjectSkip.MALFORMED

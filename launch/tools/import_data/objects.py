@@ -65,7 +65,7 @@ class SourceObject:
     desc: str
     box: tuple[float, float, float, float]
     """x, y, w, h; half-open."""
-    rings: Sequence[Sequence[float]] | dict[str, Any] | None = None
+    rings: Sequence[Sequence[float]] | dict[str, object] | None = None
     """Rings x, y, ...; a mapping is a run-length code."""
     is_turned: bool = False
     """A box that is turned about its centre: `box` encloses it, its corners are the one ring."""

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launch.tools.import_data.boxes import PIXELS_XYWH, BoxReading, BoxUnit, is_in_parts
 from launch.tools.import_data.files import (
@@ -108,7 +107,7 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
 
 def _records(
     images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield one record per usable image, in the source's order, and count everything."""
     for image in images:
         if isinstance(image, Orphans):
@@ -241,7 +240,7 @@ def _ignored_regions(
     results: Sequence[Converted | Ignored | ObjectSkip],
     unlabelled: Sequence[str],
     size: tuple[int, int],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return ignored annotations; and of LVIS the whole picture for each unlabelled class."""
     whole = Annotation((0.0, 0.0, float(size[0]), float(size[1])))
     found = [

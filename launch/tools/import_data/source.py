@@ -66,7 +66,7 @@ class SourceImage:
     """Width and height in pixels that the format states; None: the file's."""
     reading: BoxReading = PIXELS_XYWH
     """The meaning that the numbers of its boxes were read by."""
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, object] = field(default_factory=dict)
     """Further keys of the row: `phrase`, `prompt`, ..., and metadata."""
     unlabelled: Sequence[str] = ()
     """Classes of which some objects have no annotation: nothing is said about a prediction."""
@@ -90,7 +90,7 @@ class Source:
     file: Path
     """The file or folder that errors name."""
     images: Iterable[SourceImage | Orphans]
-    categories: list[dict[str, Any]] | None = None
+    categories: list[dict[str, object]] | None = None
     """Content of the file of categories, for formats whose results are COCO's."""
     notes: tuple[str, ...] = ()
     """What a user has to know of it as a whole."""
@@ -198,7 +198,7 @@ class ImportReport:
                 self.objects[key] += number
                 self.first.setdefault(name, where)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "images": {**self.images, "skipped": dict(self.images_skipped)},
             "no_coco_results": self.no_coco_results,

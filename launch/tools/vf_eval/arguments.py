@@ -14,6 +14,7 @@ from typing import Any
 
 from openai.resources.chat.completions import AsyncCompletions as AsyncChats
 from openai.resources.completions import AsyncCompletions
+from pydantic import JsonValue
 
 from rollout_actors.environments.loading import environment_names
 from shared.errors import ConfigError
@@ -47,7 +48,7 @@ asked, 130 interrupted.
 """
 
 
-def check_sampling(sampling: Mapping[str, Any], message_type: str) -> dict[str, Any]:
+def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[str, object]:
     """Return the sampling arguments of every call, by their names in OpenAI's API.
 
     Raises ConfigError: names and values that every call would fail of.
@@ -85,7 +86,7 @@ class EvalOptions:
     """The command line. None stands for an option that was not given."""
 
     environment: str | None
-    env_args: dict[str, Any] | None
+    env_args: dict[str, object] | None
     model: str | None
     base_url: str | None
     key_variable: str | None
@@ -93,7 +94,7 @@ class EvalOptions:
     """Sent with every call beside OpenAI's own. They may be secret, and are kept nowhere."""
     num_examples: int | None
     rollouts_per_example: int | None
-    sampling_args: dict[str, Any] | None
+    sampling_args: dict[str, object] | None
     """`-t`, `-T` and `-S` together."""
     tokens: bool
     state_columns: tuple[str, ...] | None
@@ -222,7 +223,7 @@ def _environments() -> str:
     return f"one of {names}, or any module or .py file that has load_environment"
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, JsonValue]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -33,10 +32,10 @@ class EvaluationSettings:
     """
 
     environment: str
-    env_args: dict[str, Any]
+    env_args: dict[str, object]
     model: str | None
     """None until the endpoint has said which one it serves."""
-    sampling_args: dict[str, Any]
+    sampling_args: dict[str, object]
     base_url: str | None
     """As it was given; the same for the key."""
     key_variable: str | None
@@ -175,7 +174,7 @@ def missing_rollouts(
     return [key for key in wanted if names[key[0]] in incomplete]
 
 
-def _sampling(options: EvalOptions) -> dict[str, Any]:
+def _sampling(options: EvalOptions) -> dict[str, object]:
     return merged(RETURNS_TOKENS if options.tokens else None, options.sampling_args)
 
 

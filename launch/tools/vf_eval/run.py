@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import openai
 from rich.text import Text
@@ -144,7 +143,7 @@ class EvalRun:
     async def _generate(
         self,
         client: openai.AsyncOpenAI,
-        sampling: dict[str, Any],
+        sampling: dict[str, object],
         examples: Examples,
         missing: Sequence[tuple[int, int]],
         digests: Sequence[str],

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from rich.console import Console
 
-from launch.checks.hub import FILES, fetch_model, with_fetched_model
+from launch.checks.hub import FILES, fetch_model, fetched_model
 from launch.inspect.evaluate import ModelOptions, run
 from learner.model.checkpoint_folder import hub_id
 from shared.errors import ConfigError
@@ -168,7 +168,7 @@ def test_without_a_network_the_error_has_the_command(cache: Path) -> None:
 
 def test_a_folder_is_left_as_it_is(demo_checkpoint: Path, demo_data: Any, tmp_path: Path) -> None:
     config = configuration(demo_checkpoint, demo_data, tmp_path)
-    assert with_fetched_model(config, print) is config
+    assert fetched_model(config.model, print) is config.model
 
 
 def test_the_report_of_a_hubs_model_is_named_after_the_model_not_its_revision(

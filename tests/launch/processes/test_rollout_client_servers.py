@@ -394,3 +394,14 @@ def test_where_no_server_may_come_back_the_others_finish_the_round_and_no_sync_b
         assert who_answers(client) == ["server-0"] * 4
     with pytest.raises(RolloutError, match=r"server-1: .* was started again in the midst"):
         client.join_replacements()
+
+
+def test_a_server_that_was_started_again_while_nobody_asked_it_is_noticed_before_the_sync(
+    make_mending, supervised
+):
+    client = make_mending(supervised.urls)
+    supervised.end(1)
+    supervised.start(1)
+    assert client.join_replacements()
+    sync(client, 2)
+    assert who_answers(client) == BOTH

@@ -574,3 +574,76 @@ def test_a_run_that_is_killed_at_any_moment_and_resumed_has_the_ledger_of_one_th
     process.start()
     process.join(TIMEOUT_S)
     assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(demo_data, data)
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(ConfigError, match=r"data\.train: is \w+ here, and was \w+ "):
+        start(config)
+
+
+@pytest.mark.slow
+def test_an_older_checkpoint_puts_later_ones_aside(saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    oldest, newest = sorted((run / "checkpoints").glob("step_*"))[:2]
+    config = config_of("channels A and B", run, resume={"run": str(oldest)})
+    with pytest.raises(KeyboardInterrupt):
+        start(config, Interruption(at=1))
+    assert not newest.exists()
+    assert newest.with_name(f"{newest.name}.replaced").is_dir()
+    steps = [line["step"] for line in ledger(run)["metrics.jsonl"]]
+    assert steps == list(range(1, RunState(**json.loads(_state(oldest))).step + 1))
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_changes_nothing(saved, config_of, demo_data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    before = ledger(run)
+    data = tmp_path / "data"
+    shutil.copytree(demo_data, data)
+    (data / "train.jsonl").write_text((data / "val.jsonl").read_text())
+    oldest, *later = sorted((run / "checkpoints").glob("step_*"))
+    config = config_of("channels A and B", run, resume={"run": str(oldest)}, samples=data)
+    with pytest.raises(ConfigError, match=r"data\.train: is"):
+        start(config)
+    assert ledger(run) == before
+    assert all(folder.is_dir() for folder in later)
+
+
+@pytest.mark.slow
+def test_what_a_killed_run_left_half_written_goes_and_other_evaluations_stay(
+    saved, config_of, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    checkpoint = sorted((run / "checkpoints").glob("step_*"))[-1]
+    half = run / "checkpoint_interrupted_000009.partial"
+    unindexed = run / "checkpoints" / "step_000001"
+    later = run / "checkpoints" / "step_000008"
+    half.mkdir()
+    for folder, step in ((unindexed, 1), (later, 8)):
+        shutil.copytree(checkpoint, folder)
+        state = json.loads(_state(folder))
+        (folder / "run_state" / "run.json").write_text(json.dumps({**state, "step": step}))
+    mine = [run / "evaluations" / name for name in ("step_000006_val", "step_best")]
+    for folder in mine:
+        folder.mkdir(parents=True)
+    with (run / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 4, "weig')
+    config = config_of("channels A and B", run, resume={"run": str(checkpoint)})
+    with pytest.raises(KeyboardInterrupt):
+        start(config, Interruption(at=1))
+    left = sorted(path.name for path in run.glob("checkpoint*/*") if path.name.startswith("step"))
+    assert "step_000008.replaced" in left
+    assert "step_000001" not in left
+    assert not half.exists()
+    assert all(folder.is_dir() for folder in mine)

@@ -32,12 +32,12 @@ COORD_IDS = torch.arange(1000)
 @pytest.fixture(autouse=True)
 def own_module(tmp_path, monkeypatch):
     """The page's folder, with its module, in one that Python looks into."""
-    folder = tmp_path / "mine"
+    folder = tmp_path / "own_package"
     folder.mkdir()
     (folder / "focal_text.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     yield folder
-    for name in ("mine", "mine.focal_text", "mine.other"):
+    for name in ("own_package", "own_package.focal_text", "own_package.other"):
         sys.modules.pop(name, None)
 
 
@@ -105,12 +105,20 @@ def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
     ("name", "code", "expected"),
     [
         ("no_such_module:Focal", "", "there is no module no_such_module; start the run in"),
-        ("mine.no:Focal", "", "there is no module mine.no; start the run in"),
-        ("mine.focal_text:Focal", "", "mine.focal_text has no Focal; define the class there"),
-        ("mine.other:Bare", "class Bare: term_names = ()", "Bare has no Config, __call__, needs; "),
+        ("own_package.no:Focal", "", "there is no module own_package.no; start the run in"),
         (
-            "mine.other:Loose",
-            "from mine import focal_text\nclass Loose(focal_text.FocalText):\n    class Config: pass",
+            "own_package.focal_text:Focal",
+            "",
+            "own_package.focal_text has no Focal; define the class there",
+        ),
+        (
+            "own_package.other:Bare",
+            "class Bare: term_names = ()",
+            "Bare has no Config, __call__, needs; ",
+        ),
+        (
+            "own_package.other:Loose",
+            "from own_package import focal_text\nclass Loose(focal_text.FocalText):\n    class Config: pass",
             "Loose.Config is no settings section; derive it from shared.config.base.Section",
         ),
     ],
@@ -125,7 +133,7 @@ def test_two_objectives_that_log_the_same_term_are_refused(own_module):
     (own_module / "focal_text.py").write_text(MODULE.replace('("focal_text",)', '("token_ce",)'))
     (line,) = problems()
     assert line.startswith(
-        f"{PATH}.name: mine.focal_text:FocalText logs loss/token_ce, and so does "
+        f"{PATH}.name: own_package.focal_text:FocalText logs loss/token_ce, and so does "
     )
 
 
@@ -136,7 +144,7 @@ def test_one_that_needs_the_reference_is_refused_where_none_is_declared(own_modu
     (own_module / "focal_text.py").write_text(code)
     (line,) = problems()
     assert line.startswith(
-        f"{PATH}.name: mine.focal_text:FocalText needs the reference, and no ref"
+        f"{PATH}.name: own_package.focal_text:FocalText needs the reference, and no ref"
     )
     entry = {"name": "reference_kl", "enabled": True, "weight": 0.0, "channels": ["B"]}
     pipeline = yaml.safe_load(PIPELINE)

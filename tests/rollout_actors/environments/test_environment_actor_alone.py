@@ -5,6 +5,8 @@ of this process (spec: trajectories, 5): only engines are Ray actors here.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from fake_teacher import FakeTeacher
 from sandboxes_environment import noted
 from scripted_engines import decode_settings, demo_tokenizer
 
+from rollout_actors.environments.training import rounds
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
 from rollout_actors.environments.training.teacher import TeacherSettings
 from shared.config.algorithm import TeacherSection
 from shared.errors import RolloutError
+from shared.protocols import CLOSED_S
 from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
@@ -96,3 +100,29 @@ def test_a_round_that_is_cancelled_itself_is_cancelled_and_cleans_up(
 
     assert asyncio.run(ended())
     assert sorted(noted(log)[4:-1]) == SHUT
+
+
+def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its_teardown(
+    make_actor: MakeActor,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert rounds.CLEANUP_S <= CLOSED_S / 2, "teardown has to have time too"
+    monkeypatch.setattr(rounds, "CLEANUP_S", 0.3)
+
+    async def close_s() -> float:
+        one = sandboxes(make_actor, log, takes_s=4)
+        round_ = await with_rollouts_under_way(one, log)
+        began_s = time.monotonic()
+        await one.close()
+        took_s = time.monotonic() - began_s
+        # Of this process others want to go on.
+        await asyncio.wait([round_])
+        assert isinstance(round_.exception(), RolloutError)
+        return took_s
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(close_s()) >= 0.3
+    assert noted(log)[4] == "torn down"
+    assert "still clean up after 0.3 s" in caplog.text

@@ -11,7 +11,9 @@ from environment_support import (
     Talk,
     assistant,
     cancelled_when,
+    generated,
     rolled_out,
+    rows,
     user,
 )
 from forked_programs import ran
@@ -410,3 +412,51 @@ def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():
     env = Env(); print("ready", flush=True); time.sleep(60)
     """
     assert program(body, signal_at="ready")[:2] == (["ready", "mine"], 7)
+
+
+def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():
+    called = []
+
+    class Env(Talk):
+        @cleanup(priority=2)
+        def first(self, state):
+            called.append("first")
+            raise RuntimeError("stuck")
+
+        @cleanup
+        async def second(self, state):
+            called.append("second")
+
+    with pytest.raises(RuntimeError, match="stuck"):
+        rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))
+    assert called == ["first", "second"]
+
+
+def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
+    class Stuck(Talk):
+        cleanup_timeout_s = 0.1
+
+        @cleanup
+        async def put_away(self, state):
+            if state["prompt"][0]["content"] == "q1":
+                await asyncio.sleep(60)
+
+    first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(says_a)).state
+    assert first["error"] is None
+    assert (
+        "TimeoutError: cleaning up is not done after cleanup_timeout_s = 0.1 s; check what"
+        in second["error"]
+    )
+
+
+@pytest.mark.slow
+def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn():
+    body = """
+    class Bad(Env):
+        @teardown(priority=9)
+        def bad(self): raise RuntimeError("stuck")
+    one, other = Bad(), Env()
+    """
+    lines, _, complaints = program(body)
+    assert sorted(lines) == ["plainly", "plainly", "teardown", "teardown"]
+    assert "stuck" in complaints and "Bad" in complaints

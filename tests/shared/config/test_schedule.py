@@ -92,3 +92,9 @@ def test_ratio_0_is_channel_a_alone_and_ratio_1_channel_b_after_the_warm_up(warm
     assert {never.channel(step) for step in range(50)} == {Channel.A}
     expected = [Channel.A] * warmup_steps + [Channel.B] * (50 - warmup_steps)
     assert [always.channel(step) for step in range(50)] == expected
+
+
+def test_floats_alone_would_move_a_step_to_the_other_channel():
+    """The ratio is read as it is written: 100 x 0.29 is 28.999999999999996 in floats."""
+    assert floor(100 * 0.29) == floor(99 * 0.29)
+    assert ScheduleSection(b_ratio=0.29).channel(99) is Channel.B

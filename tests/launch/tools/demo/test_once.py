@@ -13,7 +13,7 @@ from launch.tools.demo.once import (
     UNTRAINED,
     make_missing_demo_files,
     make_once,
-    with_untrained_model,
+    untrained_model,
 )
 from shared.errors import ConfigError
 from tests.fixtures.config_changes import load
@@ -114,11 +114,11 @@ def test_preflight_trains_no_start_and_looks_at_an_untrained_model_of_its_shape(
     start = Path("outputs/demo/start")
     config = load(LANGUAGE_MODEL | {"model.path": str(start / "checkpoint")})
     shown = []
-    assert with_untrained_model(config, shown.append).model.path == str(UNTRAINED[start])
+    assert untrained_model(config.model, shown.append).path == str(UNTRAINED[start])
     assert len(shown) == 1 and "rollmatch demo trained +experiment=demo_start" in shown[0]
     assert UNTRAINED.keys() | set(UNTRAINED.values()) <= DEMO_FOLDERS.keys()
     start.mkdir(parents=True)
-    assert with_untrained_model(config, pytest.fail) == config
+    assert untrained_model(config.model, pytest.fail) == config.model
 
 
 def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):

@@ -379,3 +379,21 @@ def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_eve
         asyncio.run(cancelled())
         answer: Any = asyncio.run(engines.generate(0, request))
         assert answer == ("actor-0", "request")
+
+
+def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors):
+    ray.get(fake_actors[1].become.remote("generate", "sleep"))
+    pool = with_environments(fake_actors, 1.0)
+    message = "no answer from environment-1 after timeouts.generate_s = 1 s; check"
+    with pytest.raises(RolloutError, match=f"generate on environment-1: {message}"):
+        pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
+
+
+def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors):
+    dies = create_fake_actor("actor-1", "generate", "die")
+    with pytest.raises(UnreachableError, match="its process has ended"):
+        asked([fake_actors[0], dies], outlived=True)
+    message = r"(?s)on actor-1: its process has ended .*; check its log and the machine's memory"
+    with pytest.raises(RolloutError, match=message) as caught:
+        asked([fake_actors[0], dies])
+    assert not isinstance(caught.value, UnreachableError), "no other engine is asked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -213,3 +214,32 @@ def test_an_environment_that_cannot_start_is_told_with_the_ranks_name_and_ends_t
     with pytest.raises(RolloutError, match=r"start on learner: .*num_row"):
         make_backend(env_args={"num_row": 3})
     assert engine.is_closed
+
+
+def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
+    make_backend: MakeBackend,
+    engine: ScriptedBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from rollout_actors.environments.training import beside
+
+    monkeypatch.setattr(beside, "CLOSED_S", 0.2)
+    (tmp_path / "never_ends.py").write_text(
+        "import asyncio\n"
+        "from rollout_actors.environments import Rubric, SingleTurnEnv, teardown\n"
+        "class NeverEnds(SingleTurnEnv):\n"
+        "    @teardown\n"
+        "    async def hangs(self):\n"
+        "        await asyncio.sleep(1)\n"
+        "def load_environment():\n"
+        "    return NeverEnds(dataset=[{'question': '1'}], rubric=Rubric([]))\n"
+    )
+    backend = make_backend(str(tmp_path / "never_ends.py"))
+    with caplog.at_level(logging.WARNING):
+        backend.close()
+    assert "was not torn down within 0.2 s" in caplog.text
+    assert engine.is_closed
+    backend._thread.join(60)
+    assert not backend._thread.is_alive(), "it ends with the teardown"

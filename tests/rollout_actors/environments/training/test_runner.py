@@ -510,3 +510,48 @@ def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_
         require_same(counts_of("ab"), found, "words")
     with pytest.raises(ValueError, match="runner_environment: found"):
         runner_over(ScriptedEngines([]), examples=found)
+
+
+def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path):
+    """Ids are the environment's own to give."""
+    source = """
+from runner_environment import Echo, Rubric, crosses
+def load_environment():
+    rows = [{"question": f"q{n}", "example_id": "same"} for n in range(3)]
+    return Echo(dataset=rows, rubric=Rubric([crosses]))
+"""
+    (tmp_path / "same_ids.py").write_text(source)
+    answers = ran(group_requests(0, 1, 2), env_id=str(tmp_path / "same_ids.py"))
+    questions = [rollout.prompt[0]["content"] for rollout in flat(answers)]
+    assert questions == ["q0", "q0", "q1", "q1", "q2", "q2"]
+    for answer in answers:
+        rewards = tuple(rollout.reward for rollout in answer)
+        assert {rollout.examples[0].group_rewards for rollout in answer} == {rewards}
+
+
+@pytest.mark.slow
+def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it():
+    cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
+    message = (
+        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
+        " cleanups wait for, or allow more"
+    )
+    for rollout in cut_off:
+        assert (rollout.error, rollout.reward, rollout.examples) == (message, 0.0, ())
+    assert timeless(others) == timeless(ran(group_requests(1, first=1)))
+
+
+def test_a_reward_function_that_hangs_has_no_figure_at_its_limit():
+    message = "TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s"
+    for rollout in flat(ran(group_requests(4), trouble="unjudged", scoring_timeout_s=0.05)):
+        assert rollout.reward_errors["endless"].startswith(message)
+
+
+def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone():
+    """The client counts an image as one token, and only the engine knows how many it is."""
+    refusal = "sample 4 was refused: it is longer than the maximum model length of 512"
+    error = RolloutError(refusal, actor="actor-0", phase="generate")
+    for rollout in flat(
+        ran(group_requests(4), ScriptedEngines(lambda _: error), max_images=1, **SHOWING)
+    ):
+        assert ending(rollout) == (None, True, 0)

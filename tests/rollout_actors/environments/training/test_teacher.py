@@ -30,7 +30,7 @@ from rollout_actors.environments.training.runner import EnvironmentRunner, Runne
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from shared.config.algorithm import TeacherSection
 from shared.config.pipeline import PolicyGradientConfig
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, RolloutError, UnreachableError
 from shared.rollouts import RolloutRequest
 from shared.trajectory import (
     EnvironmentRequest,
@@ -299,3 +299,15 @@ def test_a_token_that_is_not_exported_is_named() -> None:
     section = TeacherSection(base_url="http://h:1", model="m", token_env="NOBODY_SET_THIS")
     with pytest.raises(ConfigError, match=r"environment\.teacher\.token_env: the environment var"):
         TeacherSettings.from_section(section)
+
+
+def test_a_teacher_that_is_not_there_is_waited_for_and_then_named_with_its_keys() -> None:
+    section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.6)
+    client = Teacher(TeacherSettings.from_section(section), max_under_way=3)
+    problem = (
+        r"start on teacher: http://127\.0\.0\.1:9 did not get ready within"
+        r" environment\.teacher\.timeout_s = 0\.6 s \(last: .*\); check that it runs, that"
+        r" environment\.teacher\.base_url is its address without /v1"
+    )
+    with pytest.raises(UnreachableError, match=problem):
+        asyncio.run(client.require_suitable(TOKENIZER, LONGEST))
