@@ -270,11 +270,13 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
             try:
                 yield
             finally:
+                # A task that was begun inside may outlive the block, and still count here.
                 limit.is_over = True
                 LIMITS.reset(token)
     except TimeoutError:
         if not timeout.expired():
             raise  # the block's own
+    # Also if the block has swallowed its cancellation: a late one must not count as done.
     if timeout.expired():
         raise TimeoutError(f"{late} = {limit_s:g} s; {remedy}")
 
@@ -296,6 +298,7 @@ class _Call:
         self.is_given_up = False
         self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.function = function
+        # A thread has no context of its own: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
 
     def resolve(self, value: object, error: BaseException | None) -> None:
@@ -364,6 +367,7 @@ class Threads:
         self._running.clear()
 
     async def _answer(self, call: _Call) -> object:
+        # A copy of the set: threads take themselves out of it meanwhile.
         hanging = [one.name for one in list(self._running) if one.is_given_up]
         if len(hanging) > self._most_given_up:
             raise RuntimeError(
@@ -392,6 +396,7 @@ class Threads:
         names = GIVEN_UP.get()
         if names is not None:
             names.append(call.name)
+        # Once for each name: one bad function may be given up in every rollout.
         if call.name not in self._warned:
             self._warned.add(call.name)
             _LOGGER.warning(

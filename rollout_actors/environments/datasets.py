@@ -112,6 +112,7 @@ class PromptFormat:
         row = {key: _without_gaps(value) for key, value in row.items()}
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index}: its prompt is NaN; give it one, or leave the row out")
+        # Compared with None: 0 and an empty text are ids.
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
         result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
@@ -247,6 +248,7 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
         if first == index:
             continue
         for number in (first, index):
+            # Only of rows whose ids meet: a digest writes the whole row as JSON.
             if number not in digests:
                 content = {key: inputs[number].get(key) for key in ("prompt", "answer", "info")}
                 digests[number] = digest(content)
@@ -291,12 +293,14 @@ def to_rows(inputs: Inputs) -> Rows:
     if prompts is None:
         known = ", ".join(sorted(map(str, columns))) or "nothing"
         raise ValueError(f"inputs: neither prompt nor question, only {known}; give one of the two")
+    # One row has a text or a list of messages as its prompt; a column has one for each row.
     is_conversation = (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping)
     )
     if isinstance(prompts, str) or is_conversation:
         return [inputs]
     for key, value in columns.items():
+        # An array without a dimension has `__len__` too, which raises.
         is_column = isinstance(value, Collection) and getattr(value, "shape", None) != ()
         if not is_column or isinstance(value, str | bytes | Mapping | Set):
             raise TypeError(
@@ -547,6 +551,7 @@ class GenerateOutputs(dict[str, Any]):
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))
+        # They may hold keys and tokens, and a folder of results is passed on.
         for name in ("env_args", "sampling_args"):
             metadata[name] = masked(metadata[name])
         try:
@@ -564,6 +569,7 @@ def make_folder(folder: Path | str) -> Path:
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # `mkdir` says nothing about a folder that exists and cannot be written to.
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -572,4 +578,5 @@ def make_folder(folder: Path | str) -> Path:
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean, NaN of nothing."""
+    # `fsum` rounds once, at the end, so the order of the values does not matter.
     return math.fsum(values) / len(values) if values else math.nan

@@ -70,6 +70,7 @@ _NO_CHAT = "with message_type='completion' the model is sent the row's text alon
 
 
 def _require_no_loop(method: str) -> None:
+    # Not `get_running_loop`, which raises where there is none.
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
             f"{method}_sync: an event loop runs here, as in a notebook; write"
@@ -93,6 +94,8 @@ class Environment(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        # Also around an override that never calls `super().rollout`: its seeds and its cleanup
+        # depend on the scope.
         if "rollout" in cls.__dict__:
             cls.rollout = in_scope(cls.__dict__["rollout"])  # type: ignore[method-assign]
 
@@ -152,6 +155,7 @@ class Environment(ABC):
         self.message_type = message_type
         self.max_seq_len = max_seq_len
         self.sampling_args = merged(sampling_args)
+        # A copy: several environments may be made of the same list.
         self.oai_tools = deepcopy(list(oai_tools or []))
         self.parser = parser or (rubric and rubric.parser) or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
@@ -206,6 +210,7 @@ class Environment(ABC):
             found = "has prompts of plain text"
         elif self.prompt_format.system_prompt is not None:
             found = f"has {self.prompt_format.system_prompt!r}"
+        # Only the first row: a row is made when it is asked for, and all of them could take long.
         elif any(_begins_with_system(data[0]) for data in datasets if len(data)):
             found = "has a system message in its first row"
         if found:
@@ -290,6 +295,7 @@ class Environment(ABC):
         The id is `overlong-prompt` if there is no room for the prompt.
         """
         return await ask(
+            # A user's own `rollout` passes the client as it was given, without its conversation.
             bind_client(client),
             model,
             prompt,
@@ -300,6 +306,7 @@ class Environment(ABC):
 
     async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
         """Note the first stop condition that holds. An override asks this method too."""
+        # The first that holds ends the rollout, under its name; the others are not asked.
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
                 state["stop_condition"] = condition.__name__
@@ -396,6 +403,7 @@ class Environment(ABC):
         Raises:
             StorageError: `save_path` cannot be written.
         """
+        # Before the first rollout: with such a client all of them would fail alike.
         require_asynchronous(client)
         if save_path is not None:
             make_folder(save_path)  # better known now than when all is done

@@ -137,6 +137,7 @@ class _Batch:
         self._inputs = with_positions(examples)
         check_one_row_per_id(examples, self._inputs)
         if is_rollout_client(call.client):
+            # Only there seeds follow from positions; another client samples as it likes.
             check_positions(self._inputs)
         self._generation = _bound(call.concurrency.generation)
         self._scoring = _bound(call.concurrency.scoring)
@@ -159,6 +160,7 @@ class _Batch:
 
     async def run(self) -> None:
         """Generate all rollouts, and score them where the call says so."""
+        # By task too: two environments of a group may number their rows alike.
         groups = group_indices((row["task"], row["example_id"]) for row in self._inputs)
         singles = [[index] for index in range(len(self._inputs))]
         if not self._call.scores:
@@ -168,6 +170,7 @@ class _Batch:
         if self._call.interleaves:
             await self._for_all(units, self._generate_unit, self._score_unit)
         else:
+            # All are generated before the first is scored, which `interleave_scoring=False` means.
             await self._for_all(singles, self._generate_unit)
             await self._for_all(units, self._score_unit)
         await self._score_at_once()
@@ -222,6 +225,7 @@ class _Batch:
             finally:
                 if (asker := self._askers[index]) is not None:
                     asker.is_done = True
+            # Without its waits: they say how busy the engines are, not what the rollout takes.
             duration_ms = 1000 * (time.perf_counter() - began_s - queue_time.total_s)
             state["timing"]["generation_ms"] = duration_ms
             state["timing"]["total_ms"] = duration_ms
@@ -302,6 +306,7 @@ class _Batch:
         for index in indices:
             state = self._state(index)
             timing = state["timing"]
+            # A number, which every column of results has; means leave failed rollouts out.
             if state["error"] is not None and self._call.scores:
                 state["reward"] = 0.0
                 give_to_steps(state)
@@ -342,6 +347,7 @@ class ScoredTogether:
         self._rollouts += rollouts
         self._num_missing -= 1
         if not self._num_missing:
+            # Of one rubric in one call, since it compares all rollouts that it is given.
             for same in group_indices(id(rubric) for rubric, _, _ in self._rollouts):
                 rubric, parser, _ = self._rollouts[same[0]]
                 states = _sound([self._rollouts[index][2] for index in same])

@@ -57,6 +57,7 @@ class EnvGroup(Environment):
         self.envs = list(envs)
         self.env_names = list(self.env_map)
         self.weights = None if weights is None else _checked(weights, self.env_map)
+        # Where only the group's limit is read, the longest of its members has to fit.
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
@@ -89,6 +90,7 @@ class EnvGroup(Environment):
 
     def add_system_prompt(self, text: str) -> None:
         for env in self.envs:
+            # Members form their own rows; the group only joins them anew.
             env.add_system_prompt(text)
         self._join()
 

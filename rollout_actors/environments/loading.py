@@ -45,6 +45,7 @@ def load_environment(env_id: str, **env_args: object) -> Environment:
 
 def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
     """Call what `find_environment` found: the second half of `load_environment`."""
+    # First of all: whatever is logged or raised from here on may repeat an argument.
     hide(env_args)
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
@@ -79,6 +80,7 @@ def find_environment(env_id: str) -> Load:
     installed = _installed()
     example = _examples().get(module_name)
     meanings: dict[str, Callable[[], ModuleType | Load]] = {}
+    # All meanings are looked up, so that a name with two of them is refused, not guessed.
     if env_id in installed:
         meanings[f"the installed {installed[env_id].value}"] = installed[env_id].load
     if example is not None:

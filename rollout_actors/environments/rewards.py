@@ -37,6 +37,7 @@ RewardFunction = Callable[..., Any]
 
 # The time limit of reward functions
 
+# In the context, because rubrics of users call functions without passing a limit on.
 _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", default=(None, ""))
 
 
@@ -144,10 +145,12 @@ class Reward:
         try:
             values = await self._of_all(states, objects)
         except FAILURES as error:
+            # One call makes all figures, so that all rollouts lose theirs.
             return [Failed.from_error(error)] * len(states)
         return [self._figure(value) for value in values]
 
     async def _of_rollout(self, state: State, objects: Fields) -> Figure:
+        # First come the rubric's own objects; last, what a row may do without.
         sources = objects, {"state": state}, state, {"answer": "", "info": {}}
         try:
             value = await self._call(*sources)
@@ -173,6 +176,7 @@ class Reward:
         async with scoring_limit(f"reward function {self.name}"):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**arguments)
+            # An object with an asynchronous `__call__` shows that only by what it returns.
             return await awaited(await in_thread(self.function, **arguments))
 
     def _arguments(self, *sources: Fields) -> Arguments:

@@ -55,9 +55,11 @@ class RolloutScope:
         """Return the conversation that the calls of this rollout go to, always the same."""
         if not is_rollout_client(client):
             return client
+        # Compared by identity, in a list: a client may have no hash.
         for known, conversation in self.clients:
             if known is client:
                 return conversation
+        # A rollout may ask before it has a state. Then its input is all that is known of it.
         state = State(input=dict(self.input)) if self.state is None else self.state
         conversation = client.conversation(state, of=self.outermost, path=self.path)
         self.clients.append((client, conversation))
@@ -67,6 +69,7 @@ class RolloutScope:
         """Count the rollout's splits and call every `@cleanup`, once."""
         if self.is_closed or self.state is None or self.environment is None:
             return
+        # Set first: an error in a cleanup must not have it called again.
         self.is_closed = True
         splits = [getattr(conversation, "num_splits", None) for _, conversation in self.clients]
         counted = [number for number in splits if number is not None]
@@ -102,6 +105,7 @@ def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
     async def opened(
         self: Environment, input: RolloutInput, *args: object, **kwargs: object
     ) -> object:
+        # In a group the member plays the rollout, so its cleanups are the ones to call.
         environment = self.member(input.get("task"))
         outer = _SCOPE.get()
         if outer is not None and outer.environment is environment and outer.state is None:
@@ -142,6 +146,7 @@ def bind_client(client: Client) -> EndpointClient:
 
 def new_state(input: JsonObject) -> State:
     """Make a state with every field of a rollout. It takes the input without a copy."""
+    # Without `State.update`, which copies the input: `init_state` has copied the row already.
     state = State()
     dict.update(state, {"input": input, "id": input.get("id", input["example_id"]), **_fields()})
     return state

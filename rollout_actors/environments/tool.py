@@ -59,6 +59,7 @@ class ToolEnv(MultiTurnEnv):
     def remove_tool(self, tool: Callable[..., object]) -> None:
         """Take a tool away from the rollouts that begin from now on. ValueError: it is none."""
         name = name_of(tool)
+        # The function is compared too: another one may have this name.
         if self.tool_map.get(name) != tool:
             known = ", ".join(self._tools) or "none"
             raise ValueError(f"tool {name} is not there; there are {known}")
@@ -75,6 +76,7 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
+        # Before the first call of the model there is no message to look at.
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:

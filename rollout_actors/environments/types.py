@@ -81,6 +81,7 @@ class TrajectoryStep(TypedDict):
     """Messages exactly as they were sent in this call."""
     completion: Messages
     """Messages exactly as they came back."""
+    # Of any type: an environment that writes its own steps may note what it likes here.
     response: Any
     tokens: TrajectoryStepTokens | None
     """None if the engine did not return them: nothing can be learned from the step then."""
@@ -132,6 +133,7 @@ class State(dict[str, Any]):
         return dict.__contains__(self, key) or self._input_with(key) is not None
 
     def __setitem__(self, key: str, value: object) -> None:
+        # A field of the input is kept in one place: no reader sees an older copy of it.
         if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
             return
@@ -202,6 +204,7 @@ class State(dict[str, Any]):
     __hash__ = None
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Unpickling does not call the constructor, since a subclass may have one of its own.
         return _state, (type(self), dict(dict.items(self)))
 
     def _input_with(self, key: object) -> JsonObject | None:

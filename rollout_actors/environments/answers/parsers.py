@@ -67,6 +67,7 @@ class ThinkParser(Parser):
     """The answer stands behind `</think>`; there is none without it."""
 
     def parse(self, text: str) -> Any:
+        # The last tag: a thought may quote it.
         _, end, answer = text.rpartition("</think>")
         return self.extract_fn(answer.strip()) if end else None
 

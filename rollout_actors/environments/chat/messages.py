@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Types that nobody can change: a copy shares them.
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -110,6 +111,7 @@ def cleanup_messages(messages: Messages) -> Messages:
         return messages
     cleaned = []
     for message in messages:
+        # Endpoints want the key `content` in every message, also where it is null.
         fields = {"content": None, **as_mapping(message)}
         fields = {"content": fields["content"], **_without_none_fields(fields)}
         if "tool_calls" in fields:
@@ -186,6 +188,7 @@ def as_mapping(value: GivenMessage) -> Fields:
     """
     if isinstance(value, dict | Mapping):  # a dict is found at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
+    # OpenAI's classes have every field of the API; None means that this message has not.
     dumped: Fields = value.model_dump(exclude_none=True)
     return dumped
 

@@ -82,9 +82,11 @@ class ChatTemplate:
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
         """Tokenise a text with its special tokens; `is_plain`: add those that begin a text."""
+        # A chat template writes the token that begins a text itself: it would be there twice.
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+        # Never cleaned up: that drops spaces which were sampled.
         text: str = self.tokenizer.decode(
             list(token_ids),
             skip_special_tokens=not with_special,

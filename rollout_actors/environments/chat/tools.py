@@ -101,6 +101,7 @@ class Tool:
             field_name = f"argument_{len(fields)}"
             fields[field_name] = (hint, Field(default, **options))
             optional[field_name] = (hint, Field(None, alias=parameter.name))
+        # An argument that the function does not have is a mistake that the model should read of.
         closed = ConfigDict(extra="forbid")
         try:
             arguments = create_model(name, __config__=closed, **fields)
@@ -175,6 +176,7 @@ class Tool:
         def as_json(item: object) -> object:
             return item.model_dump(mode="json") if isinstance(item, BaseModel) else str(item)
 
+        # The model is to read letters, not their escapes.
         return json.dumps(value, ensure_ascii=False, default=as_json)
 
 
@@ -288,7 +290,9 @@ class ToolCallReader:
             messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
         )
         try:
+            # A new one for each message, since vLLM's parsers keep what they have read.
             parser = self._parser(self._tokenizer, request.tools)
+            # Some parsers read special tokens, and ask here for a text that still has them.
             request = parser.adjust_request(request)
             written = self._tokenizer.decode(
                 list(token_ids),

@@ -62,6 +62,7 @@ class Sampled:
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Sampled:
         stop = rollout.stop_token_id
+        # A forced token was not sampled: nothing can be learned from it.
         if stop is None or len(rollout.response_token_ids) in rollout.forced_positions:
             return cls(rollout.response_token_ids, rollout.logprobs, None)
         logprobs = rollout.logprobs
@@ -161,6 +162,7 @@ class ConversationSettings:
                     )
                 limit = min(limit, value)
             elif name in self._fixed:
+                # Compared as a set: their order means nothing.
                 if name == "stop_token_ids":
                     value = sorted(value)
                 elif name == "stop":

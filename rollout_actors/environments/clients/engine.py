@@ -138,6 +138,7 @@ class EngineClient:
             raise self._failed(RolloutError(message, actor=self._name, phase="environment"))
         self.sent_images.update((image.sha256, image) for image in request.images)
         for num_unreached in range(len(self._engines)):
+            # By position: the same engine in every run, whatever order rollouts begin in.
             engine = (request.position + num_unreached) % len(self._engines)
             try:
                 rollout = await self._ask(engine, request)
@@ -168,6 +169,7 @@ class EngineClient:
 
     async def _ask(self, engine: int, request: RolloutRequest) -> Rollout:
         loop = asyncio.get_running_loop()
+        # One list for each event loop: the bound holds in each of them, not over all.
         if loop not in self._slots:
             self._slots[loop] = [
                 asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))

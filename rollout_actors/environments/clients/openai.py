@@ -123,6 +123,7 @@ async def ask(
                 offered = {"tools": tools} if tools else {}
                 create = client.chat.completions.create
                 answer = create(model=model, messages=prompt, **offered, **arguments)
+            # A synchronous client would hold up the event loop, and with it every other rollout.
             if not inspect.isawaitable(answer):
                 raise TypeError(
                     f"client: calls of {type(client).__name__} are not asynchronous; give an"
@@ -136,6 +137,7 @@ async def ask(
                 limit_names[model] = wanted
                 arguments = _with_limit_as(wanted, arguments)
                 has_renamed = True
+            # Before the prompt is given up: a call is also refused if only its limit is too high.
             elif room is not None and room > 0:
                 arguments |= {name: room for name in LIMITS if name in arguments}
                 has_shortened = True

@@ -75,6 +75,7 @@ def load_environment(
         environment.close()
 
     async def make_episode() -> Episode:
+        # One for each episode: rollouts run at once, and a gymnasium environment plays one game.
         made = await in_thread(gymnasium.make, id=name, disable_env_checker=True, **options)
         return GymEpisode(made, action_space)
 
@@ -160,6 +161,7 @@ class ActionSpace:
     def read(self, action: str) -> int | str | None:
         """Return the action that a text names; None where it names none of the space."""
         if self._actions:
+            # Models write a name in capitals or not.
             return self._actions.get(action.casefold())
         return action if self._space.contains(action) else None
 

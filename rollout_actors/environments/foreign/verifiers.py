@@ -288,6 +288,7 @@ class BridgeProcess:
         """Ask, and return at once. ConnectionError: the process has ended."""
         asked = _Asked(next(self._numbers))
         with self._lock:
+            # Before it is written: the answer may come at once.
             self._asked[asked.number] = asked
         self._write({"id": asked.number, "do": do, **request})
         return asked
@@ -329,6 +330,7 @@ class BridgeProcess:
                     asked.set_exception(RuntimeError(f"{self._name}: {answer['error']}"))
         self._process.wait()
         with self._lock:
+            # Its output has ended, so that nobody answers these any more.
             left = list(self._asked.values())
             self._asked.clear()
         for asked in left:
@@ -378,6 +380,7 @@ class RolloutEndpoint:
         tasks: set[asyncio.Task[ModelResponse]] = set()
 
         async def in_context(body: JsonObject) -> ModelResponse:
+            # In the rollout's context, which has its scope: the server's thread knows none.
             task = loop.create_task(answer(body), context=context)
             tasks.add(task)
             try:
@@ -385,6 +388,7 @@ class RolloutEndpoint:
             finally:
                 tasks.discard(task)
 
+        # Random: any program on this machine can reach the port, and should guess no rollout's URL.
         key = secrets.token_hex(16)
         self._answers[key] = lambda body: asyncio.run_coroutine_threadsafe(in_context(body), loop)
         try:
