@@ -94,12 +94,14 @@ class UpdatedLLM:
         try:
             yield
         finally:
+            # They refer to the learner's tensors, whose memory the learner needs back.
             self._weights = None
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
         """Do nothing: this call holds the engine's only thread."""
 
     async def resume_generation(self) -> None:
+        # The canary comes next, and needs the cache's memory too.
         self._wake()
 
     async def start_weight_update(self) -> None:
@@ -279,6 +281,7 @@ class ColocatedLLM:
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_S)
+        # All three refer to the engine; its memory is free when the last reference is gone.
         del self._llm, self._updated, self.intake
         gc.collect()
 

@@ -331,6 +331,7 @@ class HFBackend:
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take the version alone: the weights are the learner's own."""
+        # Nothing travels, so there is nothing for a canary to find.
         self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 

@@ -180,6 +180,7 @@ class ServerClient(HttpEngine):
             report = self._read(messages.SyncAnswer, answer, phase).report
         except (UnansweredError, HttpStatusError, RolloutError) as error:
             raise self._sync_error(error, phase) from error
+        # The last phase: from now on calls ask for the new version.
         if phase is SyncPhase.CANARY:
             assert report is not None
             self.version = report.version

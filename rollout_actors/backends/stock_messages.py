@@ -177,6 +177,7 @@ def read_answer(
             f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"
             " started again, or does another run send it weights?"
         )
+    # Checked here: a list that is too short would shift every later token's log-probability.
     scored = choice.logprobs
     logprobs = None if scored is None else [token.logprob for token in scored.content]
     num_expected = len(choice.token_ids) if request.decode.return_logprobs else None

@@ -352,6 +352,7 @@ class StockClient(HttpEngine):
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         assert adapted, "it takes no adapters: there is nothing to leave out"
+        # Without a limit of its own: it runs inside a phase of a sync, which has one.
         body = probe_body(probe, self._http.name)
         try:
             answer = await self._http.post(GENERATE, body, timeout_s=None)

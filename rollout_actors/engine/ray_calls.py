@@ -134,6 +134,7 @@ def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) 
 
     None when a deadline, or `within_s`, passes before.
     """
+    # Of all of them: the first that is late ends the wait.
     deadline = min(waiting.values())
     if within_s is not None:
         deadline = min(deadline, time.monotonic() + within_s)

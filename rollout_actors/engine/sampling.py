@@ -73,6 +73,7 @@ def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> Fi
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
     """Decode every image of a sample. Raises RolloutError naming sample and image."""
+    # In the order of the prompt's placeholders.
     images = []
     for i, ref in enumerate(refs):
         assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"

@@ -139,6 +139,7 @@ class VllmEngine:
             raise RolloutError(message, actor=self.name, phase="start") from error
         require_guard(answers, settings, self.name)
         # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
+        # The actor's own copy, with which it marks the tokens that the guard forced.
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
     async def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
@@ -269,6 +270,7 @@ class VllmEngine:
 
     def _end(self) -> tuple[str, str]:
         """Return why the engine's process ended, which vLLM does not say, and the whole story."""
+        # Once: several calls may find the dead engine, and the file of errors goes below.
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager
             processes = [] if manager is None else manager.processes

@@ -78,6 +78,7 @@ class GuardV1(LogitsProcessorV1):
         self.settings = settings
 
     def is_argmax_invariant(self) -> bool:
+        # It changes the most probable token: with True vLLM would leave it out of greedy batches.
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -121,6 +122,7 @@ class _GuardedRequest:
             self._guard = self._rule.guard()
             self._num_seen = 0
             self._is_over = False
+        # As a rule one token; several after a preemption.
         while self._num_seen < len(self._output):
             self._is_over = self._guard.push(self._output[self._num_seen])
             self._num_seen += 1

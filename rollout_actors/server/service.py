@@ -100,6 +100,7 @@ class SyncState:
 
 
 def _differ(run: str | None, other: str | None) -> bool:
+    # A caller that names no run, such as `curl`, suits the weights of any.
     return None not in (run, other) and run != other
 
 

@@ -262,12 +262,14 @@ class WeightReceiver:
             try:
                 await self._bounded(phase, self._phases[phase](offer), limit)
             except WeightSyncError:
+                # Only these two leave something behind: a half-joined group, or a model in pieces.
                 if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
                     await self._abandon(phase_limit(offer, SyncPhase.WIRE))
                 raise
             self._sync.phase_s[str(phase)] = time.perf_counter() - started
             if phase is not SyncPhase.CANARY:
                 return None
+            # The canary has passed: only now do rollouts carry the new number.
             self.version = offer.version
             self.unavailable_reason = ""
             return self._report(offer, handed)
@@ -314,6 +316,7 @@ class WeightReceiver:
 
     async def _pause(self, offer: WeightOffer) -> None:
         expected = None if self._group is None else self._group.transport
+        # An adapter comes with the offer, whatever transport the engine was started for.
         if expected not in (None, offer.transport) and not offer.sends_adapter:
             raise self._error(
                 f"the learner offers {offer.transport}, the engine was started for {expected}",
@@ -406,6 +409,8 @@ class WeightReceiver:
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[object], limit: Timeout) -> None:
         try:
+            # Margins grow outward (engine, client, pool): the innermost limit ends first, and its
+            # error says most.
             await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:
             raise

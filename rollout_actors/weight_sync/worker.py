@@ -80,6 +80,7 @@ class ChecksumLoader(nn.Module):
 
     def _checked(self, weights: Iterable[Named]) -> Iterator[Named]:
         stream = iter(weights)
+        # `next` waits for the transport; what comes after `yield` is vLLM's loading.
         while True:
             started = time.perf_counter()
             named = next(stream, None)

@@ -23,7 +23,9 @@ from shared.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text()
 MODULE, PIPELINE = (
-    re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0] for language in ("python", "yaml")
+    # Under another name than the page's: a reader's own `mine` may be in this repository.
+    re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0].replace("mine.", "own_package.")
+    for language in ("python", "yaml")
 )
 PATH = "rollout_matching.pipeline.objective[1]"
 COORD_IDS = torch.arange(1000)

@@ -158,7 +158,7 @@ class TestRepeatGuard:
         nowhere = Run("http://127.0.0.1:9", expected)
         with pytest.raises(RolloutError) as caught:
             nowhere.start(repeat_guard=GUARD, timeout_s=0.1)
-        assert "launch.tools.serve" in str(caught.value)
+        assert "rollmatch serve" in str(caught.value)
         assert "repeat_terminate" not in str(caught.value)
 
 

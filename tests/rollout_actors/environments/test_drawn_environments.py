@@ -237,7 +237,10 @@ def test_wherever_and_however_rollouts_fail_they_are_data_and_the_others_are_as_
     assert {i for i in everyone if results.state[i]["error"] is not None} == failed
     for index in failed:
         state = results.state[index]
-        assert SAID[one.fault] in state["error"]
+        # A loop of one's own takes what its methods return, and fails in its own way.
+        is_of_its_loop = one.writes_its_own_loop and one.place in ("init_state", "setup_state")
+        if not (is_of_its_loop and one.fault == "forgets"):
+            assert SAID[one.fault] in state["error"]
         if one.place in FUNCTIONS:
             name = FUNCTIONS[one.place]
             assert {*state["metrics"]} == {*environment.rubric.reward_names} - {name}
