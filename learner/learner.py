@@ -3,12 +3,12 @@ into `training.updates_per_batch`.
 
     next_requests -> accumulate (per round) -> finish_step
 
-Example (channel B, 12 rollouts in rounds of 6, rows of at most 2048 tokens):
+Example (channel B, 12 rollouts in rounds of 6, `packing_window` 4, rows of at most 2048 tokens):
 
     next_requests(plan)     draws 12 samples, returns 12 requests
-    accumulate(6 rollouts)  6 segments; two full rows fall due: forward, backward
-    accumulate(6 rollouts)  6 segments; one more row
-    finish_step()           the row that is left; gradient / 12; one optimizer update; the report
+    accumulate(6 rollouts)  6 segments; after the 4th, rows that can be filled: forward, backward
+    accumulate(6 rollouts)  6 segments; after the 8th and 12th, more rows
+    finish_step()           the rows that are left; gradient / 12; one optimizer update; the report
 
 What is drawn, asked for and learned is the business of an `Algorithm`. A channel-A step asks for
 nothing: `finish_step` learns its ground truth.
