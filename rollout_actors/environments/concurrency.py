@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -27,13 +27,17 @@ from contextlib import (
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from shared.config.secrets import redacted
 
 _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
+
+Work = Coroutine[object, None, T]
+"""What calling an `async def` returns. A task sends None into it, and what it yields is asyncio's.
+"""
 
 # Errors and cancellations
 
@@ -104,7 +108,7 @@ def reraise_cancellation(error: BaseException) -> None:
         ) from error
 
 
-async def run_in_task(work: Coroutine[Any, Any, T]) -> T:
+async def run_in_task(work: Work[T]) -> T:
     """Return the work's value, run in a task and a context of its own.
 
     Work that cancels its own task fails alone. A cancelled caller cancels the work and waits for
@@ -119,7 +123,7 @@ async def run_in_task(work: Coroutine[Any, Any, T]) -> T:
     return value
 
 
-async def without_exit(work: Coroutine[Any, Any, T]) -> T:
+async def without_exit(work: Work[T]) -> T:
     """Await an environment's work. What would leave its task and end the event loop, and with it
     every rollout, is raised as a RuntimeError: all that is neither an Exception nor a cancellation.
     """
@@ -266,11 +270,13 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
             try:
                 yield
             finally:
+                # A task that was begun inside may outlive the block, and still count here.
                 limit.is_over = True
                 LIMITS.reset(token)
     except TimeoutError:
         if not timeout.expired():
             raise  # the block's own
+    # Also if the block has swallowed its cancellation: a late one must not count as done.
     if timeout.expired():
         raise TimeoutError(f"{late} = {limit_s:g} s; {remedy}")
 
@@ -292,6 +298,7 @@ class _Call:
         self.is_given_up = False
         self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.function = function
+        # A thread has no context of its own: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
 
     def resolve(self, value: object, error: BaseException | None) -> None:
@@ -360,6 +367,7 @@ class Threads:
         self._running.clear()
 
     async def _answer(self, call: _Call) -> object:
+        # A copy of the set: threads take themselves out of it meanwhile.
         hanging = [one.name for one in list(self._running) if one.is_given_up]
         if len(hanging) > self._most_given_up:
             raise RuntimeError(
@@ -388,6 +396,7 @@ class Threads:
         names = GIVEN_UP.get()
         if names is not None:
             names.append(call.name)
+        # Once for each name: one bad function may be given up in every rollout.
         if call.name not in self._warned:
             self._warned.add(call.name)
             _LOGGER.warning(
@@ -432,7 +441,9 @@ class ScoringSlot(Stopwatch):
     def __init__(self, places: asyncio.Semaphore | None) -> None:
         """Take no place yet. `places` None: any number may be scored at a time."""
         super().__init__()
-        self._places: AbstractAsyncContextManager[Any] = nullcontext() if places is None else places
+        self._places: AbstractAsyncContextManager[object] = (
+            nullcontext() if places is None else places
+        )
 
     async def __aenter__(self) -> ScoringSlot:
         await self._places.__aenter__()
@@ -446,7 +457,7 @@ class ScoringSlot(Stopwatch):
         _SLOT.set(self._before)
         await self._places.__aexit__(None, None, None)
 
-    async def gather(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    async def gather(self, works: Sequence[Work[T]]) -> list[T]:
         """Run all works, each in a place, while this slot's own is free."""
         await self._places.__aexit__(None, None, None)
         try:
@@ -457,13 +468,13 @@ class ScoringSlot(Stopwatch):
                 work.close()  # it may not have begun when this was cancelled
             await self._places.__aenter__()
 
-    async def _in_place(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_place(self, work: Work[T]) -> T:
         async with self._places:
             with self.running():
                 return await work
 
 
-async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(works: Sequence[Work[T]]) -> list[T]:
     """Run all at once, as far as there are places, and at the end raise the first error."""
     if len(works) == 1:
         return [await works[0]]
@@ -471,7 +482,7 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return await (_gather(works) if slot is None else slot.gather(works))
 
 
-async def _gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather(works: Sequence[Work[T]]) -> list[T]:
     try:
         values = await asyncio.gather(*map(without_exit, works), return_exceptions=True)
     finally:
@@ -483,7 +494,7 @@ async def _gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return cast("list[T]", values)
 
 
-async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
+async def in_thread(function: Callable[..., T], **arguments: object) -> T:
     """Return a plain function's value without holding up the event loop.
 
     A cancelled caller gives the thread up (`Threads.call`).
@@ -500,7 +511,7 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
 
 
 def _in_slot(
-    slot: ScoringSlot | None, function: Callable[..., T], name: str, arguments: dict[str, Any]
+    slot: ScoringSlot | None, function: Callable[..., T], name: str, arguments: Mapping[str, object]
 ) -> T:
     with nullcontext() if slot is None else slot.running():
         try:
@@ -513,14 +524,14 @@ def _in_slot(
             raise _as_failure(error, name) from error
 
 
-def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:
     """Drop what `update_wrapper` notes on a partial: it hides which arguments are bound."""
     if not isinstance(function, partial):
         return function
     return partial(unwrap_partial(function.func), *function.args, **function.keywords)
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """Return a function's name, or that of what a partial wraps, or that of its class."""
     name: str | None = getattr(function, "__name__", None)
     if name is None:

@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from operator import is_not
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from rollout_actors.environments.chat.messages import (
     cleanup_messages,
@@ -25,10 +25,13 @@ from rollout_actors.environments.chat.messages import (
     require_roles,
     sanitize_messages,
 )
-from rollout_actors.environments.types import Messages, RolloutInput, State
+from rollout_actors.environments.types import Arguments, Fields, Messages, RolloutInput, State
 from shared.config.secrets import masked
 from shared.errors import StorageError
 from shared.run_files import cannot_write
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
@@ -55,11 +58,11 @@ class PromptFormat:
 
     message_type: str = "chat"
     system_prompt: str | None = None
-    few_shot: tuple[Mapping[str, Any], ...] = ()
+    few_shot: tuple[Fields, ...] = ()
     task: str = "default"
     """Task of rows without one."""
 
-    def prompt(self, row: Mapping[str, Any]) -> Messages:
+    def prompt(self, row: Fields) -> Messages:
         """Return the row's `prompt`, or its `question`, behind the system prompt and examples.
 
         A prompt with a system message of its own stays as it is.
@@ -83,7 +86,7 @@ class PromptFormat:
             system = [{"role": "system", "content": self.system_prompt}]
         return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
-    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+    def input(self, row: Fields, index: int) -> RolloutInput:
         """Make a rollout's input of a row; the index is the id of a row without one.
 
         What the row holds is copied: a rollout changes nothing of the caller's. `info` stays as it
@@ -109,6 +112,7 @@ class PromptFormat:
         row = {key: _without_gaps(value) for key, value in row.items()}
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index}: its prompt is NaN; give it one, or leave the row out")
+        # Compared with None: 0 and an empty text are ids.
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
         result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
@@ -120,13 +124,13 @@ class PromptFormat:
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
                 result[key] = copied(row[key])
-        info: Any = result.get("info")
+        info: object = result.get("info")
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])
         return result
 
 
-def _without_gaps(value: Any) -> Any:
+def _without_gaps(value: object) -> object:
     """Return a field of a row with None for NaN, which in tables says that there is no value."""
     if isinstance(value, Real) and value != value:
         return None
@@ -156,8 +160,8 @@ class Examples(Sequence[RolloutInput]):
     @overload
     def __getitem__(self, index: slice) -> Examples: ...
     @overload
-    def __getitem__(self, index: str) -> list[Any]: ...
-    def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[Any]:
+    def __getitem__(self, index: str) -> list[object]: ...
+    def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[object]:
         """Return an example, some of them, or a column by its name. KeyError: there is none."""
         if isinstance(index, str):
             if index not in self.column_names:
@@ -210,7 +214,7 @@ def check_positions(inputs: Sequence[RolloutInput]) -> None:
     remedy = "give every row a place of its own in the step, or leave the column out"
     taken: dict[int, int] = {}
     for index, row in enumerate(inputs):
-        position: Any = row["position"]
+        position: object = row["position"]
         if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
             raise ValueError(
                 f"position: of input {index} must be a whole number from 0, got {position!r};"
@@ -244,6 +248,7 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
         if first == index:
             continue
         for number in (first, index):
+            # Only of rows whose ids meet: a digest writes the whole row as JSON.
             if number not in digests:
                 content = {key: inputs[number].get(key) for key in ("prompt", "answer", "info")}
                 digests[number] = digest(content)
@@ -263,7 +268,11 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
             )
 
 
-def to_rows(inputs: Any) -> Rows:
+Inputs = Rows | Iterable[Fields] | Fields
+"""What `Environment.generate` takes: a dataset, rows, one row, or a mapping of columns."""
+
+
+def to_rows(inputs: Inputs) -> Rows:
     """Return what a caller means by inputs as rows.
 
     Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
@@ -284,12 +293,14 @@ def to_rows(inputs: Any) -> Rows:
     if prompts is None:
         known = ", ".join(sorted(map(str, columns))) or "nothing"
         raise ValueError(f"inputs: neither prompt nor question, only {known}; give one of the two")
+    # One row has a text or a list of messages as its prompt; a column has one for each row.
     is_conversation = (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping)
     )
     if isinstance(prompts, str) or is_conversation:
         return [inputs]
     for key, value in columns.items():
+        # An array without a dimension has `__len__` too, which raises.
         is_column = isinstance(value, Collection) and getattr(value, "shape", None) != ()
         if not is_column or isinstance(value, str | bytes | Mapping | Set):
             raise TypeError(
@@ -312,7 +323,7 @@ def build_dataset_from_outputs(
     *,
     include_ids: bool = True,
     state_columns: Sequence[str] | None = None,
-) -> Any:
+) -> Dataset:
     """Make a Hugging Face `Dataset` with a row for each rollout, in the order of the results.
 
     Columns: `id` (the states', if any has one) and `example_id`, `prompt` and `completion` (as
@@ -326,7 +337,7 @@ def build_dataset_from_outputs(
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
-    columns: dict[str, Sequence[Any]] = {}
+    columns: dict[str, Sequence[object]] = {}
     if include_ids:
         if any("id" in state for state in results.state):
             columns["id"] = [state.get("id") for state in results.state]
@@ -364,12 +375,12 @@ def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
     return list(state_columns or ())
 
 
-def field_of(state: Mapping[str, Any], path: str) -> Any:
+def field_of(state: Fields, path: str) -> object:
     """Return a field of the state, or of a mapping in it: `timing.total_ms`.
 
     A key that has a dot itself goes first. KeyError says what there is.
     """
-    value: Any = state
+    value: object = state
     keys = path.split(".")
     for depth, key in enumerate(keys):
         rest = ".".join(keys[depth:])
@@ -385,7 +396,7 @@ def field_of(state: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def has_field(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
+def has_field(path: str, states: Sequence[Fields]) -> bool:
     """Return whether any state has this field."""
     try:
         _state_column(states, path)
@@ -394,9 +405,9 @@ def has_field(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
     return bool(states)
 
 
-def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
+def _state_column(states: Sequence[Fields], path: str) -> list[object]:
     """Return the field of each state, None of those without it: one that failed ended early."""
-    values: list[Any] = []
+    values: list[object] = []
     missing: list[KeyError] = []
     for state in states:
         try:
@@ -409,7 +420,7 @@ def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
     return values
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as JSON and tables can hold it.
 
     Models of pydantic and dataclasses become mappings, sets and tuples lists, NaN and infinity
@@ -435,7 +446,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def push_dataset(dataset: Any, name: str) -> None:
+def push_dataset(dataset: Dataset, name: str) -> None:
     """Push to the Hugging Face hub, with the token that its own tools have stored.
 
     Raises:
@@ -456,7 +467,7 @@ def push_dataset(dataset: Any, name: str) -> None:
         ) from error
 
 
-def digest(row: Mapping[str, Any]) -> str:
+def digest(row: Fields) -> str:
     """Return 16 hex digits, the same for the same row in every process."""
     text = json.dumps(plain(row), sort_keys=True)
     # An object that has no form of its own in JSON is written with its address.
@@ -471,9 +482,9 @@ class GenerateMetadata:
     """Counts and averages over the rollouts of one call of `generate`."""
 
     env_id: str
-    env_args: dict[str, Any]
+    env_args: Arguments
     model: str
-    sampling_args: dict[str, Any]
+    sampling_args: Arguments
     num_examples: int
     rollouts_per_example: int
     num_errors: int
@@ -494,7 +505,7 @@ class GenerateMetadata:
     num_given_up: dict[str, int] = field(default_factory=dict)
     """Plain functions that were given up at a time limit, by name; see `state["given_up"]`."""
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return getattr(self, name)
 
 
@@ -532,7 +543,7 @@ class GenerateOutputs(dict[str, Any]):
         results["metadata"] = metadata
         return results
 
-    def save(self, folder: Path, dataset: Any) -> None:
+    def save(self, folder: Path, dataset: Dataset) -> None:
         """Write `results.jsonl`, the dataset's rows, and `metadata.json` into a folder.
 
         Raises:
@@ -540,6 +551,7 @@ class GenerateOutputs(dict[str, Any]):
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))
+        # They may hold keys and tokens, and a folder of results is passed on.
         for name in ("env_args", "sampling_args"):
             metadata[name] = masked(metadata[name])
         try:
@@ -557,6 +569,7 @@ def make_folder(folder: Path | str) -> Path:
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # `mkdir` says nothing about a folder that exists and cannot be written to.
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -565,4 +578,5 @@ def make_folder(folder: Path | str) -> Path:
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean, NaN of nothing."""
+    # `fsum` rounds once, at the end, so the order of the values does not matter.
     return math.fsum(values) / len(values) if values else math.nan

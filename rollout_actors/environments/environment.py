@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import update_wrapper
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.messages import (
@@ -28,7 +28,9 @@ from rollout_actors.environments.clients.openai import ask, merged, require_asyn
 from rollout_actors.environments.datasets import (
     Examples,
     GenerateOutputs,
+    Inputs,
     PromptFormat,
+    Rows,
     build_dataset_from_outputs,
     check_state_columns,
     has_field,
@@ -48,7 +50,19 @@ from rollout_actors.environments.lifecycle import (
 )
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope, in_scope, new_state
-from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+from rollout_actors.environments.types import (
+    Client,
+    Fields,
+    JsonObject,
+    Messages,
+    ModelResponse,
+    RolloutInput,
+    SamplingArgs,
+    State,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,6 +70,7 @@ _NO_CHAT = "with message_type='completion' the model is sent the row's text alon
 
 
 def _require_no_loop(method: str) -> None:
+    # Not `get_running_loop`, which raises where there is none.
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
             f"{method}_sync: an event loop runs here, as in a notebook; write"
@@ -71,33 +86,35 @@ class Environment(ABC):
     """
 
     logger = _LOGGER
-    client: Any = None
+    client: Client | None = None
     model: str | None = None
 
     cleanup_timeout_s = 300.0
     """Seconds for all `@cleanup` methods of one rollout together, and for each `@teardown`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        # Also around an override that never calls `super().rollout`: its seeds and its cleanup
+        # depend on the scope.
         if "rollout" in cls.__dict__:
             cls.rollout = in_scope(cls.__dict__["rollout"])  # type: ignore[method-assign]
 
     def __init__(
         self,
-        dataset: Any = None,
-        eval_dataset: Any = None,
+        dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
         system_prompt: str | None = None,
-        few_shot: list[Mapping[str, Any]] | None = None,
+        few_shot: list[Fields] | None = None,
         parser: Parser | None = None,
         rubric: Rubric | None = None,
         sampling_args: SamplingArgs | None = None,
         message_type: str = "chat",
-        oai_tools: list[dict[str, Any]] | None = None,
+        oai_tools: list[JsonObject] | None = None,
         max_seq_len: int | None = None,
         env_id: str | None = None,
-        env_args: Mapping[str, Any] | None = None,
+        env_args: Fields | None = None,
         *,
-        client: Any = None,
+        client: Client | None = None,
         model: str | None = None,
     ) -> None:
         """
@@ -130,14 +147,15 @@ class Environment(ABC):
             raise TypeError(
                 f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments"
             )
-        for name, value in (("client", client), ("model", model)):
-            if value is not None:  # a subclass may have set its own by now
-                setattr(self, name, value)
+        for name, given in (("client", client), ("model", model)):
+            if given is not None:  # a subclass may have set its own by now
+                setattr(self, name, given)
         self.env_id = env_id
         self.env_args = dict(env_args or {})
         self.message_type = message_type
         self.max_seq_len = max_seq_len
         self.sampling_args = merged(sampling_args)
+        # A copy: several environments may be made of the same list.
         self.oai_tools = deepcopy(list(oai_tools or []))
         self.parser = parser or (rubric and rubric.parser) or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
@@ -192,6 +210,7 @@ class Environment(ABC):
             found = "has prompts of plain text"
         elif self.prompt_format.system_prompt is not None:
             found = f"has {self.prompt_format.system_prompt!r}"
+        # Only the first row: a row is made when it is asked for, and all of them could take long.
         elif any(_begins_with_system(data[0]) for data in datasets if len(data)):
             found = "has a system message in its first row"
         if found:
@@ -219,9 +238,9 @@ class Environment(ABC):
 
     # One rollout
 
-    async def init_state(self, input: RolloutInput, *args: Any, **kwargs: Any) -> State:  # noqa: ARG002
+    async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:  # noqa: ARG002
         """Make the state that every rollout begins with. The input stays as it is."""
-        row: dict[str, Any] = copied(dict(input))
+        row: JsonObject = copied(dict(input))
         prompt = row.get("prompt")
         if self.message_type == "chat" and isinstance(prompt, str):
             row["prompt"] = self.prompt_format.prompt(row)
@@ -256,7 +275,7 @@ class Environment(ABC):
     async def rollout(
         self,
         input: RolloutInput,
-        client: Any,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
@@ -264,18 +283,19 @@ class Environment(ABC):
 
     async def get_model_response(
         self,
-        client: Any,
+        client: Client,
         model: str,
         prompt: Messages,
-        oai_tools: list[dict[str, Any]] | None = None,
+        oai_tools: list[JsonObject] | None = None,
         sampling_args: SamplingArgs | None = None,
         message_type: str | None = None,
-    ) -> Any:
+    ) -> ModelResponse:
         """Call the model once and return its `ChatCompletion` or `Completion`.
 
         The id is `overlong-prompt` if there is no room for the prompt.
         """
         return await ask(
+            # A user's own `rollout` passes the client as it was given, without its conversation.
             bind_client(client),
             model,
             prompt,
@@ -284,8 +304,9 @@ class Environment(ABC):
             sampling_args=merged(self.sampling_args, sampling_args),
         )
 
-    async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
+    async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
         """Note the first stop condition that holds. An override asks this method too."""
+        # The first that holds ends the rollout, under its name; the others are not asked.
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
                 state["stop_condition"] = condition.__name__
@@ -340,8 +361,8 @@ class Environment(ABC):
 
     async def generate(
         self,
-        inputs: Any,
-        client: Any,
+        inputs: Inputs,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
         score_rollouts: bool = True,
@@ -382,6 +403,7 @@ class Environment(ABC):
         Raises:
             StorageError: `save_path` cannot be written.
         """
+        # Before the first rollout: with such a client all of them would fail alike.
         require_asynchronous(client)
         if save_path is not None:
             make_folder(save_path)  # better known now than when all is done
@@ -420,7 +442,7 @@ class Environment(ABC):
 
     async def evaluate(
         self,
-        client: Any,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
         num_examples: int = -1,
@@ -470,7 +492,7 @@ class Environment(ABC):
         state_columns: Sequence[str] | None = None,
         push_to_hf_hub: bool = False,
         hub_name: str | None = None,
-    ) -> Any:
+    ) -> Dataset:
         """Return the results as a Hugging Face `Dataset`, a row for each rollout."""
         dataset = build_dataset_from_outputs(
             results, include_ids=include_ids, state_columns=state_columns
@@ -492,13 +514,13 @@ def _begins_with_system(row: RolloutInput) -> bool:
     return first is not None and first["role"] == "system"
 
 
-def _read_info(info: Any) -> Mapping[str, Any]:
+def _read_info(info: object) -> Fields:
     """Return a row's info, parsed if it is JSON. ValueError if that is no mapping."""
     try:
         # NaN and infinity, which Python's own JSON may have, are no values.
         parsed = json.loads(info, parse_constant=lambda _: None) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
-        text = f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
+        text = f"info: is not JSON ({error}): {str(info)[:60]!r}; give a mapping, or its JSON"
         raise ValueError(text) from error
     if not isinstance(parsed, Mapping):
         got = f"{type(parsed).__name__}: {str(info)[:60]!r}"

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -59,7 +59,7 @@ from rollout_actors.environments.scope import (
     require_state,
     with_defaults,
 )
-from rollout_actors.environments.types import State
+from rollout_actors.environments.types import Arguments, Client, State
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -85,9 +85,9 @@ class Concurrency:
 class GenerateCall:
     """The arguments of one call of `Environment.generate`."""
 
-    client: Any
+    client: Client
     model: str
-    sampling_args: dict[str, Any]
+    sampling_args: Arguments
     concurrency: Concurrency
     scores: bool = True
     interleaves: bool = True
@@ -127,7 +127,7 @@ class _Batch:
     """
 
     def __init__(
-        self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any
+        self, environment: Environment, examples: Examples, call: GenerateCall, bar: tqdm[NoReturn]
     ) -> None:
         self._environment = environment
         self._call = call
@@ -137,6 +137,7 @@ class _Batch:
         self._inputs = with_positions(examples)
         check_one_row_per_id(examples, self._inputs)
         if is_rollout_client(call.client):
+            # Only there seeds follow from positions; another client samples as it likes.
             check_positions(self._inputs)
         self._generation = _bound(call.concurrency.generation)
         self._scoring = _bound(call.concurrency.scoring)
@@ -159,6 +160,7 @@ class _Batch:
 
     async def run(self) -> None:
         """Generate all rollouts, and score them where the call says so."""
+        # By task too: two environments of a group may number their rows alike.
         groups = group_indices((row["task"], row["example_id"]) for row in self._inputs)
         singles = [[index] for index in range(len(self._inputs))]
         if not self._call.scores:
@@ -168,6 +170,7 @@ class _Batch:
         if self._call.interleaves:
             await self._for_all(units, self._generate_unit, self._score_unit)
         else:
+            # All are generated before the first is scored, which `interleave_scoring=False` means.
             await self._for_all(singles, self._generate_unit)
             await self._for_all(units, self._score_unit)
         await self._score_at_once()
@@ -222,6 +225,7 @@ class _Batch:
             finally:
                 if (asker := self._askers[index]) is not None:
                     asker.is_done = True
+            # Without its waits: they say how busy the engines are, not what the rollout takes.
             duration_ms = 1000 * (time.perf_counter() - began_s - queue_time.total_s)
             state["timing"]["generation_ms"] = duration_ms
             state["timing"]["total_ms"] = duration_ms
@@ -302,6 +306,7 @@ class _Batch:
         for index in indices:
             state = self._state(index)
             timing = state["timing"]
+            # A number, which every column of results has; means leave failed rollouts out.
             if state["error"] is not None and self._call.scores:
                 state["reward"] = 0.0
                 give_to_steps(state)
@@ -342,6 +347,7 @@ class ScoredTogether:
         self._rollouts += rollouts
         self._num_missing -= 1
         if not self._num_missing:
+            # Of one rubric in one call, since it compares all rollouts that it is given.
             for same in group_indices(id(rubric) for rubric, _, _ in self._rollouts):
                 rubric, parser, _ = self._rollouts[same[0]]
                 states = _sound([self._rollouts[index][2] for index in same])
@@ -387,7 +393,7 @@ def _bound(limit: int | None) -> asyncio.Semaphore | None:
 
 
 def metadata_of(
-    environment: Environment, model: str, sampling_args: dict[str, Any], states: Sequence[State]
+    environment: Environment, model: str, sampling_args: Arguments, states: Sequence[State]
 ) -> GenerateMetadata:
     """Count and average. The reward 0 of a rollout that failed was never measured."""
     sound = [state for state in states if state["error"] is None]

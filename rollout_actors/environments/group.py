@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rollout_actors.environments.datasets import Examples, PromptFormat
 from rollout_actors.environments.environment import Environment, full_name
 from rollout_actors.environments.lifecycle import awaited, call_all
 from rollout_actors.environments.rewards import RewardFunction
 from rollout_actors.environments.rubric import Rubric, lent_parser
-from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
+from rollout_actors.environments.types import Client, Fields, RolloutInput, SamplingArgs, State
 from shared.dataset import even_order
 
 
@@ -32,7 +32,7 @@ class EnvGroup(Environment):
         weights: Sequence[int] | None = None,
         *,
         env_id: str | None = None,
-        env_args: Mapping[str, Any] | None = None,
+        env_args: Fields | None = None,
         sampling_args: SamplingArgs | None = None,
     ) -> None:
         """
@@ -57,6 +57,7 @@ class EnvGroup(Environment):
         self.envs = list(envs)
         self.env_names = list(self.env_map)
         self.weights = None if weights is None else _checked(weights, self.env_map)
+        # Where only the group's limit is read, the longest of its members has to fit.
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
@@ -89,6 +90,7 @@ class EnvGroup(Environment):
 
     def add_system_prompt(self, text: str) -> None:
         for env in self.envs:
+            # Members form their own rows; the group only joins them anew.
             env.add_system_prompt(text)
         self._join()
 
@@ -109,13 +111,13 @@ class EnvGroup(Environment):
                 " make its rollouts; mark methods of those"
             )
 
-    async def init_state(self, input: RolloutInput, *args: Any, **kwargs: Any) -> State:
+    async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:
         return await self.member(input.get("task")).init_state(input, *args, **kwargs)
 
     async def rollout(
         self,
         input: RolloutInput,
-        client: Any,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
@@ -184,7 +186,7 @@ class _RoutedFormat(PromptFormat):
 
     forms: Mapping[str, PromptFormat] | None = None
 
-    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+    def input(self, row: Fields, index: int) -> RolloutInput:
         forms = self.forms or {}
         task = row.get("task")
         if task is None or task not in forms:
@@ -196,7 +198,7 @@ class _RoutedFormat(PromptFormat):
 class _Finished(PromptFormat):
     """Rows that are inputs already."""
 
-    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+    def input(self, row: Fields, index: int) -> RolloutInput:
         # Ids of two environments may be the same, and their rows are not.
         return {**row, "example_id": index}  # type: ignore[typeddict-item]
 
@@ -212,7 +214,7 @@ class _GroupRows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Fields:
         number = bisect_right(self._ends, index)
         name, dataset = self._datasets[number]
         return {**dataset[index - self._ends[number] + len(dataset)], "task": name}
@@ -269,7 +271,7 @@ def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list
     return names
 
 
-def _refuse_task(task: object, names: Mapping[str, Any], where: str = "") -> NoReturn:
+def _refuse_task(task: object, names: Collection[str], where: str = "") -> NoReturn:
     raise ValueError(
         f"{where}task {task!r} is no environment of the group, which has {', '.join(names)}"
     )

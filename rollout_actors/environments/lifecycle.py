@@ -16,13 +16,14 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rollout_actors.environments.concurrency import (
     FAILURES,
+    Work,
     describe_error,
     is_cancelled,
     is_process_exit,
@@ -94,7 +95,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
     An override has a mark of its own, or is no handler.
     """
     # Looked up in the classes: on the instance a property would be computed.
-    members: dict[str, Any] = {}
+    members: dict[str, object] = {}
     for base in reversed(type(owner).__mro__):
         members.update(vars(base))
     found = []
@@ -105,7 +106,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
     return tuple(getattr(owner, name) for _, name in sorted(found))
 
 
-async def awaited(value: Any) -> Any:
+async def awaited(value: object) -> Any:
     """Return a value, or the result of an awaitable: users' methods may be either kind."""
     if type(value) is CoroutineType or inspect.isawaitable(value):  # the first is found at once
         return await value
@@ -113,7 +114,10 @@ async def awaited(value: Any) -> Any:
 
 
 async def call_all(
-    called: Iterable[Handler], *arguments: Any, limit_s: float | None = None, what: str = "handler"
+    called: Iterable[Handler],
+    *arguments: object,
+    limit_s: float | None = None,
+    what: str = "handler",
 ) -> None:
     """Call each handler, whatever the others raise, and raise the first error at the end.
 
@@ -138,11 +142,11 @@ async def call_all(
         raise first
 
 
-async def _called(handler: Handler, arguments: Sequence[Any]) -> None:
+async def _called(handler: Handler, arguments: Sequence[object]) -> None:
     await awaited(handler(*arguments))
 
 
-async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> None:
+async def finish_cleanup(work: Work[None], limit_s: float) -> None:
     """Await cleanup to its end, shielded from cancellation, and re-raise the cancellation then.
 
     An error of the cleanup is logged only if the task is being cancelled.

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rollout_actors.environments import examples, foreign
 from rollout_actors.environments.environment import Environment, full_name
+from rollout_actors.environments.types import Fields
 from shared.config.secrets import hide
 
 ENTRY_POINTS = "rollmatch.environments"
@@ -30,7 +30,7 @@ FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
 Load = Callable[..., Environment]
 
 
-def load_environment(env_id: str, **env_args: Any) -> Environment:
+def load_environment(env_id: str, **env_args: object) -> Environment:
     """Make an environment: an installed entry point, an example, a module, a `.py` file, or one of
     another library (`gym:FrozenLake-v1`).
 
@@ -43,8 +43,9 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     return make_environment(env_id, find_environment(env_id), env_args)
 
 
-def make_environment(env_id: str, load: Load, env_args: Mapping[str, Any]) -> Environment:
+def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
     """Call what `find_environment` found: the second half of `load_environment`."""
+    # First of all: whatever is logged or raised from here on may repeat an argument.
     hide(env_args)
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
@@ -78,7 +79,8 @@ def find_environment(env_id: str) -> Load:
     module_name = env_id.replace("-", "_")
     installed = _installed()
     example = _examples().get(module_name)
-    meanings: dict[str, Callable[[], Any]] = {}
+    meanings: dict[str, Callable[[], ModuleType | Load]] = {}
+    # All meanings are looked up, so that a name with two of them is refused, not guessed.
     if env_id in installed:
         meanings[f"the installed {installed[env_id].value}"] = installed[env_id].load
     if example is not None:
@@ -104,7 +106,7 @@ def find_environment(env_id: str) -> Load:
     return _load_function(found, env_id) if isinstance(found, ModuleType) else found
 
 
-def _installed() -> Mapping[str, Any]:
+def _installed() -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
@@ -161,7 +163,7 @@ def _load_function(module: ModuleType, env_id: str) -> Load:
     return load
 
 
-def _check_arguments(env_id: str, load: Load, env_args: Mapping[str, Any]) -> None:
+def _check_arguments(env_id: str, load: Load, env_args: Fields) -> None:
     signature = inspect.signature(load)
     try:
         signature.bind(**env_args)

@@ -17,7 +17,9 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.scope import bind_client, current_scope, require_state
 from rollout_actors.environments.types import (
+    Client,
     Messages,
+    ModelResponse,
     RolloutInput,
     SamplingArgs,
     State,
@@ -40,7 +42,7 @@ class MultiTurnEnv(Environment):
         self.max_turns = max_turns
 
     @abstractmethod
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
         """Answer the conversation so far, whose last message is the model's.
 
         It may write to the state, and as `final_env_response` its last word, which ends the
@@ -81,7 +83,7 @@ class MultiTurnEnv(Environment):
         return concat_messages([messages, answer])
 
     async def add_model_response(
-        self, state: State, prompt_messages: Messages, response: Any
+        self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
         """Note a call of the model as a step of the trajectory."""
         if response is not None and response.id == OVERLONG:
@@ -108,7 +110,7 @@ class MultiTurnEnv(Environment):
     async def rollout(
         self,
         input: RolloutInput,
-        client: Any,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
@@ -143,7 +145,7 @@ class MultiTurnEnv(Environment):
         self,
         max_seq_len: int,
         tokens: TrajectoryStepTokens | None,
-        response: Any,
+        response: ModelResponse,
         state: State,
     ) -> TrajectoryStepTokens | None:
         """Return the step's tokens that there is room for; None if no sampled one is left.
@@ -181,5 +183,5 @@ class SingleTurnEnv(MultiTurnEnv):
         positional = inspect.signature(Environment).bind(*args).arguments
         super().__init__(max_turns=1, **positional, **kwargs)
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         raise AssertionError("a rollout of one turn has ended before the environment is asked")

@@ -29,7 +29,7 @@ from rollout_actors.environments.concurrency import (
     within,
 )
 from rollout_actors.environments.lifecycle import awaited
-from rollout_actors.environments.types import State
+from rollout_actors.environments.types import Arguments, Fields, State
 from shared.trajectory import group_advantages
 
 RewardFunction = Callable[..., Any]
@@ -37,6 +37,7 @@ RewardFunction = Callable[..., Any]
 
 # The time limit of reward functions
 
+# In the context, because rubrics of users call functions without passing a limit on.
 _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", default=(None, ""))
 
 
@@ -137,17 +138,19 @@ class Reward:
             is_of_group=any(one.name in PLURALS for one in named),
         )
 
-    async def of_group(self, states: Sequence[State], objects: dict[str, Any]) -> list[Figure]:
+    async def of_group(self, states: Sequence[State], objects: Fields) -> list[Figure]:
         """Return a figure for each of these rollouts."""
         if not self.is_of_group:
             return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
             values = await self._of_all(states, objects)
         except FAILURES as error:
+            # One call makes all figures, so that all rollouts lose theirs.
             return [Failed.from_error(error)] * len(states)
         return [self._figure(value) for value in values]
 
-    async def _of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
+    async def _of_rollout(self, state: State, objects: Fields) -> Figure:
+        # First come the rubric's own objects; last, what a row may do without.
         sources = objects, {"state": state}, state, {"answer": "", "info": {}}
         try:
             value = await self._call(*sources)
@@ -155,7 +158,7 @@ class Reward:
             return Failed.from_error(error)
         return self._figure(value)
 
-    async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
+    async def _of_all(self, states: Sequence[State], objects: Fields) -> list[object]:
         rows = [{"answer": "", "info": {}, **state} for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._call({**columns, "states": states, **objects})
@@ -168,14 +171,15 @@ class Reward:
             )
         return list(values)
 
-    async def _call(self, *sources: Mapping[str, Any]) -> Any:
+    async def _call(self, *sources: Fields) -> Any:
         arguments = self._arguments(*sources)
         async with scoring_limit(f"reward function {self.name}"):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**arguments)
+            # An object with an asynchronous `__call__` shows that only by what it returns.
             return await awaited(await in_thread(self.function, **arguments))
 
-    def _arguments(self, *sources: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, *sources: Fields) -> Arguments:
         """Look up each name that the function asks for; the first source that has it counts."""
         names = dict.fromkeys(chain(*reversed(sources))) if self.takes_all else self.arguments
         arguments = {}
@@ -221,7 +225,7 @@ def is_sound(value: Any) -> bool:
     return _is_finite(value) and bool(abs(value) <= LARGEST)
 
 
-def remedy_for(value: Any) -> str:
+def remedy_for(value: object) -> str:
     return f"a number of at most {LARGEST:g} in size" if _is_finite(value) else "a finite number"
 
 
@@ -262,7 +266,7 @@ def check_figures(states: Sequence[State], rubric: object) -> None:
             note_failed_rubric([state], ValueError(problem))
 
 
-def _own_figures(state: State) -> dict[str, Any]:
+def _own_figures(state: State) -> dict[str, object]:
     """Return the advantages, and the rewards of steps, that are not the rollout's reward."""
     figures = {"the advantage": state.get("advantage")}
     for number, step in enumerate(state.get("trajectory") or ()):
@@ -351,7 +355,7 @@ def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None
         state["error"] = fatal
 
 
-def group_indices(keys: Iterable[Any]) -> list[list[int]]:
+def group_indices(keys: Iterable[object]) -> list[list[int]]:
     """Return the indices of each key: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
 
     The key of an example is its task and its id: two environments may number their rows alike.

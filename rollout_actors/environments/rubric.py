@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.concurrency import (
@@ -83,7 +82,7 @@ class Rubric:
                 f"weights: {len(weights)} for {len(functions)} reward functions; give one to each"
             )
         self.parser = parser
-        self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
+        self.class_objects: dict[str, object] = {} if parser is None else {"parser": parser}
         """Further arguments, by name."""
         self._default_parser: Parser | None = None
         self._rewards: list[Reward] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.lifecycle import awaited, finish_cleanup
-from rollout_actors.environments.types import RolloutInput, State
+from rollout_actors.environments.types import (
+    Client,
+    EndpointClient,
+    Fields,
+    JsonObject,
+    RolloutInput,
+    State,
+)
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -28,13 +35,13 @@ class RolloutScope:
 
     environment: Environment | None
     """The one that makes the rollout; None while it is scored."""
-    input: Mapping[str, Any]
-    outermost: Mapping[str, Any]
+    input: Fields
+    outermost: Fields
     """Input of the outermost rollout, whose `position` the seeds follow from."""
     path: str = ""
     state: State | None = None
     """The last state that the environment returned, which a failing rollout keeps."""
-    clients: list[tuple[Any, Any]] = field(default_factory=list)
+    clients: list[tuple[Client, EndpointClient]] = field(default_factory=list)
     """Clients that know rollouts, each with the conversation that it opened for this one."""
     num_children: int = 0
     is_closed: bool = False
@@ -44,13 +51,15 @@ class RolloutScope:
         self.num_children += 1
         return f"{self.path}/{self.num_children - 1}"
 
-    def client(self, client: Any) -> Any:
+    def client(self, client: Client) -> EndpointClient:
         """Return the conversation that the calls of this rollout go to, always the same."""
         if not is_rollout_client(client):
             return client
+        # Compared by identity, in a list: a client may have no hash.
         for known, conversation in self.clients:
             if known is client:
                 return conversation
+        # A rollout may ask before it has a state. Then its input is all that is known of it.
         state = State(input=dict(self.input)) if self.state is None else self.state
         conversation = client.conversation(state, of=self.outermost, path=self.path)
         self.clients.append((client, conversation))
@@ -60,6 +69,7 @@ class RolloutScope:
         """Count the rollout's splits and call every `@cleanup`, once."""
         if self.is_closed or self.state is None or self.environment is None:
             return
+        # Set first: an error in a cleanup must not have it called again.
         self.is_closed = True
         splits = [getattr(conversation, "num_splits", None) for _, conversation in self.clients]
         counted = [number for number in splits if number is not None]
@@ -84,7 +94,7 @@ def enter_scope(scope: RolloutScope) -> None:
     _SCOPE.set(scope)
 
 
-def in_scope(rollout: Callable[..., Any]) -> Callable[..., Any]:
+def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
     """Wrap `Environment.rollout`: open a scope around it, and clean up at its end.
 
     A rollout that has a scope and no state yet shares it: `generate` opened it, or an override
@@ -92,7 +102,10 @@ def in_scope(rollout: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(rollout)
-    async def opened(self: Environment, input: RolloutInput, *args: Any, **kwargs: Any) -> Any:
+    async def opened(
+        self: Environment, input: RolloutInput, *args: object, **kwargs: object
+    ) -> object:
+        # In a group the member plays the rollout, so its cleanups are the ones to call.
         environment = self.member(input.get("task"))
         outer = _SCOPE.get()
         if outer is not None and outer.environment is environment and outer.state is None:
@@ -114,7 +127,7 @@ def in_scope(rollout: Callable[..., Any]) -> Callable[..., Any]:
     return opened
 
 
-def bind_client(client: Any) -> Any:
+def bind_client(client: Client) -> EndpointClient:
     """Return what a call in the current rollout goes to.
 
     Raises:
@@ -131,14 +144,15 @@ def bind_client(client: Any) -> Any:
     return scope.client(client)
 
 
-def new_state(input: dict[str, Any]) -> State:
+def new_state(input: JsonObject) -> State:
     """Make a state with every field of a rollout. It takes the input without a copy."""
+    # Without `State.update`, which copies the input: `init_state` has copied the row already.
     state = State()
     dict.update(state, {"input": input, "id": input.get("id", input["example_id"]), **_fields()})
     return state
 
 
-def with_defaults(state: State, input: Mapping[str, Any]) -> State:
+def with_defaults(state: State, input: Fields) -> State:
     """Add the fields of a rollout that an environment's own `init_state` or `rollout` left out."""
     if not dict.__contains__(state, "input"):
         state["input"] = {key: value for key, value in input.items() if key not in state}
@@ -149,7 +163,7 @@ def with_defaults(state: State, input: Mapping[str, Any]) -> State:
     return state
 
 
-def require_state(result: Any, method: str, environment: Environment) -> State:
+def require_state(result: object, method: str, environment: Environment) -> State:
     """Return an environment's result, which is a state unless a `return` was forgotten.
 
     Raises:
@@ -161,7 +175,7 @@ def require_state(result: Any, method: str, environment: Environment) -> State:
     return result
 
 
-def _fields() -> dict[str, Any]:
+def _fields() -> JsonObject:
     return {
         "is_completed": False,
         "is_truncated": False,

@@ -15,7 +15,7 @@ from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rewards import RewardFunction
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import Message, Messages, State
+from rollout_actors.environments.types import Arguments, Message, Messages, State
 from shared.config.secrets import redacted
 
 
@@ -28,7 +28,7 @@ class ToolEnv(MultiTurnEnv):
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Sequence[Callable[..., object]] | None = None,
         max_turns: int = 10,
         error_formatter: Callable[[Exception], str] = str,
         **kwargs: Any,
@@ -52,13 +52,14 @@ class ToolEnv(MultiTurnEnv):
         for tool in tools or ():
             self.add_tool(tool)
 
-    def add_tool(self, tool: Callable[..., Any]) -> None:
+    def add_tool(self, tool: Callable[..., object]) -> None:
         """Add a tool for the rollouts that begin from now on."""
         self._add(Tool.of(tool))
 
-    def remove_tool(self, tool: Callable[..., Any]) -> None:
+    def remove_tool(self, tool: Callable[..., object]) -> None:
         """Take a tool away from the rollouts that begin from now on. ValueError: it is none."""
         name = name_of(tool)
+        # The function is compared too: another one may have this name.
         if self.tool_map.get(name) != tool:
             known = ", ".join(self._tools) or "none"
             raise ValueError(f"tool {name} is not there; there are {known}")
@@ -66,7 +67,7 @@ class ToolEnv(MultiTurnEnv):
         self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]
 
     @property
-    def tool_map(self) -> dict[str, Callable[..., Any]]:
+    def tool_map(self) -> dict[str, Callable[..., object]]:
         return {name: tool.function for name, tool in self._tools.items()}
 
     @property
@@ -75,9 +76,10 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
+        # Before the first call of the model there is no message to look at.
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
         """Return a tool message for each call of the last message, one call after the other."""
         last: Any = messages[-1]
         return [await self._answer(call, messages, state) for call in calls_of(last)]
@@ -85,10 +87,10 @@ class ToolEnv(MultiTurnEnv):
     async def call_tool(
         self,
         tool_name: str,
-        tool_args: dict[str, Any],
+        tool_args: Arguments,
         tool_call_id: str,
         state: State | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Message:
         """Call a tool with whole arguments, and return its tool message.
 
@@ -146,10 +148,10 @@ class ToolEnv(MultiTurnEnv):
     async def update_tool_args(
         self,
         tool_name: str,
-        tool_args: dict[str, Any],
+        tool_args: Arguments,
         messages: Messages,
         state: State,
-    ) -> dict[str, Any]:
+    ) -> Arguments:
         """Return the arguments that a tool is called with, from those that the model gave."""
         return tool_args
 
@@ -164,7 +166,7 @@ class StatefulToolEnv(ToolEnv):
 
     _fills_in = True
 
-    def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
+    def add_tool(self, tool: Callable[..., object], args_to_skip: Sequence[str] = ()) -> None:
         """Add a tool. The model neither sees nor sets the parameters `args_to_skip`."""
         self._add(Tool.of(tool, args_to_skip))
 
@@ -172,7 +174,7 @@ class StatefulToolEnv(ToolEnv):
 class ToolRubric(Rubric):
     """Metrics of weight 0: `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`."""
 
-    def __init__(self, tools: Iterable[Callable[..., Any] | str] = ()) -> None:
+    def __init__(self, tools: Iterable[Callable[..., object] | str] = ()) -> None:
         """`tools`: functions, or names."""
         names = [tool if isinstance(tool, str) else name_of(tool) for tool in tools]
         functions: list[RewardFunction] = [

@@ -6,12 +6,21 @@ They are dictionaries because environments of users read and extend them by key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, Protocol, TypedDict
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
-Message = dict[str, Any]
+# Values are `Any` and not pydantic's `JsonValue`, because who reads `call["function"]["name"]`
+# knows the form: with `JsonValue` each such read would need a cast.
+JsonObject = dict[str, Any]
+"""A JSON object of the OpenAI API or of another program, such as the schema of a tool."""
+Fields = Mapping[str, Any]
+"""Values by name that are only read: a row of a dataset, a state, arguments of an environment."""
+Arguments = dict[str, Any]
+"""Arguments of a call by name, as Python values."""
+Message = JsonObject
 """A message of the OpenAI API: `role`, `content`, and `tool_calls` or `tool_call_id` if any."""
 Messages = list[Message] | str
 """A conversation, or plain text if `message_type` is `completion`."""
@@ -19,9 +28,11 @@ MessageType = Literal["chat", "completion"]
 """Whether prompts are messages or plain text."""
 ModelResponse = ChatCompletion | Completion
 """What a call of the model returns, by the message type."""
-Info = dict[str, Any]
+Info = JsonObject
 """What a row says besides its prompt and answer."""
-SamplingArgs = Mapping[str, Any]
+GivenMessage = Fields | BaseModel
+"""A message or a tool call as a caller may have it: a mapping, or an object of `openai`."""
+SamplingArgs = Fields
 """Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
 
 
@@ -70,13 +81,14 @@ class TrajectoryStep(TypedDict):
     """Messages exactly as they were sent in this call."""
     completion: Messages
     """Messages exactly as they came back."""
+    # Of any type: an environment that writes its own steps may note what it likes here.
     response: Any
     tokens: TrajectoryStepTokens | None
     """None if the engine did not return them: nothing can be learned from the step then."""
     reward: float | None
     """None until it is scored; then the step's own, set by somebody, or else the rollout's."""
     advantage: float | None
-    extras: dict[str, Any]
+    extras: JsonObject
 
 
 class RolloutTiming(TypedDict):
@@ -120,7 +132,8 @@ class State(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return dict.__contains__(self, key) or self._input_with(key) is not None
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
+        # A field of the input is kept in one place: no reader sees an older copy of it.
         if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
             return
@@ -163,12 +176,12 @@ class State(dict[str, Any]):
 
     __copy__ = copy
 
-    def __or__(self, other: Any) -> State:  # type: ignore[override]
+    def __or__(self, other: Fields) -> State:  # type: ignore[override]
         joined = self.copy()
         joined.update(other)
         return joined
 
-    def __ior__(self, other: Any) -> State:  # type: ignore[override]
+    def __ior__(self, other: Fields) -> State:  # type: ignore[override]
         self.update(other)
         return self
 
@@ -190,18 +203,43 @@ class State(dict[str, Any]):
     __ne__ = object.__ne__
     __hash__ = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
+        # Unpickling does not call the constructor, since a subclass may have one of its own.
         return _state, (type(self), dict(dict.items(self)))
 
-    def _input_with(self, key: object) -> dict[Any, Any] | None:
+    def _input_with(self, key: object) -> JsonObject | None:
         """Return the input if it has this field."""
         if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
             return None
-        held: dict[Any, Any] = dict.__getitem__(self, "input")
+        held: JsonObject = dict.__getitem__(self, "input")
         return held if key in held else None
 
 
-def _state(kind: type[State], items: Mapping[str, Any]) -> State:
+def _state(kind: type[State], items: Fields) -> State:
     state = kind.__new__(kind)
+    # Not the state's own `update`, which would copy the input and write through to it.
     dict.update(state, items)
     return state
+
+
+class EndpointClient(Protocol):
+    """`openai.AsyncOpenAI`, or what takes its two calls: `chat.completions.create` for messages,
+    `completions.create` for plain text.
+    """
+
+    @property
+    def chat(self) -> Any: ...
+    @property
+    def completions(self) -> Any: ...
+
+
+class RolloutClient(Protocol):
+    """A client that has to know which calls belong to one rollout (`EngineClient`)."""
+
+    def conversation(
+        self, state: State, *, of: Fields | None = None, path: str = ""
+    ) -> EndpointClient: ...
+
+
+Client = EndpointClient | RolloutClient
+"""What rollouts ask."""

@@ -67,6 +67,7 @@ class ThinkParser(Parser):
     """The answer stands behind `</think>`; there is none without it."""
 
     def parse(self, text: str) -> Any:
+        # The last tag: a thought may quote it.
         _, end, answer = text.rpartition("</think>")
         return self.extract_fn(answer.strip()) if end else None
 
@@ -130,7 +131,7 @@ class XMLParser(Parser):
         texts = _between(self.answer_field, text)
         return self.extract_fn(texts[-1]) if texts else None
 
-    def format(self, **values: Any) -> str:
+    def format(self, **values: object) -> str:
         """Write a value into each field, under its name; the reverse of `parse`.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import openai
 
@@ -18,7 +17,7 @@ from rollout_actors.environments.clients.openai import OVERLONG, ask
 from rollout_actors.environments.rewards import RewardFunction
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client
-from rollout_actors.environments.types import Messages, SamplingArgs, State
+from rollout_actors.environments.types import Client, Messages, SamplingArgs, State
 
 JUDGE_PROMPT = """\
 A question, its true answer and a response are given. Is the response correct?
@@ -45,7 +44,7 @@ class JudgeRubric(Rubric):
         funcs: Sequence[RewardFunction] | None = None,
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
-        judge_client: Any = None,
+        judge_client: Client | None = None,
         judge_model: str = "gpt-4.1-nano",
         judge_sampling_args: SamplingArgs | None = None,
         judge_prompt: str = JUDGE_PROMPT,
@@ -72,9 +71,9 @@ class JudgeRubric(Rubric):
         self,
         prompt: Messages,
         completion: Messages,
-        answer: Any,
+        answer: object,
         state: State | None = None,
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> str:
         """Return the judge's words about an answer; a rollout asks it once for each text.
 
@@ -142,7 +141,7 @@ class MathRubric(Rubric):
         self._library = math_verify
         self.add_reward_func(self.correct_answer)
 
-    def correct_answer(self, parser: Parser, completion: Messages, answer: Any) -> float:
+    def correct_answer(self, parser: Parser, completion: Messages, answer: object) -> float:
         said = parser.parse_answer(completion)
         if said is None or said == "":
             return 0.0

@@ -7,10 +7,9 @@ import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from rollout_actors.environments.chat.messages import as_mapping
-from rollout_actors.environments.types import Messages
+from rollout_actors.environments.types import GivenMessage, Messages
 from shared.records import ImageRef
 
 BASE64 = ";base64"
@@ -22,7 +21,7 @@ class MessageImages:
     def __init__(self) -> None:
         self._known: dict[str, ImageRef] = {}
 
-    def of(self, messages: Sequence[Any]) -> tuple[ImageRef, ...]:
+    def of(self, messages: Sequence[GivenMessage]) -> tuple[ImageRef, ...]:
         """Return the images in the order in which they are shown.
 
         Raises:
@@ -81,14 +80,14 @@ def _decode(data: bytes) -> None:
     decode_image(data)
 
 
-def shown_in(messages: Messages) -> list[Any]:
+def shown_in(messages: Messages) -> list[object]:
     """Return what a prompt shows beside its text, in order.
 
     Two prompts may be the same tokens and show different images.
     """
     if isinstance(messages, str):
         return []
-    shown: list[Any] = []
+    shown: list[object] = []
     for message in messages:
         content = as_mapping(message).get("content")
         for part in content if isinstance(content, list | tuple) else ():
@@ -110,7 +109,7 @@ def without_images(messages: Messages) -> Messages:
     return result
 
 
-def _described(part: Any) -> Any:
+def _described(part: object) -> object:
     match part:
         case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if url.startswith(
             "data:"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_actors.environments.types import Message, Messages
+from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Message, Messages
+
+if TYPE_CHECKING:
+    from rollout_actors.environments.environment import Environment
 
 T = TypeVar("T")
 
+# Types that nobody can change: a copy shares them.
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -33,7 +37,7 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     return joined
 
 
-def checked_messages(value: Any, method: str, environment: Any) -> Messages:
+def checked_messages(value: object, method: str, environment: Environment) -> Messages:
     """Return what an environment's method returned, with every message as a dict.
 
     Raises:
@@ -58,7 +62,7 @@ def checked_messages(value: Any, method: str, environment: Any) -> Messages:
     ]
 
 
-def require_roles(messages: Any, where: str) -> None:
+def require_roles(messages: object, where: str) -> None:
     """Refuse what is no conversation, and a message that does not say who says it.
 
     Raises:
@@ -107,6 +111,7 @@ def cleanup_messages(messages: Messages) -> Messages:
         return messages
     cleaned = []
     for message in messages:
+        # Endpoints want the key `content` in every message, also where it is null.
         fields = {"content": None, **as_mapping(message)}
         fields = {"content": fields["content"], **_without_none_fields(fields)}
         if "tool_calls" in fields:
@@ -126,7 +131,7 @@ def cleanup_messages(messages: Messages) -> Messages:
     return cleaned
 
 
-def _without_none_fields(value: Any) -> dict[str, Any]:
+def _without_none_fields(value: GivenMessage) -> JsonObject:
     return {key: item for key, item in as_mapping(value).items() if item is not None}
 
 
@@ -138,7 +143,7 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
+def cleanup_tools(tools: Sequence[JsonObject]) -> list[JsonObject]:
     """Return tools without the nulls that a table filled in.
 
     In a table each tool has the fields and the parameters of all, and None for what is not its own.
@@ -177,17 +182,18 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
     return result
 
 
-def as_mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: GivenMessage) -> Fields:
     """Return a message or a tool call as a mapping, with the OpenAI library's objects, itself or
     inside it, as mappings too.
     """
     if isinstance(value, dict | Mapping):  # a dict is found at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
-    dumped: Mapping[str, Any] = value.model_dump(exclude_none=True)
+    # OpenAI's classes have every field of the API; None means that this message has not.
+    dumped: Fields = value.model_dump(exclude_none=True)
     return dumped
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping) or hasattr(value, "model_dump"):

@@ -11,7 +11,13 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments.clients.openai import REASONING
-from rollout_actors.environments.types import Messages, TrajectoryStepTokens
+from rollout_actors.environments.types import (
+    Arguments,
+    Message,
+    Messages,
+    ModelResponse,
+    TrajectoryStepTokens,
+)
 
 TOKEN_ID = "token_id:"
 """Prefix of a token that vLLM writes as its id, when asked for `return_tokens_as_token_ids`."""
@@ -19,7 +25,7 @@ TOKEN_ID = "token_id:"
 SENT_IMAGES = "image_sha256"
 """Field of our engines' answers: hashes of the prompt's images, in order, as they were sent."""
 
-RETURNS_TOKENS: dict[str, Any] = {
+RETURNS_TOKENS: Arguments = {
     "logprobs": True,
     "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
 }
@@ -37,7 +43,7 @@ def is_cut(response: object) -> bool:
     return False
 
 
-async def parse_response_messages(response: Any, message_type: str) -> Messages:
+async def parse_response_messages(response: ModelResponse, message_type: str) -> Messages:
     """Return the model's message: one assistant message, or the text of a completion.
 
     Raises:
@@ -50,12 +56,12 @@ async def parse_response_messages(response: Any, message_type: str) -> Messages:
             f"the endpoint's answer has no choices, and says {reason}; look whether the model is"
             " served, and into the endpoint's log"
         )
-    choice = response.choices[0]
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
-        return choice.text or ""
+        return response.choices[0].text or ""
     assert isinstance(response, ChatCompletion), type(response)
-    message: dict[str, Any] = {"role": "assistant", "content": choice.message.content}
+    choice = response.choices[0]
+    message: Message = {"role": "assistant", "content": choice.message.content}
     # Kept under the name that the endpoint gave it, which is the one that it takes back.
     for name in REASONING:
         if reasoning := _extra(choice.message, name):

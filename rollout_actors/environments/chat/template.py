@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rollout_actors.environments.chat.messages import as_mapping
-from rollout_actors.environments.types import Message
+from rollout_actors.environments.types import Fields, GivenMessage, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER_MARKER = "the-model-said-this"
 """An answer's text that no template changes, to find what a template writes behind it."""
@@ -48,7 +51,9 @@ class PreviousCall:
 class ChatTemplate:
     """Tokenizer and chat template of one checkpoint."""
 
-    def __init__(self, tokenizer: Any, *, template_args: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, template_args: Fields | None = None
+    ) -> None:
         """
         Args:
             tokenizer: transformers' (`apply_chat_template`, `encode`, `decode`).
@@ -60,8 +65,8 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
         *,
         asks: bool = True,
     ) -> str:
@@ -77,9 +82,11 @@ class ChatTemplate:
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
         """Tokenise a text with its special tokens; `is_plain`: add those that begin a text."""
+        # A chat template writes the token that begins a text itself: it would be there twice.
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+        # Never cleaned up: that drops spaces which were sampled.
         text: str = self.tokenizer.decode(
             list(token_ids),
             skip_special_tokens=not with_special,
@@ -91,8 +98,8 @@ class ChatTemplate:
         self,
         last: PreviousCall,
         rendered: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
     ) -> tuple[int, ...] | None:
         """Return the prompt that extends the last call's tokens to these messages.
 
@@ -123,8 +130,8 @@ class ChatTemplate:
         self,
         last: PreviousCall,
         rendered: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None,
     ) -> str | None:
         seen = last.rendered + last.text + last.stop_text
         if rendered.startswith(seen):
@@ -154,7 +161,7 @@ class ChatTemplate:
         return end if found else None
 
 
-def _for_template(message: Any) -> Message:
+def _for_template(message: GivenMessage) -> Message:
     """Prepare a message for templates, as vLLM's server does: no content is an empty one, and a
     tool call's arguments are a mapping.
     """
@@ -176,13 +183,13 @@ def _for_template(message: Any) -> Message:
     return result
 
 
-def _is_answer(message: Any, answer: Message) -> bool:
+def _is_answer(message: GivenMessage, answer: Message) -> bool:
     found = as_mapping(message)
     is_assistant = found.get("role") == "assistant"
     return is_assistant and _content_and_calls(found) == _content_and_calls(answer)
 
 
-def _content_and_calls(message: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, Any]]]:
+def _content_and_calls(message: Fields) -> tuple[object, list[tuple[object, object]]]:
     functions = [
         as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()
     ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openai.types.chat import ChatCompletionMessageFunctionToolCall as ToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
@@ -20,6 +20,10 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_actors.environments.concurrency import in_thread, name_of, unwrap_partial
+from rollout_actors.environments.types import Arguments, Fields, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,9 +45,9 @@ class Tool:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
     """Plain, or asynchronous."""
-    schema: dict[str, Any]
+    schema: JsonObject
     """The tool among the `tools` of a call of the API."""
     required: tuple[str, ...]
     """Names of the arguments that have no default."""
@@ -51,7 +55,7 @@ class Tool:
     """Model of the arguments, none of which has to be there; each field goes by its alias."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args_to_skip: Collection[str] = ()) -> Tool:
+    def of(cls, function: Callable[..., object], args_to_skip: Collection[str] = ()) -> Tool:
         """Make a tool from a function's signature, type hints and docstring.
 
         Each line of the docstring's `Args:` section describes a parameter. A partial has those of
@@ -97,6 +101,7 @@ class Tool:
             field_name = f"argument_{len(fields)}"
             fields[field_name] = (hint, Field(default, **options))
             optional[field_name] = (hint, Field(None, alias=parameter.name))
+        # An argument that the function does not have is a mistake that the model should read of.
         closed = ConfigDict(extra="forbid")
         try:
             arguments = create_model(name, __config__=closed, **fields)
@@ -115,7 +120,7 @@ class Tool:
         required = tuple(str(info.alias) for info in of_fields if info.is_required())
         return cls(name, function, schema, required, partial_arguments)
 
-    def read(self, text: str, *, is_whole: bool = True) -> dict[str, Any]:
+    def read(self, text: str, *, is_whole: bool = True) -> Arguments:
         """Read the arguments that a model wrote as JSON, as the function takes them.
 
         Args:
@@ -147,13 +152,13 @@ class Tool:
             self.require_whole(arguments)
         return arguments
 
-    def require_whole(self, arguments: Mapping[str, Any]) -> None:
+    def require_whole(self, arguments: Fields) -> None:
         """Raise ValueError, for the model to read, where a required argument is missing."""
         absent = [name for name in self.required if name not in arguments]
         if missing := [f"{name}: Field required" for name in absent]:
             raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(missing)}")
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Fields) -> str:
         """Call the function, a plain one in a thread. Raises what it raises.
 
         Returns:
@@ -168,15 +173,16 @@ class Tool:
         if isinstance(value, str):
             return value
 
-        def as_json(item: Any) -> Any:
+        def as_json(item: object) -> object:
             return item.model_dump(mode="json") if isinstance(item, BaseModel) else str(item)
 
+        # The model is to read letters, not their escapes.
         return json.dumps(value, ensure_ascii=False, default=as_json)
 
 
 def convert_tool_to_oai_format(
-    tool: Callable[..., Any], args_to_skip: Collection[str] = ()
-) -> dict[str, Any]:
+    tool: Callable[..., object], args_to_skip: Collection[str] = ()
+) -> JsonObject:
     """Return the OpenAI schema of a function; see `Tool.of`."""
     return Tool.of(tool, args_to_skip).schema
 
@@ -211,11 +217,11 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 class _Untitled(GenerateJsonSchema):
     """A JSON schema without the `title` of each field, which only repeats its name."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
+    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
         return False
 
 
-def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(name: str, function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     try:
         signature = inspect.signature(unwrap_partial(function), eval_str=True)
     except NameError as error:
@@ -248,7 +254,7 @@ class AssistantMessage:
 class ToolCallReader:
     """One of vLLM's tool parsers, for one tokenizer."""
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Import vllm, which takes some seconds.
 
         Raises:
@@ -271,7 +277,7 @@ class ToolCallReader:
         self._request = ChatCompletionRequest
 
     def read(
-        self, token_ids: Sequence[int], text: str, tools: Sequence[Mapping[str, Any]], *, seed: int
+        self, token_ids: Sequence[int], text: str, tools: Sequence[Fields], *, seed: int
     ) -> AssistantMessage:
         """Read the message of these tokens. What the parser cannot read is content, as it stands.
 
@@ -284,7 +290,9 @@ class ToolCallReader:
             messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
         )
         try:
+            # A new one for each message, since vLLM's parsers keep what they have read.
             parser = self._parser(self._tokenizer, request.tools)
+            # Some parsers read special tokens, and ask here for a text that still has them.
             request = parser.adjust_request(request)
             written = self._tokenizer.decode(
                 list(token_ids),
@@ -311,7 +319,7 @@ class ToolCallReader:
         return AssistantMessage(content, tuple(calls))
 
 
-def reader_of(name: str | None, tokenizer: Any) -> ToolCallReader | None:
+def reader_of(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolCallReader | None:
     """Return the reader of this name, else the checkpoint's own; None: it has none."""
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
         name = "hf"  # vLLM's parser by such a template
@@ -341,7 +349,7 @@ def chat_templates(checkpoint: Path) -> list[str]:
     return templates
 
 
-def num_tool_calls(state: Mapping[str, Any]) -> int | None:
+def num_tool_calls(state: Fields) -> int | None:
     """Count the model's calls in a rollout; None where it is offered no tools."""
     if not state.get("oai_tools"):
         return None

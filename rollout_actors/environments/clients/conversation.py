@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from rollout_actors.environments.chat.responses import SENT_IMAGES, TOKEN_ID
 from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.chat.tools import AssistantMessage, ToolCallReader
 from rollout_actors.environments.clients.openai import LIMITS, overlong_answer
+from rollout_actors.environments.types import Arguments, Fields, GivenMessage
 from shared.model_families import IMAGE_PLACEHOLDERS
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
@@ -61,6 +62,7 @@ class Sampled:
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Sampled:
         stop = rollout.stop_token_id
+        # A forced token was not sampled: nothing can be learned from it.
         if stop is None or len(rollout.response_token_ids) in rollout.forced_positions:
             return cls(rollout.response_token_ids, rollout.logprobs, None)
         logprobs = rollout.logprobs
@@ -119,7 +121,7 @@ class ConversationSettings:
         return next((token_ids[0] for token_ids in encoded if len(token_ids) == 1), None)
 
     @cached_property
-    def _fixed(self) -> dict[str, Any]:
+    def _fixed(self) -> Arguments:
         """Sampling arguments that the run has fixed. A call may repeat them, not change them."""
         return {
             "temperature": self.decode.temperature,
@@ -140,7 +142,7 @@ class ConversationSettings:
             "frequency_penalty": 0,
         }
 
-    def max_tokens(self, arguments: Mapping[str, Any]) -> int:
+    def max_tokens(self, arguments: Fields) -> int:
         """Return the most tokens that a call with these arguments may sample. None is not given.
 
         Raises:
@@ -160,6 +162,7 @@ class ConversationSettings:
                     )
                 limit = min(limit, value)
             elif name in self._fixed:
+                # Compared as a set: their order means nothing.
                 if name == "stop_token_ids":
                     value = sorted(value)
                 elif name == "stop":
@@ -237,8 +240,8 @@ class Conversation:
         self,
         *,
         model: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[GivenMessage],
+        tools: Sequence[Fields] | None = None,
         **arguments: Any,
     ) -> ChatCompletion:
         max_tokens = self._settings.max_tokens(arguments)
@@ -365,9 +368,7 @@ class Conversation:
         length = len(rollout.prompt_token_ids) + len(Sampled.from_rollout(rollout).token_ids)
         return None if length > max_model_len else rollout
 
-    def _read(
-        self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None
-    ) -> AssistantMessage:
+    def _read(self, rollout: Rollout, tools: Sequence[Fields] | None) -> AssistantMessage:
         text = self._template.decode(rollout.response_token_ids, with_special=False)
         reader = self._settings.tool_calls
         if not tools or reader is None:
@@ -396,9 +397,7 @@ class Conversation:
         self.num_splits += prompt.is_split
         return sampled
 
-    def _answer(
-        self, model: str, prompt: _Prompt, rollout: Rollout, sampled: Sampled
-    ) -> dict[str, Any]:
+    def _answer(self, model: str, prompt: _Prompt, rollout: Rollout, sampled: Sampled) -> Arguments:
         key = self._key
         num_prompt = len(rollout.prompt_token_ids)
         num_sampled = len(sampled.token_ids)

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
 from itertools import count
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from rollout_actors.environments.clients.conversation import (
@@ -17,8 +16,8 @@ from rollout_actors.environments.clients.conversation import (
     RolloutKey,
 )
 from rollout_actors.environments.clients.openai import says_overlong
-from rollout_actors.environments.concurrency import waiting
-from rollout_actors.environments.types import State
+from rollout_actors.environments.concurrency import Work, waiting
+from rollout_actors.environments.types import Fields, State
 from shared.errors import RolloutError, UnreachableError
 from shared.records import ImageRef
 from shared.rollouts import Rollout, RolloutRequest
@@ -89,7 +88,7 @@ class EngineClient:
         self._failure: asyncio.Future[None] | None = None
 
     def conversation(
-        self, state: State, *, of: Mapping[str, Any] | None = None, path: str = ""
+        self, state: State, *, of: Fields | None = None, path: str = ""
     ) -> Conversation:
         """Return a client for the calls of this rollout. Its seeds follow from the `position` of
         its input; rollouts without one are numbered as they begin.
@@ -139,6 +138,7 @@ class EngineClient:
             raise self._failed(RolloutError(message, actor=self._name, phase="environment"))
         self.sent_images.update((image.sha256, image) for image in request.images)
         for num_unreached in range(len(self._engines)):
+            # By position: the same engine in every run, whatever order rollouts begin in.
             engine = (request.position + num_unreached) % len(self._engines)
             try:
                 rollout = await self._ask(engine, request)
@@ -169,6 +169,7 @@ class EngineClient:
 
     async def _ask(self, engine: int, request: RolloutRequest) -> Rollout:
         loop = asyncio.get_running_loop()
+        # One list for each event loop: the bound holds in each of them, not over all.
         if loop not in self._slots:
             self._slots[loop] = [
                 asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))
@@ -186,7 +187,7 @@ class EngineClient:
             self._failure.set_exception(error)
         return error
 
-    async def unless_an_engine_fails(self, work: Coroutine[Any, Any, T]) -> T:
+    async def unless_an_engine_fails(self, work: Work[T]) -> T:
         """Await `work`, which makes rollouts, but end it when an engine fails.
 
         As a rollout's own error the failure would be data, and a dead engine would teach.

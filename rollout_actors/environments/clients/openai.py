@@ -14,8 +14,17 @@ from weakref import WeakKeyDictionary
 
 import openai
 from openai.types.chat import ChatCompletion
+from typing_extensions import TypeIs
 
-from rollout_actors.environments.types import Message, Messages, SamplingArgs
+from rollout_actors.environments.types import (
+    Arguments,
+    Client,
+    EndpointClient,
+    Message,
+    Messages,
+    RolloutClient,
+    SamplingArgs,
+)
 from shared.config.secrets import redacted
 
 _LOGGER = logging.getLogger(__name__)
@@ -64,7 +73,7 @@ A RolloutError of the run's own engines is not among them: they were tried again
 """
 
 
-def is_rollout_client(client: object) -> bool:
+def is_rollout_client(client: Client) -> TypeIs[RolloutClient]:
     """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
     # By its class: a mock has any attribute that it is asked for.
     return getattr(type(client), "conversation", None) is not None
@@ -75,7 +84,7 @@ def overlong_answer(model: str) -> ChatCompletion:
 
 
 async def ask(
-    client: Any,
+    client: EndpointClient,
     model: str,
     prompt: Messages,
     *,
@@ -95,13 +104,13 @@ async def ask(
         Exception: the endpoint's refusal, or after `TRIES`, what was wrong with the way to it.
     """
     arguments = {name: value for name, value in sampling_args.items() if value is not None}
-    is_openai = isinstance(client, openai.AsyncOpenAI)
+    known = client if isinstance(client, openai.AsyncOpenAI) else None
     # One that tries again itself is asked once.
-    tries = 1 if is_openai and client.max_retries else TRIES
-    limit_names = _LIMIT_NAMES.setdefault(client, {}) if is_openai else {}
+    tries = 1 if known is not None and known.max_retries else TRIES
+    limit_names = {} if known is None else _LIMIT_NAMES.setdefault(known, {})
     if model in limit_names:
         arguments = _with_limit_as(limit_names[model], arguments)
-    refuses_reasoning = _NO_REASONING.setdefault(client, set()) if is_openai else set()
+    refuses_reasoning = set() if known is None else _NO_REASONING.setdefault(known, set())
     if model in refuses_reasoning:
         prompt = without_reasoning(prompt)
     attempt = 1
@@ -114,6 +123,7 @@ async def ask(
                 offered = {"tools": tools} if tools else {}
                 create = client.chat.completions.create
                 answer = create(model=model, messages=prompt, **offered, **arguments)
+            # A synchronous client would hold up the event loop, and with it every other rollout.
             if not inspect.isawaitable(answer):
                 raise TypeError(
                     f"client: calls of {type(client).__name__} are not asynchronous; give an"
@@ -127,6 +137,7 @@ async def ask(
                 limit_names[model] = wanted
                 arguments = _with_limit_as(wanted, arguments)
                 has_renamed = True
+            # Before the prompt is given up: a call is also refused if only its limit is too high.
             elif room is not None and room > 0:
                 arguments |= {name: room for name in LIMITS if name in arguments}
                 has_shortened = True
@@ -213,7 +224,7 @@ def _wanted_limit(error: openai.BadRequestError, arguments: SamplingArgs) -> str
     return None if wanted in arguments else wanted
 
 
-def _with_limit_as(name: str, arguments: SamplingArgs) -> dict[str, Any]:
+def _with_limit_as(name: str, arguments: SamplingArgs) -> Arguments:
     return {name if key in LIMITS else key: value for key, value in arguments.items()}
 
 
@@ -248,7 +259,7 @@ def says_overlong(refusal: str) -> bool:
     return any(phrase in refusal.lower() for phrase in phrases)
 
 
-def merged(*levels: SamplingArgs | None) -> dict[str, Any]:
+def merged(*levels: SamplingArgs | None) -> Arguments:
     """Merge sampling arguments: later levels win, `extra_body` is merged key by key.
 
     A None stays and is not sent at the end: so a caller takes back what an environment asks for.
@@ -257,7 +268,7 @@ def merged(*levels: SamplingArgs | None) -> dict[str, Any]:
         `merged({"n": 1, "extra_body": {"a": 1}}, {"n": None, "extra_body": {"b": 2}})` is
         `{"n": None, "extra_body": {"a": 1, "b": 2}}`.
     """
-    result: dict[str, Any] = {}
+    result: Arguments = {}
     for level in levels:
         for key, value in (level or {}).items():
             if key == "extra_body" and isinstance(value, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 from rollout_actors.environments.answers.parsers import Parser, XMLParser
 from rollout_actors.environments.multi_turn import SingleTurnEnv
@@ -28,7 +27,7 @@ def load_environment(
     )
 
 
-def questions(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
+def questions(count: int, largest: int, random: Random) -> list[dict[str, str]]:
     """Draw rows of a dataset: a question and its answer."""
     rows = []
     for _ in range(count):

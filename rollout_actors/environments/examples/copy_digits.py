@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import product
 from random import Random
 from string import digits as DIGITS
-from typing import Any
 
 from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.multi_turn import MultiTurnEnv
@@ -54,7 +53,7 @@ def load_environment(
     )
 
 
-def row(digits: str) -> dict[str, Any]:
+def row(digits: str) -> dict[str, str]:
     """Make a row: the first question, and the answers of both turns."""
     return {"question": f"first of {digits}", "answer": digits[0] + digits[-1]}
 
@@ -62,7 +61,7 @@ def row(digits: str) -> dict[str, Any]:
 class CopyDigits(MultiTurnEnv):
     """A dialogue whose second question is always the same."""
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         return [{"role": "user", "content": SECOND_TURN}]
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from rollout_actors.environments.answers.parsers import Parser, text_of
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import State
+from rollout_actors.environments.types import Message, State
 from shared.dataset import load_dataset
 from shared.grounding.objects import ParsedRollout
 from shared.grounding.parsing import parse_rollout
@@ -210,7 +209,7 @@ class _SampleRows:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         sample = self._samples[index]
         messages = detection_messages(len(sample.images), *self._prompts.texts(sample))
         return {
@@ -220,9 +219,7 @@ class _SampleRows:
         }
 
 
-def _with_images(
-    messages: list[dict[str, Any]], images: Sequence[ImageRef]
-) -> list[dict[str, Any]]:
+def _with_images(messages: list[Message], images: Sequence[ImageRef]) -> list[Message]:
     """Put each image in its place, as a data URL."""
     urls = iter([_data_url(image) for image in images])
     for message in messages:

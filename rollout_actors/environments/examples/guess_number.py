@@ -11,7 +11,7 @@ from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import Messages, State
+from rollout_actors.environments.types import Messages, ModelResponse, State
 
 GUESS = re.compile(r"<guess>\s*([0-9]{1,9})\s*</guess>")
 
@@ -38,7 +38,7 @@ def load_environment(
     )
 
 
-def games(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
+def games(count: int, largest: int, random: Random) -> list[dict[str, str]]:
     """Draw rows. The number is the row's answer, which the model does not see."""
     question = (
         f"I think of a number from 1 to {largest}. Guess it: write one guess as"
@@ -61,14 +61,14 @@ class GuessNumber(MultiTurnEnv):
         return state
 
     async def add_model_response(
-        self, state: State, prompt_messages: Messages, response: Any
+        self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
         await super().add_model_response(state, prompt_messages, response)
         # Here, since the environment answers nothing to the last turn's guess.
         for step in state["trajectory"][len(state["guesses"]) :]:
             state["guesses"].append(guess_in(step["completion"]))
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         guess = state["guesses"][-1]
         if guess is None:
             hint = "I see no guess. Write it as <guess>number</guess>."

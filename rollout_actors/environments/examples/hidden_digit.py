@@ -9,7 +9,7 @@ from typing import Any
 from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric, num_tool_calls
-from rollout_actors.environments.types import Messages, State
+from rollout_actors.environments.types import Arguments, Messages, State
 
 QUESTION = "which digit"
 
@@ -28,7 +28,7 @@ def load_environment(
     return environment
 
 
-def rows(count: int, random: Random) -> list[dict[str, Any]]:
+def rows(count: int, random: Random) -> list[dict[str, str]]:
     return [{"question": QUESTION, "answer": random.choice(DIGITS)} for _ in range(count)]
 
 
@@ -45,8 +45,8 @@ class HiddenDigit(StatefulToolEnv):
         self.add_tool(peek, args_to_skip=["digit"])
 
     async def update_tool_args(
-        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
-    ) -> dict[str, Any]:
+        self, tool_name: str, tool_args: Arguments, messages: Messages, state: State
+    ) -> Arguments:
         return {**tool_args, "digit": state["answer"]}
 
 

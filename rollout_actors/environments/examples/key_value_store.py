@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric
-from rollout_actors.environments.types import Messages, State
+from rollout_actors.environments.types import Arguments, Messages, State
 
 SYSTEM_PROMPT = (
     "You keep a store of named numbers. Use the tools to change it as you are told, and then say"
@@ -31,9 +31,9 @@ def load_environment(
     return environment
 
 
-def tasks(count: int, random: Random) -> list[dict[str, Any]]:
+def tasks(count: int, random: Random) -> list[dict[str, object]]:
     """Draw rows. `info` has the store at first, and as it should be at the end."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for _ in range(count):
         first, second, third = random.sample(NAMES, 3)
         # No two alike, and none the sum of two others: every task changes the store.
@@ -100,8 +100,8 @@ class KeyValueStore(StatefulToolEnv):
         return state
 
     async def update_tool_args(
-        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
-    ) -> dict[str, Any]:
+        self, tool_name: str, tool_args: Arguments, messages: Messages, state: State
+    ) -> Arguments:
         return {**tool_args, "store": state["store"]}
 
 

@@ -8,14 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from rollout_actors.environments.answers.parsers import XMLParser, text_of
 from rollout_actors.environments.chat.messages import concat_messages
 from rollout_actors.environments.lifecycle import cleanup, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import Message, Messages, State
+from rollout_actors.environments.types import Message, Messages, ModelResponse, State
 
 _PARSER = XMLParser(fields=["action"], answer_field="action")
 
@@ -94,7 +93,7 @@ class EpisodeEnv(MultiTurnEnv):
         return state
 
     async def add_model_response(
-        self, state: State, prompt_messages: Messages, response: Any
+        self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
         await super().add_model_response(state, prompt_messages, response)
         # Here, since the last turn's answer is a step too, and the environment says nothing to it.
@@ -102,7 +101,7 @@ class EpisodeEnv(MultiTurnEnv):
             action = action_in(text_of(step["completion"][-1]))
             state["shown"].append(await state["episode"].step(action))
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         return [_message(state["shown"][-1])]
 
     @stop
@@ -152,6 +151,6 @@ def _message(shown: Shown) -> Message:
     return {"role": "user", "content": shown.text}
 
 
-def _rows(count: int, random: Random) -> list[dict[str, Any]]:
+def _rows(count: int, random: Random) -> list[dict[str, object]]:
     # Without a question: the first state is shown when the episode begins.
     return [{"prompt": [], "info": {"seed": random.randrange(2**31)}} for _ in range(count)]

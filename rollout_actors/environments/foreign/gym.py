@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from rollout_actors.environments.foreign.episodes import (
     Shown,
     action_form,
 )
+from rollout_actors.environments.types import Fields
+
+if TYPE_CHECKING:
+    from gymnasium import Env
 
 COLOUR = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
 CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -32,7 +36,7 @@ def load_environment(
     num_eval_examples: int = 50,
     max_turns: int = 20,
     seed: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: Fields | None = None,
     actions: Sequence[str] | None = None,
     instructions: str = "",
 ) -> EpisodeEnv:
@@ -71,6 +75,7 @@ def load_environment(
         environment.close()
 
     async def make_episode() -> Episode:
+        # One for each episode: rollouts run at once, and a gymnasium environment plays one game.
         made = await in_thread(gymnasium.make, id=name, disable_env_checker=True, **options)
         return GymEpisode(made, action_space)
 
@@ -88,7 +93,7 @@ def load_environment(
 class GymEpisode(Episode):
     """An episode, played in threads: a step may take long."""
 
-    def __init__(self, environment: Any, action_space: ActionSpace) -> None:
+    def __init__(self, environment: Env, action_space: ActionSpace) -> None:
         self._environment = environment
         self._action_space = action_space
         self._renders = environment.render_mode == "ansi"
@@ -110,7 +115,7 @@ class GymEpisode(Episode):
     async def close(self) -> None:
         await in_thread(self._environment.close)
 
-    async def _text(self, observation: Any) -> str:
+    async def _text(self, observation: object) -> str:
         if self._renders:
             return without_codes(str(await in_thread(self._environment.render)))
         return as_text(observation)
@@ -133,7 +138,7 @@ class ActionSpace:
                 " as MODULE:NAME"
             )
         self._space = space
-        self._actions: dict[str, Any] = {}
+        self._actions: dict[str, int] = {}
         what = "a text"
         if kind == "Discrete":
             numbers = range(int(space.start), int(space.start) + int(space.n))
@@ -153,9 +158,10 @@ class ActionSpace:
         self.form = action_form(what)
         """What the model is told."""
 
-    def read(self, action: str) -> Any:
+    def read(self, action: str) -> int | str | None:
         """Return the action that a text names; None where it names none of the space."""
         if self._actions:
+            # Models write a name in capitals or not.
             return self._actions.get(action.casefold())
         return action if self._space.contains(action) else None
 
@@ -176,7 +182,7 @@ def require_text(space: Any, owner: str) -> None:
         )
 
 
-def as_text(observation: Any) -> str:
+def as_text(observation: object) -> str:
     """Write an observation. Example: `(14, 10, 0)`, `[0.02, -0.013]`, or a line for each key."""
     if isinstance(observation, Mapping):
         return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -26,7 +25,11 @@ from rollout_actors.environments.foreign.episodes import (
     Shown,
     action_form,
 )
+from rollout_actors.environments.types import Arguments, Fields, JsonObject
 from shared.config.rollout import is_loopback
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -43,7 +46,7 @@ def load_environment(
     num_eval_examples: int = 50,
     max_turns: int = 20,
     seed: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: Fields | None = None,
     instructions: str = "",
     sessions: int = 1,
     timeout_s: float = 60.0,
@@ -108,7 +111,7 @@ class OpenEnvEpisode(Episode):
     def __init__(self, server: Server) -> None:
         self._server = server
         self._slot: asyncio.Semaphore | None = None
-        self._socket: Any = None
+        self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int) -> Shown:
         """Wait for a place at the server, open a session, and begin.
@@ -171,11 +174,12 @@ class OpenEnvEpisode(Episode):
             if self._slot is not None:
                 self._slot.release()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Answer:
+    async def _ask(self, kind: str, data: Fields) -> _Answer:
         """Return an observation, or to a step the refusal of its action."""
         from websockets.exceptions import ConnectionClosed
 
         server = self._server
+        assert self._socket is not None, "reset has opened it"
         late = f"{server.name}: no answer to {kind} after environment.args.timeout_s"
         try:
             async with within(server.timeout_s, late, REMEDY):
@@ -213,7 +217,7 @@ class OpenEnvEpisode(Episode):
         )
 
 
-def as_text(observation: Mapping[str, Any]) -> str:
+def as_text(observation: Fields) -> str:
     """Write an observation: a line for each of its fields, or its only one alone."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value)
@@ -233,7 +237,7 @@ class Server:
         name: str,
         url: str,
         actions: Actions,
-        options: dict[str, Any],
+        options: Arguments,
         sessions: int,
         timeout_s: float,
     ) -> None:
@@ -279,7 +283,7 @@ class Actions:
         self.form = action_form(what)
         """What the model is told."""
 
-    def read(self, action: str) -> dict[str, Any] | None:
+    def read(self, action: str) -> JsonObject | None:
         """Return what is sent; None where the text is no JSON of that kind."""
         try:
             value = action if self._is_text else json.loads(action)
@@ -291,9 +295,9 @@ class Actions:
 
 
 class ActionSchema(BaseModel):
-    properties: dict[str, dict[str, Any]] = {}
+    properties: dict[str, JsonObject] = {}
     required: list[str] = []
-    defs: dict[str, Any] = Field({}, alias="$defs")
+    defs: JsonObject = Field({}, alias="$defs")
 
 
 class _Schemas(BaseModel):
@@ -306,11 +310,11 @@ class _Metadata(BaseModel):
 
 class _Answer(BaseModel):
     type: str
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
 
 
 class _Observation(BaseModel):
-    observation: dict[str, Any]
+    observation: JsonObject
     reward: bool | float | None = None
     done: bool = False
 

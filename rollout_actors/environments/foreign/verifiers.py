@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,13 +37,24 @@ from pydantic import BaseModel
 
 from rollout_actors.environments.chat.messages import cleanup_messages
 from rollout_actors.environments.clients.openai import OVERLONG, ask
+from rollout_actors.environments.concurrency import Work
 from rollout_actors.environments.foreign import verifiers_bridge
 from rollout_actors.environments.lifecycle import teardown
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rewards import scoring_limit
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope
-from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+from rollout_actors.environments.types import (
+    Arguments,
+    Client,
+    EndpointClient,
+    JsonObject,
+    Messages,
+    ModelResponse,
+    RolloutInput,
+    SamplingArgs,
+    State,
+)
 
 VERSION = "0.3.1"
 """The last release with the interface that most environments are written for."""
@@ -51,7 +62,8 @@ OWN_ARGUMENTS = frozenset(inspect.signature(AsyncCompletions.create).parameters)
 """Names that OpenAI's client knows. Others travel in `extra_body`."""
 CLOSE_S = verifiers_bridge.GRACE_S + 2.0
 
-Answer = Callable[[dict[str, Any]], Coroutine[Any, Any, Any]]
+Answer = Callable[[JsonObject], Work[ModelResponse]]
+"""Answers the body of a request to one of OpenAI's routes."""
 
 
 def load_environment(
@@ -59,7 +71,7 @@ def load_environment(
     *,
     interpreter: str | None = None,
     start_timeout_s: float = 300.0,
-    **arguments: Any,
+    **arguments: object,
 ) -> VerifiersEnv:
     """Start the process, and load the environment there.
 
@@ -120,7 +132,7 @@ class VerifiersEnv(MultiTurnEnv):
     async def rollout(
         self,
         input: RolloutInput,
-        client: Any,
+        client: Client,
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
@@ -149,7 +161,7 @@ class VerifiersEnv(MultiTurnEnv):
         await self._complete(state)
         return state
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         raise AssertionError("what the environment says is said in its own process")
 
     @teardown
@@ -157,7 +169,9 @@ class VerifiersEnv(MultiTurnEnv):
         self._process.close()
         self._endpoint.close()
 
-    async def _answer(self, state: State, client: Any, model: str, body: dict[str, Any]) -> Any:
+    async def _answer(
+        self, state: State, client: EndpointClient, model: str, body: JsonObject
+    ) -> ModelResponse:
         """Answer a call of the environment, and note it as a step of the trajectory."""
         del body["model"]
         tools = body.pop("tools", None)
@@ -203,11 +217,11 @@ class BridgedRubric(Rubric):
 class Loaded(BaseModel):
     """An environment that the process has loaded."""
 
-    rows: dict[str, list[dict[str, Any]]]
+    rows: dict[str, list[JsonObject]]
     """What is shown of each row, by `train`, `held_out` or both."""
     message_type: str
-    sampling_args: dict[str, Any]
-    tools: list[dict[str, Any]]
+    sampling_args: Arguments
+    tools: list[JsonObject]
 
 
 class Played(BaseModel):
@@ -253,7 +267,7 @@ class BridgeProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    async def ask(self, do: str, **request: Any) -> tuple[int, Any]:
+    async def ask(self, do: str, **request: object) -> tuple[int, Any]:
         """Return the request's number and its answer. Cancelled, it is cancelled there.
 
         Raises:
@@ -270,10 +284,11 @@ class BridgeProcess:
                 self._write({"id": future.number, "do": "cancel"})
             raise
 
-    def send(self, do: str, **request: Any) -> _Asked:
+    def send(self, do: str, **request: object) -> _Asked:
         """Ask, and return at once. ConnectionError: the process has ended."""
         asked = _Asked(next(self._numbers))
         with self._lock:
+            # Before it is written: the answer may come at once.
             self._asked[asked.number] = asked
         self._write({"id": asked.number, "do": do, **request})
         return asked
@@ -291,7 +306,7 @@ class BridgeProcess:
         self._process.wait()
         self._reader.join(CLOSE_S)
 
-    def _write(self, request: Mapping[str, Any]) -> None:
+    def _write(self, request: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         try:
             with self._lock:
@@ -315,6 +330,7 @@ class BridgeProcess:
                     asked.set_exception(RuntimeError(f"{self._name}: {answer['error']}"))
         self._process.wait()
         with self._lock:
+            # Its output has ended, so that nobody answers these any more.
             left = list(self._asked.values())
             self._asked.clear()
         for asked in left:
@@ -328,7 +344,7 @@ class BridgeProcess:
         )
 
 
-class _Asked(Future[Any]):
+class _Asked(Future[object]):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
@@ -340,7 +356,7 @@ class RolloutEndpoint:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[str, Callable[[dict[str, Any]], Future[Any]]] = {}
+        self._answers: dict[str, Callable[[JsonObject], Future[ModelResponse]]] = {}
         app = FastAPI()
         for route in ("/chat/completions", "/completions"):
             app.post(f"/{{rollout}}/v1{route}")(self._call)
@@ -361,9 +377,10 @@ class RolloutEndpoint:
         """
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
-        tasks: set[asyncio.Task[Any]] = set()
+        tasks: set[asyncio.Task[ModelResponse]] = set()
 
-        async def in_context(body: dict[str, Any]) -> Any:
+        async def in_context(body: JsonObject) -> ModelResponse:
+            # In the rollout's context, which has its scope: the server's thread knows none.
             task = loop.create_task(answer(body), context=context)
             tasks.add(task)
             try:
@@ -371,6 +388,7 @@ class RolloutEndpoint:
             finally:
                 tasks.discard(task)
 
+        # Random: any program on this machine can reach the port, and should guess no rollout's URL.
         key = secrets.token_hex(16)
         self._answers[key] = lambda body: asyncio.run_coroutine_threadsafe(in_context(body), loop)
         try:

@@ -19,8 +19,12 @@ import json
 import os
 import sys
 import threading
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, TextIO
 
+# Written out here: this program cannot import the aliases of `environments.types`.
+JsonObject = dict[str, Any]
+"""A request, its answer, or a part of them."""
 GRACE_S = 5.0
 CALL_S = 24 * 3600.0
 """Limit of a call of the model. The engines have one of their own, and it is much shorter."""
@@ -29,14 +33,14 @@ CALL_S = 24 * 3600.0
 class Bridge:
     """The environment, the rollouts that are played and those that wait to be scored."""
 
-    def __init__(self, answers: Any) -> None:
+    def __init__(self, answers: TextIO) -> None:
         self._answers = answers
         self._environment: Any = None
         self._rows: dict[str, Any] = {}
         self._played: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def load(self, request: dict[str, Any]) -> None:
+    def load(self, request: JsonObject) -> None:
         """Load the environment, before there is an event loop: its code may run one of its own."""
         try:
             result = self._load(request["name"], request["args"])
@@ -46,7 +50,7 @@ class Bridge:
             raise SystemExit(1) from error
         self._answer(request["id"], result)
 
-    def _load(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, name: str, args: JsonObject) -> JsonObject:
         import verifiers
 
         version = getattr(verifiers, "__version__", "of an unknown version")
@@ -76,7 +80,7 @@ class Bridge:
             "tools": tools_of(environment),
         }
 
-    async def serve(self, requests: Any) -> None:
+    async def serve(self, requests: Iterable[str]) -> None:
         """Answer requests until there are no more, and tear the environment down."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -96,7 +100,7 @@ class Bridge:
             task.cancel()
         await self._environment._teardown()
 
-    def _begin(self, request: dict[str, Any]) -> None:
+    def _begin(self, request: JsonObject) -> None:
         number = request["id"]
         if request["do"] == "cancel":
             if number in self._tasks:
@@ -107,7 +111,7 @@ class Bridge:
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number))
 
-    async def _do(self, number: int, work: Any) -> None:
+    async def _do(self, number: int, work: Awaitable[object]) -> None:
         try:
             result = await work
         except (Exception, SystemExit) as error:
@@ -115,7 +119,7 @@ class Bridge:
         else:
             self._answer(number, result)
 
-    async def _rollout(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _rollout(self, request: JsonObject) -> JsonObject:
         row = self._rows[request["split"]][request["row"]]
         client = client_of(request["url"], getattr(self._environment, "message_type", "chat"))
         try:
@@ -133,7 +137,7 @@ class Bridge:
             "stop_condition": state.get("stop_condition"),
         }
 
-    async def _score(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _score(self, request: JsonObject) -> list[JsonObject]:
         rubric = self._environment.rubric
         states = [self._played.pop(number) for number in request["rollouts"]]
         places = {}
@@ -151,13 +155,13 @@ class Bridge:
             for state in states
         ]
 
-    def _answer(self, number: int, result: Any = None, error: str | None = None) -> None:
+    def _answer(self, number: int, result: object = None, error: str | None = None) -> None:
         answer = {"id": number, "result": result, "error": error}
         self._answers.write(json.dumps(answer, default=str) + "\n")
         self._answers.flush()
 
 
-def has_own(environment: Any, dataset: str) -> bool:
+def has_own(environment: object, dataset: str) -> bool:
     """Tell whether the environment has such rows, or from 0.1.10 on, a function that makes them."""
     made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
     return any(one is not None for one in made)
@@ -184,7 +188,7 @@ def client_of(url: str, message_type: str) -> Any:
     )
 
 
-def tools_of(environment: Any) -> list[dict[str, Any]]:
+def tools_of(environment: object) -> list[JsonObject]:
     """Describe the environment's tools as OpenAI's API does."""
     if tools := getattr(environment, "oai_tools", None):
         return list(tools)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -18,6 +18,9 @@ from shared.errors import RolloutError, Timeout, UnreachableError
 from shared.protocols import end_with_parent
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 THRESHOLDS = (50_000, 20, 100)
 """Garbage collector's, for a process that runs rollouts and little else."""
@@ -42,7 +45,7 @@ class RayEngines:
 
     def __init__(
         self,
-        actors: Sequence[Any],
+        actors: Sequence[ActorHandle],
         names: Sequence[str],
         limit: Timeout | None,
         *,
@@ -64,7 +67,7 @@ class RayEngines:
     def __len__(self) -> int:
         return len(self._engines)
 
-    def use(self, actors: Sequence[Any]) -> None:
+    def use(self, actors: Sequence[ActorHandle]) -> None:
         """Ask these from now on: some are new, under the names of engines that were lost."""
         self._engines = list(zip(self._names, actors, strict=True))
 
@@ -99,7 +102,7 @@ class EnvironmentActor:
         self,
         name: str,
         settings: RunnerSettings,
-        engines: Sequence[Any],
+        engines: Sequence[ActorHandle],
         engine_names: Sequence[str],
         limit: Timeout | None,
         outlives_engines: bool = False,
@@ -158,7 +161,7 @@ class EnvironmentActor:
             sent += [list(islice(answers, len(requests))), len(requests)]
         return sent
 
-    async def use_engines(self, engines: Sequence[Any]) -> None:
+    async def use_engines(self, engines: Sequence[ActorHandle]) -> None:
         """Ask these engines from now on; no rollout is under way."""
         self._engines.use(engines)
 

@@ -7,8 +7,9 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from rollout_actors.environments.datasets import GenerateOutputs
+from rollout_actors.environments.datasets import GenerateOutputs, Inputs
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.types import Client
 
 
 class AsyncBatchGenerator:
@@ -22,7 +23,7 @@ class AsyncBatchGenerator:
     def __init__(
         self,
         environment: Environment,
-        client: Any,
+        client: Client,
         model: str,
         *,
         max_ahead: int = 1,
@@ -45,7 +46,7 @@ class AsyncBatchGenerator:
         self._thread = threading.Thread(target=self._run, name="batch-generator", daemon=True)
         self._thread.start()
 
-    def submit(self, number: int, inputs: Any) -> None:
+    def submit(self, number: int, inputs: Inputs) -> None:
         """Begin a batch, or queue it behind the one that is generated.
 
         Raises:
@@ -116,7 +117,7 @@ class AsyncBatchGenerator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    async def _generated(self, inputs: Any) -> GenerateOutputs:
+    async def _generated(self, inputs: Inputs) -> GenerateOutputs:
         async with self._turn:
             return await self._environment.a_generate(
                 inputs, self._client, self._model, **self._generate_kwargs

@@ -15,11 +15,12 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollout_actors.backends.calls import ASKERS, EngineCalls, ServingBackend
+from rollout_actors.environments.concurrency import Work
 from rollout_actors.environments.training.rounds import EnvironmentRounds
 from rollout_actors.environments.training.runner import RunnerSettings, SentRollouts
 from shared.protocols import CLOSED_S, BackendHost
@@ -144,7 +145,7 @@ class EnvironmentBackend:
         ASKERS.set(self._calls.askers)
         return await self._drawing(self._rounds.run(requests))
 
-    async def _drawing(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _drawing(self, work: Work[T]) -> T:
         """Await the work with the environment's own states of the global generators."""
         self._generators.restore()
         try:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rollout_actors.environments.chat.images import shown_in
 from rollout_actors.environments.chat.responses import SENT_IMAGES
 from rollout_actors.environments.rewards import relative_steps
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
+
+T = TypeVar("T")
 
 
 class MergedExamples(NamedTuple):
@@ -88,7 +90,9 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
                 drafts.append(draft)
             draft.extend(number, step, tokens, mask_prompts=mask_prompts)
         rewards = groups[_group(state)]
-        group_rewards = () if None in rewards else tuple(rewards)
+        known = tuple(reward for reward in rewards if reward is not None)
+        # Without one of them no mean over the group is right: then there is none.
+        group_rewards = known if len(known) == len(rewards) else ()
         relative = relative_steps(state)
         for draft in drafts:
             examples.append(draft.example(index, state, group_rewards, relative, merges=merges))
@@ -135,7 +139,7 @@ class _Draft:
         self,
         rollout: int,
         state: State,
-        group_rewards: tuple[Any, ...],
+        group_rewards: tuple[float, ...],
         relative: Sequence[int],
         *,
         merges: bool,
@@ -177,14 +181,14 @@ class _Draft:
             engine=engine if isinstance(engine, str) else None,
         )
 
-    def _by_token(self, by_step: Sequence[Any]) -> list[Any]:
-        values: list[Any] = []
+    def _by_token(self, by_step: Sequence[T]) -> list[T]:
+        values: list[T] = []
         for (_, _, end), value in zip(self.steps, by_step, strict=True):
             values += [value] * (end - len(values))
         return values
 
 
-def _shown(step: TrajectoryStep) -> list[Any]:
+def _shown(step: TrajectoryStep) -> list[object]:
     # As they were sent: the environment may have changed its prompt since.
     sent = getattr(step.get("response"), SENT_IMAGES, None)
     return shown_in(step["prompt"]) if sent is None else sent
@@ -199,7 +203,7 @@ def _first_of(values: Iterable[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def _noted(step: TrajectoryStep, name: str) -> Any:
+def _noted(step: TrajectoryStep, name: str) -> object:
     # The client's note in the step's extras counts before what an endpoint of ours says.
     extras = step.get("extras") or {}
     return extras[name] if name in extras else getattr(step.get("response"), name, None)

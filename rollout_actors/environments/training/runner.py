@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_actors.backends.http import all_answers
 from rollout_actors.environments.chat.images import without_images
@@ -30,7 +30,7 @@ from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
 from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
-from rollout_actors.environments.types import RolloutInput, State
+from rollout_actors.environments.types import Arguments, Messages, RolloutInput, State
 from shared.errors import RolloutError
 from shared.trajectory import (
     EnvironmentRequest,
@@ -39,6 +39,9 @@ from shared.trajectory import (
     ExampleGroup,
     TrainingExample,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SentRollouts = tuple[EnvironmentRollout, ...]
 """Rollouts of one request, in the order of positions."""
@@ -56,7 +59,7 @@ class RunnerSettings:
     """
     max_under_way: int
     """Most requests of this runner that one engine has at a time."""
-    env_args: dict[str, Any] = field(default_factory=dict)
+    env_args: Arguments = field(default_factory=dict)
     working_dir: str | None = None
     """Folder in which the run was started. Relative paths of the environment begin there on every
     node that has it; an actor's own folder is Ray's.
@@ -67,7 +70,7 @@ class RunnerSettings:
     max_images: int = 0
     """Most images of one prompt, as the engines were started for."""
     tool_parser: str | None = None
-    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    chat_template_args: Arguments = field(default_factory=dict)
     """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
     system_prompt: str | None = None
     """System message of rows that have none; None: as the environment has it."""
@@ -87,7 +90,11 @@ class EnvironmentRunner:
     """An environment in this process, and the run's engines behind it."""
 
     def __init__(
-        self, name: str, settings: RunnerSettings, engines: Engines, tokenizer: Any
+        self,
+        name: str,
+        settings: RunnerSettings,
+        engines: Engines,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """Load the environment, and vllm where a parser reads tool calls.
 
@@ -337,7 +344,7 @@ def _digest(*datasets: Sequence[RolloutInput]) -> str:
     return digest.hexdigest()
 
 
-def load_tokenizer(model_path: str) -> Any:
+def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer. Offline: a run never downloads."""
     from transformers import AutoTokenizer
 
@@ -364,12 +371,12 @@ def _members(environment: Environment) -> Sequence[Environment]:
     return environment.envs if isinstance(environment, EnvGroup) else [environment]
 
 
-def _force_greedy(request: EnvironmentRequest) -> dict[str, Any]:
+def _force_greedy(request: EnvironmentRequest) -> Arguments:
     # A None takes back the environment's temperature: a report is greedy.
     return {"temperature": None} if request.is_held_out else {}
 
 
-def _loggable(messages: Any) -> Any:
+def _loggable(messages: Messages | None) -> Any:
     if messages is None:  # of a rollout that ended before it had any
         return None
     # An environment may have put anything into them, NaN too.

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from pydantic import BaseModel
 
@@ -34,6 +34,9 @@ from shared.config.algorithm import TeacherSection
 from shared.errors import UnreachableError
 from shared.rollouts import TRIES
 from shared.trajectory import TrainingExample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -98,7 +101,7 @@ class Teacher:
         self._http = HttpClient("teacher", settings.address)
         self._max_under_way = max_under_way
 
-    async def require_suitable(self, tokenizer: Any, longest: int) -> None:
+    async def require_suitable(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
         """Wait until it is served, and check that it can score what the run samples.
 
         Args:
@@ -151,7 +154,9 @@ class Teacher:
 
         return await all_answers([scored(example) for example in examples])
 
-    async def _require_vocabulary(self, tokenizer: Any, max_model_len: int) -> None:
+    async def _require_vocabulary(
+        self, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+    ) -> None:
         size = len(tokenizer)
         # With the first one twice, the last one, and the one that is sampled.
         count = max(1, min(size, NUM_PROBED, max_model_len - 3))
