@@ -188,6 +188,7 @@ class _LogprobProcessor(LogitsProcessor):
 
     def _logprobs(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
+        # After all settings, as vLLM's `processed_logprobs`.
         return processed_logits(scores, self._decode, seen_BV).log_softmax(-1)
 
 

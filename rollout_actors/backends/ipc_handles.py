@@ -26,6 +26,7 @@ class CudaDevice:
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # CUDA's handle of the memory: another process opens it, and no byte is copied.
         _, arguments = reduce_tensor(buffer)
         return buffer, arguments
 

@@ -90,10 +90,12 @@ class EngineContext:
                     yield
             finally:
                 dynamo.disable = disabled
+                # vLLM freezes the heap when it has started: the learner's garbage in it would stay.
                 if gc.get_freeze_count() > num_frozen:
                     gc.unfreeze()
                 # Opening a default group prefixes the process's tracebacks with its rank.
                 sys.excepthook = hook
+                # vLLM has put a function that does nothing in its place.
                 torch.set_num_threads = set_num_threads
                 set_num_threads(num_threads)
                 # The engine finds again what it has set.

@@ -312,6 +312,7 @@ class StockClient(HttpEngine):
             held = f"it holds weights that another run has sent ({label})"
             self._intake.unavailable_reason = f"{held}, until this run sends its own"
             return
+        # A run that ended in a sync has left the engine paused.
         await self._routes.resume_generation()
         await self._routes.update_weight_version(str(self.version))
         timeout_s = self._http.address.timeout_s

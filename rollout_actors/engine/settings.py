@@ -145,6 +145,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "gpu_memory_utilization": utilization,
         **({"enforce_eager": True} if settings.enforce_eager else {}),
+        # vLLM keeps room for the largest prompt that these allow: none for videos.
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         # a checkpoint's sampling defaults do not leak into the requests
         "generation_config": "vllm",

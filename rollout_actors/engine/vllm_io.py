@@ -42,6 +42,7 @@ def _prompt(
 
 
 def sampling_params(decode: DecodeSettings, seed: int) -> SamplingParams:
+    # FINAL_ONLY: no part of an answer is read before its end.
     return SamplingParams(**sampling_fields(decode, seed), output_kind=RequestOutputKind.FINAL_ONLY)
 
 

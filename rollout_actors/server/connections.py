@@ -68,5 +68,6 @@ class PromptProtocol(HttpToolsProtocol):
 
 def open_many_files() -> None:
     """Let this process open as many files, and so connections, as the system allows it."""
+    # A connection is a file, and the usual limit of 1,024 is soon reached.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -330,6 +330,7 @@ class _Server:
             self._forget(connection)
             return
         request, files = received
+        # What is buffered would be written twice: here, and by the fork.
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -338,6 +339,7 @@ class _Server:
             print(f"cannot fork: {error}", flush=True)
             fork = None
         if fork == 0:
+            # Its own children's ends must not wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             # A fork that held the server's files would keep its shims from seeing its end.
