@@ -233,7 +233,7 @@ class EndpointClient(Protocol):
     def completions(self) -> Any: ...
 
 
-class RolloutClient(Protocol):
+class EngineCalls(Protocol):
     """A client that has to know which calls belong to one rollout (`EngineClient`)."""
 
     def conversation(
@@ -241,5 +241,5 @@ class RolloutClient(Protocol):
     ) -> EndpointClient: ...
 
 
-Client = EndpointClient | RolloutClient
+Client = EndpointClient | EngineCalls
 """What rollouts ask."""

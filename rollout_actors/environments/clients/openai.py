@@ -20,9 +20,9 @@ from rollout_actors.environments.types import (
     Arguments,
     Client,
     EndpointClient,
+    EngineCalls,
     Message,
     Messages,
-    RolloutClient,
     SamplingArgs,
 )
 from shared.config.secrets import redacted
@@ -73,7 +73,7 @@ A RolloutError of the run's own engines is not among them: they were tried again
 """
 
 
-def is_rollout_client(client: Client) -> TypeIs[RolloutClient]:
+def is_rollout_client(client: Client) -> TypeIs[EngineCalls]:
     """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
     # By its class: a mock has any attribute that it is asked for.
     return getattr(type(client), "conversation", None) is not None
