@@ -282,14 +282,16 @@ def _rollout_notes(
     for entry in pipeline.active(Channel.B):
         if isinstance(entry, PolicyGradientEntry):
             changes += ["advantage_std"] if entry.config.advantage_std else []
-            if entry.config.advantage_baseline == "leave_one_out":
-                changes.append("leave_one_out")
+            baseline = entry.config.advantage_baseline
+            changes += [] if baseline == "mean" else [baseline]
     if section.teacher is not None:
         changes.append("the teacher's log-probabilities")
     notes = []
     if changes:
         names = ", ".join(changes)
-        notes.append(f"Advantages are those of the log, from before {names} changed them.")
+        notes.append(
+            f"The advantages shown are rewards minus their mean. The learner also applied {names}."
+        )
     if section.drop_truncated:
         notes.append("Nothing is learned of it if it is truncated (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]

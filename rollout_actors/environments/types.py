@@ -233,7 +233,7 @@ class EndpointClient(Protocol):
     def completions(self) -> Any: ...
 
 
-class EngineCalls(Protocol):
+class ConversationClient(Protocol):
     """A client that has to know which calls belong to one rollout (`EngineClient`)."""
 
     def conversation(
@@ -241,5 +241,5 @@ class EngineCalls(Protocol):
     ) -> EndpointClient: ...
 
 
-Client = EndpointClient | EngineCalls
+Client = EndpointClient | ConversationClient
 """What rollouts ask."""

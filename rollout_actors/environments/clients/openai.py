@@ -19,8 +19,8 @@ from typing_extensions import TypeIs
 from rollout_actors.environments.types import (
     Arguments,
     Client,
+    ConversationClient,
     EndpointClient,
-    EngineCalls,
     Message,
     Messages,
     SamplingArgs,
@@ -73,7 +73,7 @@ A RolloutError of the run's own engines is not among them: they were tried again
 """
 
 
-def is_rollout_client(client: Client) -> TypeIs[EngineCalls]:
+def is_rollout_client(client: Client) -> TypeIs[ConversationClient]:
     """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
     # By its class: a mock has any attribute that it is asked for.
     return getattr(type(client), "conversation", None) is not None
