@@ -1,7 +1,7 @@
 """Checks that the engine computes what the learner computes; a difference ends the run.
 
-Every rollout's prompt and weight version are checked (decision 38, spec: canonical encoding). So are
-the log-probabilities of the sampled tokens that stay in the target, if the rollout is of the
+Every rollout's prompt and weight version are checked (decision 38, spec: canonical encoding). So
+are the log-probabilities of the sampled tokens that stay in the target, if the rollout is of the
 learner's present weights and was sampled from the whole vocabulary.
 """
 
