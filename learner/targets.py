@@ -79,6 +79,7 @@ class TextWeights:
     def of(self, target: Target) -> np.ndarray:
         """Look up the weights of the target's tokens: float32 [L], at least 0."""
         has_false_positives = target.reading is not None and target.reading.false_positives
+        # Roles that are not set below (NEUTRAL, COORD) stay 0: coord slots are `coord_reg`'s.
         table = np.zeros(len(TokenRole), dtype=np.float32)
         table[TokenRole.STRUCTURE] = table[TokenRole.SEPARATOR] = self.structure
         table[TokenRole.DIGITS] = table[TokenRole.CORRECTED_DIGITS] = self.structure
@@ -94,6 +95,7 @@ def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
     for entry in pipeline.active(channel):
         if isinstance(entry, TokenCEEntry):
             config = entry.config
+            # Channel A has no rollout: no matched prefix, no name to correct, no false positive.
             if channel is Channel.A:
                 return TextWeights(config.desc_ce_weight, matched_structure=0.0)
             return TextWeights(
@@ -258,6 +260,7 @@ class Target:
         assert all(0 <= position < length for position in positions), (
             "a supervised coord slot lies outside the assistant span"
         )
+        # `coord_targets` and `box_slots` follow this order; a slot listed twice would count twice.
         assert all(a < b for a, b in pairwise(positions))
         assert all(self.roles[list(positions)] == TokenRole.COORD), (
             "a supervised slot is no coord token"

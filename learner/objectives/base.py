@@ -126,6 +126,7 @@ class LogitNeeds:
 
 
 def _either(a: Any, b: Any) -> Any:
+    # The logits are reduced once per row for all modules, so they must ask for the same gate.
     assert not a or not b or a == b, "a gate has one temperature per channel"
     return a or b
 

@@ -27,6 +27,7 @@ class BboxGeo:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         slots_B4, weight = supervision.boxes
+        # Targets are bins (0..999): divided by the last bin, both sides are in [0, 1].
         decoded_B4 = _boxes(coord_math.expected_coordinate(values.coord_logits_SC), slots_B4)
         targets_B4 = _boxes(supervision.coord.targets / (NUM_BINS - 1), slots_B4)
         smooth_l1 = (weight * coord_math.smooth_l1(decoded_B4, targets_B4)).sum()

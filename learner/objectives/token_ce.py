@@ -19,5 +19,6 @@ class TokenCE:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         assert values.text_ce_X is not None
+        # A sum and no mean: the weights already hold the mean within each segment.
         ce = (supervision.text.weight * values.text_ce_X).sum()
         return ObjectiveLoss(self._weight * ce, (ce.detach(),))
