@@ -47,7 +47,6 @@ from rollout_actors.backends.stock_server import StockClient, StockRoutes
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.server.token_file import find_token
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -144,7 +143,7 @@ def server(learner, checkpoint):
             arguments, Path(name), program=program, variables=rows.variables
         ) as process:
             client = ServerClient("server", process.address(), index=0, expected=settings)
-            yield from served(client, process, rows, learner, key=find_token(process.url))
+            yield from served(client, process, rows, learner)
 
 
 @contextmanager
@@ -159,10 +158,11 @@ def stock(learner, checkpoint):
             def arm(*fault):
                 asyncio.run(routes.collective_rpc("arm", args=fault))
 
-            yield from served(client, process, rows, learner, key=TOKEN, arm=arm)
+            openai = (process.url, TOKEN)
+            yield from served(client, process, rows, learner, arm=arm, openai=openai)
 
 
-def served(client, process, rows, learner, *, key, arm=None):
+def served(client, process, rows, learner, *, arm=None, openai=None):
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
@@ -173,7 +173,7 @@ def served(client, process, rows, learner, *, key, arm=None):
         guard=GUARD,
         arm=arm,
         servers=process.family(),
-        openai=(process.url, key),
+        openai=openai,
     )
     pool.close()
 
@@ -394,7 +394,7 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under):
     under.take_rows()
     under.backend.generate(requests_of(under, range(2 * BATCH + 2)))
     # To a server requests go one by one: the first may be answered before the last has arrived.
-    at_once = range(2, BATCH + 1) if under.openai else [BATCH]
+    at_once = range(2, BATCH + 1) if under.servers else [BATCH]
     assert max(under.take_rows()) in at_once
 
 
