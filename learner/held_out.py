@@ -60,6 +60,8 @@ class HeldOut:
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=tokens.stop_token_ids, banned_token_ids=tokens.banned_token_ids
         )
+        # Greedy whatever training does: reports of two checkpoints then differ by weights only.
+        # Probabilities are asked for only if they are read: they cost the engine time.
         self._decode = replace(
             decode,
             mode=DecodeMode.GREEDY,
@@ -87,6 +89,7 @@ class HeldOut:
 
     def _scene(self, rollout: Rollout) -> Scene:
         sample = self.samples[rollout.position]
+        # The pictures are encoded again: an engine that resized them otherwise must not pass.
         check_prompt(rollout, self.encoder.encode(sample))
         answer_format = self._format.of(sample)
         parsed = parse_rollout(
@@ -95,6 +98,7 @@ class HeldOut:
             geometry=self._geometry,
             answer_format=answer_format,
         )
+        # Bytes are joined before they are decoded: a token may end inside a character.
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
@@ -122,4 +126,5 @@ class HeldOut:
         if self._score_by == "constant":
             return 1.0
         assert rollout.logprobs is not None, "requested so"
+        # A mean: a product would rank polygons below boxes for their number of coordinates.
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)

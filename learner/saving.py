@@ -50,9 +50,11 @@ class Saving:
             state: the rank's state; None: only the weights are saved, and no run can resume them.
         """
         self._save = None  # of a save that failed, whose copies are not needed any more
+        # What is copied to the host below must have been computed.
         self._publisher.device.wait()
         ranks = self._ranks
         tensors: dict[str, torch.Tensor] | None = None
+        # Without shards every rank holds the same optimizer: rank 0's is saved for all.
         if state is not None and (self._parallel.holds_parts or ranks.rank == 0):
             tensors = self._optimizer.tensors()
         reason = self._no_room_for_copy(tensors or {}) if background else None

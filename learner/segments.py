@@ -136,6 +136,7 @@ class PromptEncoder:
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """Encode the prompt with one placeholder per image. Reads no image."""
+        # Engines expand the placeholders themselves; `check_prompt` compares the results.
         return self._ids_of(self.text(sample))
 
     def num_tokens(self, sample: Sample) -> int:
@@ -149,6 +150,7 @@ class PromptEncoder:
                 tokens = self._pictures.num_tokens(sample.width, sample.height)
             except ValueError as error:
                 raise _not_taken(sample, [(sample.width, sample.height)], error) from error
+            # The placeholder itself gives way to the picture's tokens and what is around them.
             added = tokens + sum(map(len, self._pictures.around)) - 1
         return len(self.request_ids(sample)) + len(sample.images) * added
 
@@ -192,6 +194,7 @@ class PromptEncoder:
         return str(text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
+        # The chat template has written them already.
         encoded = self._processor.tokenizer(text, add_special_tokens=False)
         return tuple(encoded["input_ids"])
 

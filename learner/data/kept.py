@@ -43,6 +43,7 @@ def fingerprint(path: Path) -> Fingerprint | None:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
         return None
+    # The time of the inode too: a copy can set the other one, and keep the size.
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -53,6 +54,8 @@ def digest_of(*content: object) -> str:
 
 def kept_file(data_file: Path, kind: str) -> Path:
     """Return the file for a kind of results: one per data file, so that none outgrows its data."""
+    # Without HOME, as in some containers, `expanduser` asks the list of users, which may not have
+    # this one.
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
     folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     digest = hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()
@@ -73,6 +76,7 @@ def read(path: Path, key: str) -> Kept | None:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         kept_key, rest = json.loads(arrays.pop(_REST).tobytes())
+    # Whatever is wrong with a kept file, it is measured again and replaced.
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return Kept(arrays, rest) if kept_key == key else None
@@ -90,6 +94,7 @@ def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, l
     np.savez(content, **named)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since a file is replaced at once on its own disk only.
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
             try:
                 file.write(content.getvalue())

@@ -36,6 +36,7 @@ def freeze_parts(model: nn.Module, config: PartsSection) -> None:
 
     Raises ConfigError where nothing is left to train.
     """
+    # Only ever off: with an adapter most parameters are frozen already, and have to stay so.
     for name, parameter in model.named_parameters():
         if part_settings(model_part(name), config).frozen:
             parameter.requires_grad_(False)

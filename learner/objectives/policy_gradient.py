@@ -77,6 +77,7 @@ def advantages(learner_logprobs_M: torch.Tensor, learned: LearnedSupervision) ->
     """
     if learned.teacher is None:
         return learned.advantage
+    # Detached: the teacher's part weighs the tokens, and has no gradient of its own.
     log_ratio_M = learned.teacher.logprobs - learner_logprobs_M.detach()
     return learned.advantage + learned.teacher.weight * log_ratio_M
 
@@ -92,11 +93,13 @@ def is_clipped(
 ) -> torch.Tensor:
     """Tell which tokens the clip keeps from being learned: bool [M]. None without an advantage."""
     log_ratio_M = log_ratios(learner_logprobs_M, learned, config.ratio_level)
+    # CISPO bounds the factor of the gradient instead, so that every token keeps one.
     if config.clip in ("cispo", "none"):
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
     advantage_M = advantages(learner_logprobs_M, learned)
     is_worse_M = advantage_M < 0
     too_high_M = (advantage_M > 0) & (log_ratio_M > math.log1p(config.clip_high))
+    # Compared as a ratio: `clip_low` may be 1, and 0 has no logarithm.
     too_low_M = is_worse_M & (log_ratio_M.exp() < 1.0 - config.clip_low)
     clipped_M = too_high_M | too_low_M
     if config.clip == "dual":
@@ -130,6 +133,7 @@ def policy_gradient_loss(
     )
     # 1 in value; its gradient is that of the log-probability.
     score_M = 1.0 + (learner_logprobs_M - learner_logprobs_M.detach())
+    # A clipped token counts with a constant: it is in the loss, and has no gradient.
     counts_M = torch.where(clipped_M, bound_M, ratio_M * score_M)
     if config.above_cap == "mask":
         counts_M = torch.where(is_above_cap(log_ratio_M, config), 0.0, counts_M)
