@@ -50,7 +50,8 @@ class Saving:
             state: the rank's state; None: only the weights are saved, and no run can resume them.
         """
         self._save = None  # of a save that failed, whose copies are not needed any more
-        # What is copied to the host below must have been computed.
+        # The update is only queued on a GPU: a copy that began before its end would hold old
+        # weights.
         self._publisher.device.wait()
         ranks = self._ranks
         tensors: dict[str, torch.Tensor] | None = None
