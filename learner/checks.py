@@ -167,7 +167,8 @@ def check_logprobs(
         f" engine and {learner_K[first]:.6f} in the learner; {compared.num_outliers} of the"
         f" {compared.num_tokens} tokens of this step so far differ by more than"
         f" {tolerance.max_abs:g} (rollout_matching.logprob_tolerance){permitted}: the engine does"
-        " not run the learner's weights, or not in its precision",
+        " not run the learner's weights, or not in its precision; give both the same model.dtype,"
+        " and raise the key only if the difference is noise",
         actor=segment.actor or "",
         phase="check",
     )

@@ -67,7 +67,15 @@ class RolloutBackend(RankBackend, Protocol):
     """A generator of rollouts that takes the learner's weights."""
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Return one rollout per request, in order; no requests, no call. Raises RolloutError."""
+        """Return one rollout per request, in the order of the requests; of none, none.
+
+        A run ends if the prompt of a rollout is not as the learner encodes it, image placeholders
+        expanded, or if a token's log-probability is not that of the learner's present weights
+        (`rollout_matching.logprob_tolerance`). The stop token is not in the response.
+
+        Raises:
+            RolloutError: a request cannot be answered, or the backend is closed.
+        """
         ...
 
 

@@ -459,6 +459,7 @@ def make_backend(
             repeat_guard=section.repeat_terminate.settings(),
         )
     else:
+        assert section.backend_name == "colocate", section.backend_name
         from rollout_actors.backends.colocate import ColocatedBackend
 
         of_engine = settings_of_run(config, placement, images)

@@ -381,9 +381,12 @@ class Threads:
         self._running.add(call)
         try:
             thread.start()
-        except RuntimeError:  # the system starts no more threads
+        except RuntimeError as error:
             self._running.discard(call)
-            raise
+            raise RuntimeError(
+                f"no thread is left for {call.name}: the system starts no more threads; raise its"
+                " limit of processes (`ulimit -u`, pids), or write plain functions as `async def`"
+            ) from error
         try:
             return await call.answer
         except asyncio.CancelledError:

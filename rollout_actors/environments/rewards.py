@@ -310,6 +310,8 @@ def compare_rollouts(states: Sequence[State]) -> None:
     for state, advantage in explicit:
         if state.get("error") is None:
             state["advantage"] = advantage
+            # It may equal the group's, and is not to be computed anew by the learner all the same.
+            state.pop("_group_advantage")
     for state in states:
         give_to_steps(state)
 
@@ -348,7 +350,9 @@ def give_to_steps(state: State) -> None:
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
     """Write which functions failed, by name, and as the rollout's error that of one that counts."""
-    state.pop("reward_errors", None)
+    former = state.pop("reward_errors", None)
+    if former and state.get("error") in former.values():
+        state["error"] = None  # it was of an earlier scoring
     if failed:
         state["reward_errors"] = dict(failed)
     if fatal is not None:

@@ -259,7 +259,8 @@ class RunConfig(Section):
                 return None if size is None else (size,) * self.learner.world_size
             case "actors":
                 return (vllm.actors.tensor_parallel_size,) * vllm.actors.num_actors
-            case _:
+            case name:
+                assert name == "server", name
                 return None
 
     @property

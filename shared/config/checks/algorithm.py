@@ -319,15 +319,22 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
             remedy = f"set it to 0, {instead}"
             yield Problem(f"{path}.config.matched_desc_weight", wrong, remedy)
     guard = run.rollout_matching.repeat_terminate
-    for key, is_set in (
-        ("custom.object_field_order", run.custom.object_field_order == "geometry_first"),
+    # Set, not removed: it may be the experiment that has another value.
+    for key, is_set, default in (
+        (
+            "custom.object_field_order",
+            run.custom.object_field_order == "geometry_first",
+            "desc_first",
+        ),
         (
             "rollout_matching.repeat_terminate.max_object_keys",
             guard.enabled and guard.max_object_keys is not None,
+            "null",
         ),
     ):
         if is_set:
-            yield Problem(key, f"has no effect in data.answer_format {name}", "remove it")
+            wrong = f"has no effect in data.answer_format {name}"
+            yield Problem(key, wrong, f"set it to {default}")
 
 
 def options_act(

@@ -146,3 +146,18 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
         assert str(late) == "hangs is not done after limit_s = 1 s; wait longer"
 
     ran(work)
+
+
+def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_run_again(
+    monkeypatch,
+):
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = Threads(2)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuses)
+        problem = "no thread is left for later: the system starts no more threads"
+        with pytest.raises(RuntimeError, match=problem):
+            ran(lambda: threads.call(there, "later"))
+    assert ran(lambda: threads.call(there, "later")) == "there"

@@ -432,6 +432,17 @@ def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared
     assert each(states, "advantage") == [1.5, 0.25]
 
 
+def test_an_advantage_of_its_own_that_equals_the_groups_is_not_computed_anew_by_the_learner():
+    class Own(Rubric):
+        async def score_rollout(self, state):
+            await super().score_rollout(state)
+            state["advantage"] = {3.0: 1.0, 1.0: None}[state["reward"]]
+
+    states = scored_example(Own([length]))
+    assert each(states, "advantage") == [1.0, -1.0] or each(states, "advantage") == [-1.0, 1.0]
+    assert sorted(map(relative_steps, states)) == [[], [0]]
+
+
 def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
     compared = scored_example(Rubric([length, zeros]))
     own = scored_example(Tenfold([length]))
@@ -601,3 +612,16 @@ def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_w
     results = generated(group, group.get_dataset(), ScriptedClient(echo))
     assert [rubric.calls for rubric in rubrics[:2]] == [[(1, -1)], [(2, -1)]]
     assert results.reward == [0.0, 1.0, 0.0, 3.0]
+
+
+def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error():
+    answers = iter(["none", 1.0])
+
+    def judge(completion):
+        return next(answers)
+
+    one, rubric = state(), Rubric([judge])
+    assert scored(rubric, one)["error"] is not None
+    scored(rubric, one)
+    assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"judge": 1.0})
+    assert "reward_errors" not in one
