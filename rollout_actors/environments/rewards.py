@@ -339,7 +339,10 @@ def give_to_steps(state: State) -> None:
     Until this is called, no code of the package writes to steps: what they have is a rubric's. It
     may be called again when the rollout's figures have changed.
     """
-    inheriting = state.setdefault("_inheriting", {"reward": [], "advantage": []})
+    # Not `setdefault`, which takes four calls of a state's methods (test_turn_cost.py).
+    inheriting = state.get("_inheriting")
+    if inheriting is None:
+        inheriting = state["_inheriting"] = {"reward": [], "advantage": []}
     for number, step in enumerate(state.get("trajectory") or ()):
         for name, numbers in inheriting.items():
             if step.get(name) is None and number not in numbers:
