@@ -46,6 +46,7 @@ COMMANDS = {
     "diff-runs": "say where two runs part: step, stage and sample",
     "evaluate": "make the held-out report of a run's checkpoint",
     "import-data": "make records of YOLO, VOC, COCO, LVIS, RefCOCO, ms-swift or hub data",
+    "keys": "explain the keys of the configuration, or of one section",
     "ledger": "say whether a run's ledger is whole",
     "new-environment": "write an environment to begin with, its test and an experiment",
     "preflight": "say what a run would do and whether it can, without starting anything",
