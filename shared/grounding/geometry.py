@@ -393,7 +393,7 @@ def _ring(shape: Shape) -> Sequence[int]:
 
 def _last_pixel(length: int) -> int:
     if length < 2:
-        raise ValueError(f"image axis has {length} pixels; it needs at least 2 to have a scale")
+        raise ValueError(f"an image axis has {length} pixels; it needs at least 2 pixels")
     return length - 1
 
 
