@@ -116,7 +116,7 @@ def simplify_ring(
     removed first, ties by index. Raises ValueError for fewer than 3.
     """
     if max_vertices < MIN_VERTICES:
-        raise ValueError(f"max_vertices is {max_vertices}; an area needs at least {MIN_VERTICES}")
+        raise ValueError(f"{max_vertices} vertices enclose no area; keep at least {MIN_VERTICES}")
     ring = list(points)
     areas = [_area_at(ring, i) for i in range(len(ring))]
     while len(ring) > max_vertices:
