@@ -1,13 +1,13 @@
-"""What an annotation file says about a picture, kept in a row so that an evaluation can use it.
+"""The original annotations of an image, kept in a row for evaluation.
 
-Bins are how a model is taught; a model is judged by the annotations themselves. A row that an
-importer wrote has two more keys, both in pixels of the picture as it is displayed:
+A model is trained on bins, but evaluated on the annotations themselves. A row from an importer has
+two more keys, both in pixels of the displayed image:
 
     "annotated": [{"bbox": [10.5, 20, 30, 40.25]}, ...]
     "ignore": [{"bbox": [0, 0, 64, 48], "desc": "person", "iscrowd": 1}, ...]
 
-`annotated` has one entry for each of `objects`, in their order. `ignore` lists regions that are not
-taught, that nobody has to find, and in which a prediction is neither right nor wrong.
+`annotated` has one entry per entry of `objects`, in the same order. `ignore` lists regions that are
+not trained and need not be found. A prediction inside one is neither right nor wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shared.errors import RecordError
 
 Box = tuple[float, float, float, float]
 Segmentation = Sequence[Sequence[float]] | Mapping[str, object]
-"""Rings x, y, ... in pixels, or a run-length code of COCO."""
+"""Rings x, y, ... in pixels, or COCO's run-length encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """One annotation, as its file has it.
+    """One annotation as in its file.
 
     Example: `Annotation((10.5, 20.0, 30.0, 40.0))` reaches from x 10.5 to 40.5.
     """
@@ -48,12 +48,12 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredRegion:
-    """A region in which a prediction of its class is neither right nor wrong."""
+    """A region to ignore: predictions of its class inside it are neither right nor wrong."""
 
     annotation: Annotation
     desc: str
     is_crowd: bool
-    """A prediction is inside by the share of its own area (COCO's crowds), else by its IoU."""
+    """A prediction is inside by the share of its area (COCO's crowds), else by its IoU."""
 
     def as_json(self) -> dict[str, object]:
         return {**self.annotation.as_json(), "desc": self.desc, "iscrowd": int(self.is_crowd)}
@@ -62,45 +62,48 @@ class IgnoredRegion:
 def load_annotated(value: object, num_objects: int) -> tuple[Annotation, ...]:
     """Read `annotated` of a row with `num_objects` objects. Raises RecordError."""
     if not isinstance(value, list) or len(value) != num_objects:
-        _refuse("annotated", f"is no list of {num_objects} annotations, one for each object")
+        _refuse("annotated", f"is not a list of {num_objects} annotations, one per object")
     return tuple(_annotation(f"annotated[{i}]", one) for i, one in enumerate(value))
 
 
 def load_ignored(value: object) -> tuple[IgnoredRegion, ...]:
     """Read `ignore` of a row. Raises RecordError."""
     if not isinstance(value, list):
-        _refuse("ignore", "is no list of regions")
+        _refuse("ignore", "is not a list of regions")
     regions = []
     for i, one in enumerate(value):
         annotation = _annotation(f"ignore[{i}]", one)
         desc = one.get("desc")
         is_crowd = one.get("iscrowd", 0)
         if not isinstance(desc, str) or not desc.strip():
-            _refuse(f"ignore[{i}].desc", "is no name of a class")
+            _refuse(f"ignore[{i}].desc", "is not a class name")
         if is_crowd not in (0, 1):
-            _refuse(f"ignore[{i}].iscrowd", f"is {is_crowd!r}, neither 0 nor 1")
+            _refuse(f"ignore[{i}].iscrowd", f"is {is_crowd!r}, not 0 or 1")
         regions.append(IgnoredRegion(annotation, desc, bool(is_crowd)))
     return tuple(regions)
 
 
 def _annotation(field: str, value: object) -> Annotation:
     if not isinstance(value, dict):
-        _refuse(field, "is no object with the key bbox")
+        _refuse(field, "is not an object with the key bbox")
     box = _numbers(value.get("bbox"))
     if box is None or len(box) != 4:
-        _refuse(f"{field}.bbox", "is no list x, y, w, h of finite numbers")
+        _refuse(f"{field}.bbox", "is not a list x, y, w, h of finite numbers")
     x, y, w, h = box
     if w < 0 or h < 0:
-        _refuse(f"{field}.bbox", f"is {box}, with a negative side")
+        _refuse(f"{field}.bbox", f"is {box}, but w and h must not be negative")
     segmentation = value.get("segmentation")
     is_rings = isinstance(segmentation, list) and None not in map(_numbers, segmentation)
     if segmentation is not None and not is_rings and not isinstance(segmentation, dict):
-        _refuse(f"{field}.segmentation", "is neither rings of numbers nor a run-length code")
+        _refuse(
+            f"{field}.segmentation",
+            "is neither a list of rings of numbers nor a run-length encoding",
+        )
     return Annotation((x, y, w, h), segmentation)
 
 
 def _numbers(value: object) -> list[float] | None:
-    """Return a list of finite numbers; None if the value is something else."""
+    """Return a list of finite numbers; None for any other value."""
     if not isinstance(value, list):
         return None
     for one in value:
@@ -114,5 +117,5 @@ def _numbers(value: object) -> list[float] | None:
 
 
 def _refuse(field: str, problem: str) -> NoReturn:
-    remedy = "import the annotations again, or remove the key: objects are the truth then"
+    remedy = "import the annotations again, or remove the key to evaluate on the objects' bins"
     raise RecordError(problem, field=field, remedy=remedy)

@@ -1,7 +1,7 @@
-"""The rows of a JSONL file as samples, each read and made when it is asked for.
+"""The rows of a JSONL file as samples, read on access.
 
-What a process holds of a row are some 100 bytes, whatever the row is of: so runs of a hundred
-thousand pictures, and their learner ranks, are no larger than those of a hundred.
+A process keeps about 100 bytes per row, whatever the row contains. So a run on a hundred thousand
+images, with its learner ranks, needs no more memory than a run on a hundred.
 
 Shape legend: N rows, M images of all rows.
 """
@@ -36,12 +36,12 @@ from shared.records import (
 )
 
 _LEAST_SIDE = 64
-"""Pixels of a picture's side from which a box of one pixel can be told from larger ones."""
+"""Minimum side of an image in pixels for finding boxes of one pixel by their bins."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """The rules by which a row becomes a sample: arguments of `load_dataset`."""
+    """The rules for turning a row into a sample: arguments of `load_dataset`."""
 
     sort_objects: bool
     check_images: bool
@@ -57,7 +57,7 @@ class RowRules:
         image_size: ImageSize | None = None,
         known_images: Mapping[str, ImageFacts],
     ) -> Sample:
-        """Make a sample of line `number` of a file. Raises RecordError without place."""
+        """Make a sample from line `number` of a file. Raises RecordError without file and line."""
         sample = load_record(
             mapping,
             root=path.parent,
@@ -75,21 +75,21 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """The places of the usable rows in their file, and their images: arrays of N rows.
+    """The positions of the usable rows in their file, and their images: arrays of N rows.
 
-    Some 100 bytes a row, whatever the row holds.
+    About 100 bytes per row, whatever the row contains.
     """
 
     places_N3: np.ndarray
-    """int64: offset and number of bytes of the line, and its number from 1."""
+    """int64: the line's offset and length in bytes, and its number from 1."""
     checks_N: np.ndarray
     """uint64: checksum of the line's bytes."""
     sizes_N2: np.ndarray
     """int32: width and height of the row."""
     images_N1: np.ndarray
-    """int64 [N + 1]: images of the rows before; those of row i are `images_N1[i:i + 2]`."""
+    """int64 [N + 1]: images in all rows before; row i has `images_N1[i]` to `images_N1[i + 1]`."""
     sha256_M: np.ndarray
-    """uint8 [images_N1[-1], 32]: digests of their files; empty if they were not checked."""
+    """uint8 [images_N1[-1], 32]: digests of the image files; empty if they were not checked."""
 
     def keep(self, rows: np.ndarray) -> RowTable:
         """Return the table of these rows, in ascending order."""
@@ -103,7 +103,7 @@ class RowTable:
 
 
 class _OpenFile:
-    """A file that stays open as long as somebody reads rows of it."""
+    """A file that stays open as long as any object reads its rows."""
 
     def __init__(self, path: Path) -> None:
         with readable(path):
@@ -113,11 +113,11 @@ class _OpenFile:
 
 
 class IndexedSamples(Sequence[Sample]):
-    """Samples that are made when they are asked for, by an index or a slice."""
+    """Samples that are made on access, by an index or a slice."""
 
     @abstractmethod
     def _sample(self, row: int) -> Sample:
-        """Return the sample of a row from 0 to the length."""
+        """Return the sample of a row, 0 <= row < length."""
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -134,16 +134,15 @@ class IndexedSamples(Sequence[Sample]):
 
 
 class FileRows(IndexedSamples):
-    """The samples of a JSONL file, each read and made when it is asked for.
+    """The samples of a JSONL file, each read and made on access.
 
-    The file stays open: one that is replaced under the run does not matter, and one that is
-    changed is noticed.
+    The file stays open: replacing it does not affect a run, and changing it is detected.
     """
 
     def __init__(
         self, path: Path, table: RowTable, rules: RowRules, file: _OpenFile | None = None
     ) -> None:
-        """`file`: the open file; None: it is opened. Raises RecordError."""
+        """`file`: the open file, or None to open it. Raises RecordError."""
         self.table = table
         self._path = path
         self._rules = rules
@@ -163,7 +162,7 @@ class FileRows(IndexedSamples):
             line = os.pread(self._file.descriptor, size, offset)
         if checksum(line) != table.checks_N[row]:
             problem = "has changed since it was checked"
-            remedy = "do not edit data under a running job; start again"
+            remedy = "do not edit data during a run; start the run again"
             raise RecordError(
                 problem, field="row", remedy=remedy, file=str(self._path), line=number
             )
@@ -180,12 +179,12 @@ class FileRows(IndexedSamples):
 
 
 def checksum(line: bytes) -> np.uint64:
-    """Return 64 bits of a digest of a line."""
+    """Return a 64-bit digest of a line."""
     return np.uint64(int.from_bytes(hashlib.blake2b(line, digest_size=8).digest()))
 
 
 class TableBuilder:
-    """Collects what `RowTable` has, row by row; what it keeps of a sample are numbers."""
+    """Builds a `RowTable` row by row; it keeps only numbers of each sample."""
 
     def __init__(self) -> None:
         self._places = array("q")
@@ -213,7 +212,7 @@ class TableBuilder:
 
 
 class Oddities:
-    """Counts what a row may have, and rarely should: what it holds of a row is one number."""
+    """Counts unusual but allowed contents of rows; it keeps one number per row."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -223,18 +222,20 @@ class Oddities:
     def add(self, number: int, sample: Sample) -> None:
         """Add the sample of line `number`."""
         boxes = [one.bins for one in sample.objects if one.kind is GeometryKind.BBOX]
-        # A box of one pixel is a step of bins, and rounded outwards.
+        # A box of one pixel is one step of bins, rounded outwards.
         steps = (1000 / sample.width + 2, 1000 / sample.height + 2)
         num_tiny = sum(c - a < steps[0] and d - b < steps[1] for a, b, c, d in boxes)
         if min(sample.width, sample.height) >= _LEAST_SIDE:
             self._count("boxes of one pixel", num_tiny, f"line {number}")
         num_repeated = len(sample.objects) - len(set(sample.objects))
-        self._count("objects that their row repeats", num_repeated, f"line {number}")
+        self._count("repeated objects of a row", num_repeated, f"line {number}")
         asked = (sample.prompt, sample.system, sample.phrase, sample.classes)
         key = hash((tuple(str(image.path) for image in sample.images), asked))
         first = self._rows.setdefault(key, number)
         where = f"line {number}, as line {first}"
-        self._count("rows that ask the same of one picture", int(first != number), where)
+        self._count(
+            "rows with the images and question of an earlier row", int(first != number), where
+        )
 
     def told(self) -> tuple[str, ...]:
         return tuple(
@@ -252,7 +253,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "correct the path, or make the data first"
+        remedy = "correct the path, or create the data first"
         raise RecordError(
             f"cannot be read: {error.strerror}", field="file", remedy=remedy, file=str(path)
         ) from error
@@ -265,14 +266,14 @@ def lines_of(path: Path) -> Iterator[FileLine]:
 
 
 def require_utf8(content: bytes, path: Path) -> None:
-    """Raise RecordError for a text that begins as UTF-16 does, with a byte order mark or not."""
+    """Raise RecordError if a text begins as UTF-16 does, with or without a byte order mark."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         remedy = "save the file as UTF-8"
         raise RecordError("is UTF-16, not UTF-8", field="file", remedy=remedy, file=str(path))
 
 
 def decode_row(path: Path, line: bytes) -> Any:
-    """Parse one line strictly: no key twice, no absurd number."""
+    """Parse one line strictly: no duplicate keys, no integers of thousands of digits."""
     require_utf8(line, path)
     try:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
@@ -284,7 +285,7 @@ def decode_row(path: Path, line: bytes) -> Any:
         problem = f"is not JSON at column {error.colno}: {error.msg}"
         raise _bad_row(problem, "write one JSON object per line") from error
     except RecursionError as error:
-        problem = "is nested too deeply to be read"
+        problem = "is nested too deeply to read"
         raise _bad_row(problem, "flatten it; a row needs three levels") from error
 
 
@@ -296,9 +297,9 @@ def _integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError as error:
-        # Python reads integers of 4,300 digits at most (sys.set_int_max_str_digits).
+        # Python reads integers of up to 4,300 digits (sys.set_int_max_str_digits).
         problem = f"has an integer of {len(digits)} digits, {digits[:8]}..."
-        raise _bad_row(problem, "write a number of sensible size") from error
+        raise _bad_row(problem, "write a smaller number") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The limits of data that others made: beyond them a file is damaged, or made to exhaust a machine.
+"""Limits for data from outside: beyond them a file is damaged, or made to exhaust a machine.
 
-They are far above what a context of a million tokens can hold. Edit them here if your data is
-sound and larger.
+They are far above what fits into a context of a million tokens. Edit them here if your data is
+valid and larger.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from shared.errors import RecordError
 
 WHERE = "shared/data/limits.py"
 MAX_LINE_BYTES = 16 * 2**20
-"""Of a line of a JSONL file."""
+"""Line of a JSONL file."""
 MAX_FILE_BYTES = 8 * 2**30
-"""Of a file that is read as a whole: annotations."""
+"""File that is read as a whole: annotations."""
 MAX_SEARCH_BYTES = 2**30
-"""Of a line that is too long: its end is searched so far."""
+"""Line that is too long: the search for its end stops here."""
 MAX_EXAMPLE_BYTES = 256 * 2**20
-"""Of a line with an environment's example or rollout, which may hold pictures."""
+"""Line with an environment's example or rollout, which may contain images."""
 MAX_LABEL_BYTES = 16 * 2**20
-"""Of the labels of an image, and of YOLO's `data.yaml`."""
+"""Labels of an image, and YOLO's `data.yaml`."""
 MAX_PICKLE_BYTES = 64 * 2**20
-"""Of RefCOCO's file of refs; the releases have 15 MB. A byte may become 64."""
+"""RefCOCO's file of refs; the releases have 15 MB. One byte may become 64."""
 MAX_VALUES = 10_000_000
-"""Values in that file, whose references are unfolded; the releases have 3 million."""
+"""Values in that file with its references expanded; the releases have 3 million."""
 MAX_TEXT = 1_000_000
-"""Characters of a text: a prompt, a name."""
+"""Characters of a text, such as a prompt or a name."""
 MAX_IMAGES = 1_000
 """Images of a row."""
 MAX_COORDINATES = 100_000
-"""Numbers of all boxes, polygons and points of a row: each is at least a token of the answer."""
+"""Numbers of all boxes, polygons and points of a row: each is at least one token of the answer."""
 MAX_VERTICES = 20_000
-"""Of an annotated polygon that is imported; to simplify one takes the square of it."""
+"""Vertices of an imported polygon; the time to simplify it is quadratic."""
 MAX_IMAGE_BYTES = 512 * 2**20
-"""Of an image file."""
+"""Image file."""
 MAX_PIXELS = 128 * 2**20
-"""Width times height of an image. Decoded it takes 384 MiB; Pillow's own limit is a third more."""
+"""Width times height of an image. Decoded it takes 384 MiB; Pillow's limit is a third higher."""
 MAX_FOLDER_FILES = 5_000_000
-"""Files of a folder that is searched with all folders in it."""
+"""Files of a folder that is searched recursively."""
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -54,14 +54,14 @@ _KINDS = {
 
 
 def above(name: str, limit: int) -> str:
-    """Name a limit of this module: `more than MAX_IMAGES = 1000 (shared/data/limits.py)`."""
+    """Name an exceeded limit: `more than MAX_IMAGES = 1000 (shared/data/limits.py)`."""
     return f"more than {name} = {limit} ({WHERE})"
 
 
 def require_file(path: Path) -> os.stat_result:
-    """Return the status of a regular file. Raises OSError for what is none, without opening it.
+    """Return the status of a file. Raises OSError for a pipe, a socket or a device.
 
-    To read a pipe, a socket or a device might never end.
+    It is not opened, because reading one of these might never end.
     """
     status = path.stat()
     if (kind := _KINDS.get(stat.S_IFMT(status.st_mode))) is not None:
@@ -70,12 +70,12 @@ def require_file(path: Path) -> os.stat_result:
 
 
 def read_file(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read a regular file of at most `limit` bytes, which messages call `name`. Raises OSError."""
+    """Read a regular file of at most `limit` bytes; messages name it `name`. Raises OSError."""
     size = require_file(path).st_size
     if size > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, {above(name, limit)}")
     with path.open("rb") as file:
-        return file.read(size)  # no more: a file of /proc says 0, and may have no end
+        return file.read(size)  # no more: a file in /proc reports size 0 and may be endless
 
 
 class FileLine(NamedTuple):
@@ -86,23 +86,23 @@ class FileLine(NamedTuple):
     offset: int
     """Bytes of the file before it."""
     content: bytes
-    """Without its end; of a line that is too long, its beginning."""
+    """Without its end; if the line is too long, only its beginning."""
     size: int
-    """Bytes, its end included."""
+    """Bytes, including its end."""
     problem: str | None
-    """Why it is too long."""
+    """Why it is too long, or None."""
 
     def require_short(self) -> None:
-        """Raise RecordError, without a place, if the line is too long."""
+        """Raise RecordError, without file and line, if the line is too long."""
         if self.problem is not None:
-            remedy = "split the row, or put its data into files next to it"
+            remedy = "split the row, or put its data into separate files"
             raise RecordError(self.problem, field="row", remedy=remedy)
 
 
 def file_lines(
     path: Path, name: str = "MAX_LINE_BYTES", limit: int = MAX_LINE_BYTES
 ) -> Iterator[FileLine]:
-    """Yield the lines of a regular file that are not blank, of which no more than `limit` is held.
+    """Yield the non-blank lines of a regular file, holding at most `limit` bytes of each.
 
     Raises OSError.
     """

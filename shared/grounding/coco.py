@@ -1,10 +1,10 @@
-"""COCO boxes, polygons, annotations and results to and from ours. Pure: `launch` does the files.
+"""Convert boxes, polygons, annotations and results to and from COCO. No files (see `launch`).
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
-(docs/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is a
-coordinate like any other. So boxes and polygons of one object stay aligned, and two boxes overlap
-alike in bins and in pixels. The price: the last pixel of an axis is bin 999 throughout, so a box
-that ends at the far border comes back up to one pixel shorter.
+(docs/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is converted
+like any other coordinate. So boxes and polygons of an object stay aligned, and two boxes have the
+same overlap in bins and in pixels. The cost: the last pixel of an axis is entirely bin 999, so a
+box that ends at the far border becomes up to one pixel shorter.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class ScoredObject:
     """Integers 0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
     desc: str
     score: float
-    """Confidence: any finite number; greater is surer."""
+    """Confidence: any finite number; greater means more certain."""
     pixels: tuple[float, ...] | None = None
-    """The same coordinates in pixels of the picture, as the answer has them and not rounded to
-    bins; None: those of the bins."""
+    """The same coordinates in pixels of the image, as the answer has them, not rounded to bins.
+    None: use the bins."""
 
     def pixels_in(self, width: int, height: int) -> tuple[float, ...]:
-        """Return the coordinates in pixels of a picture of that size."""
+        """Return the coordinates in pixels of an image of that size."""
         return self.pixels or pixels_of(self.bins, width=width, height=height)
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePredictions:
-    """The objects that a model found on one image."""
+    """The objects that a model found in one image."""
 
     image_id: int
     width: int
@@ -49,19 +49,19 @@ class ImagePredictions:
     """Pixels."""
     objects: tuple[ScoredObject, ...]
     orientation: int = 1
-    """EXIF orientation of a picture whose COCO annotations are relative to it as it is stored."""
+    """EXIF orientation, if the COCO annotations refer to the image as stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class CocoResults:
-    """The content of a COCO results file, and what could not go into it."""
+    """The content of a COCO results file, and counts of what it cannot contain."""
 
     results: list[dict[str, Any]]
     """One `{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in order."""
     unknown_names: Mapping[str, int]
-    """Objects left out because no category has their name, counted by name."""
+    """Objects left out because no category has their name: counts by name."""
     num_points: int = 0
-    """Points left out: COCO's detections are boxes and masks."""
+    """Points left out: COCO detections are only boxes and masks."""
 
 
 def box_around(pixels: Sequence[float]) -> list[float]:
@@ -80,7 +80,7 @@ def ring_of(pixels: Sequence[float]) -> list[float]:
 
 
 def ring_area(ring: Sequence[float]) -> float:
-    """Return the square pixels that a ring encloses."""
+    """Return the area inside a ring, in square pixels."""
     xs = ring[::2]
     ys = ring[1::2]
     turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
@@ -97,9 +97,9 @@ def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
-    """Turn one ring into bins x, y, ..., to the nearest and clamped to 0..999.
+    """Turn one ring into bins x, y, ..., rounded to the nearest and clamped to 0..999.
 
-    Neighbouring vertices on the same bin become one, the last and the first too. Raises ValueError
+    Neighbouring vertices in the same bin become one, also the last and the first. Raises ValueError
     for an image with an axis under 2 pixels.
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
@@ -109,35 +109,35 @@ def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[i
 
 
 def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
-    """Move x, y, ... into the image. Their bins stay; but 1e308 times 999 would not be finite."""
+    """Clamp x, y, ... to the image. This changes no bin, but keeps 1e308 times 999 finite."""
     return [min(max(value, 0.0), (width, height)[i % 2]) for i, value in enumerate(pixels)]
 
 
 def has_area(bins: Sequence[int]) -> bool:
-    """Tell whether the vertices x, y, ... are not all on one line."""
+    """Return whether the vertices x, y, ... are not all on one line."""
     points = list(zip(bins[::2], bins[1::2], strict=True))
     directions = [(x - points[0][0], y - points[0][1]) for x, y in points if (x, y) != points[0]]
     return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
 
 
 def number_categories(names: Iterable[str]) -> dict[str, int]:
-    """Number categories 1, 2, ... in the order of their names."""
+    """Number categories 1, 2, ... in alphabetical order."""
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
 NOT_JUDGED_AREA = 1e12
-"""Area of a region to ignore that is no crowd: pycocotools leaves out what is larger than its
-range, and compares it by IoU."""
+"""Area written for a region to ignore that is not a crowd. pycocotools ignores objects outside its
+area range and compares them by IoU."""
 
 
 def samples_to_coco(
     samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return a COCO data set of the samples' ground truth without points, one image per sample.
+    """Return the samples' ground truth as a COCO data set, one image per sample, without points.
 
-    An object is its annotation if the sample has them, else its bins in pixels. Regions to ignore
-    are crowds, or larger than any area range. `image_ids` are one per sample; annotations are
-    numbered from 1. Raises KeyError for a name that is not in `category_ids`.
+    An object is its annotation if the sample has annotations, else its bins in pixels. Regions to
+    ignore become crowds, or objects larger than any area range. `image_ids` has one id per sample;
+    annotations are numbered from 1. Raises KeyError for a name that is not in `category_ids`.
     """
     annotations: list[dict[str, Any]] = []
 
@@ -184,7 +184,7 @@ def samples_to_coco(
 
 
 def annotation_of(sample: Sample, index: int) -> Annotation:
-    """Return the annotation of an object, or its bins as one if the sample has none."""
+    """Return an object's annotation; if the sample has none, make one from its bins."""
     if sample.annotated:
         return sample.annotated[index]
     truth = sample.objects[index]
@@ -196,7 +196,7 @@ def annotation_of(sample: Sample, index: int) -> Annotation:
 def predictions_to_coco(
     predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]
 ) -> CocoResults:
-    """Return COCO results of predictions; `category_ids` maps the names of objects to ids."""
+    """Return predictions as COCO results; `category_ids` maps object names to ids."""
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
     num_points = 0

@@ -1,9 +1,9 @@
-"""The quality of detection on held-out scenes: pairs, counts, tables.
+"""Detection quality on held-out scenes: pairs, counts, tables.
 
-IoU belongs here and to no training-time number (spec: training-time counters). Boxes overlap by
+IoU is computed only here, not in training metrics (spec: training-time counters). Boxes overlap by
 their exact areas: in pixels of the annotations if the sample has them, else in norm1000. Polygons
-overlap by the mask IoU of the matching on its default canvas, points only with points, by their
-distance (`point_overlap`), which is an IoU here. A prediction without a partner that lies in a
+overlap by the mask IoU of the matching, on its default canvas. Points overlap only with points, by
+their distance (`point_overlap`), which counts as an IoU here. An unpaired prediction inside a
 region to ignore is neither right nor wrong.
 
 Shape legend: P predictions, G ground truths, R regions to ignore.
@@ -30,29 +30,29 @@ from shared.rollouts import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One held-out sample, and the objects that the model found on it."""
+    """One held-out sample and the objects that the model found in it."""
 
     position: int
     """Index of the sample in the validation data."""
     sample: Sample
-    """The sample, its images by path alone."""
+    """The sample; its images are given by path only."""
     objects: tuple[ScoredObject, ...]
     """Valid objects, in order of appearance."""
     dropped: tuple[DropReason, ...]
-    """Reasons of the complete entries that were no valid objects, in order of appearance."""
+    """Reasons of the complete entries that are not valid objects, in order of appearance."""
     truncated: bool
-    """No container closed: the response ended before, or it never opened one."""
+    """No container was closed: the answer ended too early, or it never opened one."""
     text: str = ""
-    """The response without its stop token; bytes that are not UTF-8 are U+FFFD."""
+    """The answer without its stop token; bytes that are not UTF-8 are U+FFFD."""
     finish_reason: FinishReason = FinishReason.STOP
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT
-    """The format that the model was asked for."""
+    """The format that the prompt asks for."""
     num_behind: int = 0
-    """Objects after the container's close, as in a second list: not read."""
+    """Number of unread objects after the container's end, for example in a second list."""
 
     @property
     def never_opened(self) -> bool:
-        """The response is prose or empty: it does not begin with a container."""
+        """The answer does not begin with a container: it is prose or empty."""
         return self.truncated and not self.answer_format.opens(self.text)
 
 
@@ -70,14 +70,14 @@ OutcomeT = TypeVar("OutcomeT", bound=Outcome, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(Generic[OutcomeT]):
-    """Greedy rollouts on all held-out samples, by one set of weights."""
+    """Greedy rollouts on all held-out samples with one set of weights."""
 
     step: int | None
-    """Optimizer updates done before it; None where unknown."""
+    """Optimizer updates before it; None if unknown."""
     weight_version: int
     """Version of the engines' weights; 0 is the checkpoint that they loaded."""
     outcomes: tuple[OutcomeT, ...]
-    """By position."""
+    """In order of position."""
     wall_s: float
     """Seconds of generation and scoring."""
 
@@ -97,21 +97,21 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DetectionCounts:
-    """Counts over any number of scenes; they can be added. A ratio over nothing is 0.
+    """Counts over any number of scenes; they can be added. A ratio with an empty denominator is 0.
 
-    Example: 4 predictions of which 3 match, 5 ground truths: precision 0.75, recall 0.6.
+    Example: 4 predictions with 3 matches and 5 ground truths: precision 0.75, recall 0.6.
     """
 
     num_predictions: int = 0
     """Valid objects."""
     num_dropped: int = 0
-    """Complete entries that were no valid objects."""
+    """Complete entries that are not valid objects."""
     num_ground_truth: int = 0
     num_matched: int = 0
     num_class_correct: int = 0
     """Matched pairs with equal `desc`."""
     num_ignored: int = 0
-    """Predictions without a partner in a region to ignore; precision is over the others."""
+    """Unpaired predictions in a region to ignore; precision leaves them out."""
 
     def __add__(self, other: DetectionCounts) -> DetectionCounts:
         counts = zip(astuple(self), astuple(other), strict=True)
@@ -128,7 +128,7 @@ class DetectionCounts:
 
     @property
     def num_judged(self) -> int:
-        """Predictions that are right or wrong."""
+        """Predictions that count as right or wrong."""
         return self.num_predictions - self.num_ignored
 
     @property
@@ -142,19 +142,19 @@ class DetectionCounts:
 
     @property
     def class_accuracy(self) -> float:
-        """Share of equal names among matched pairs."""
+        """Share of matched pairs with equal names."""
         return _ratio(self.num_class_correct, self.num_matched)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdCounts:
-    """The same scenes, paired in two ways at one threshold."""
+    """Counts of the same scenes, paired in two ways at one threshold."""
 
     iou_threshold: float
     any_class: DetectionCounts
     """A pair may have different names."""
     same_class: DetectionCounts
-    """Only objects of equal names can be a pair."""
+    """A pair must have equal names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +162,20 @@ class DetectionSummary:
     """The summary of an evaluation's scenes."""
 
     thresholds: tuple[ThresholdCounts, ...]
-    """In rising order, at least one."""
+    """In ascending order, at least one."""
     classes: Mapping[str, DetectionCounts]
-    """Pairs of equal names at the first threshold, by name in alphabetical order."""
+    """Counts of pairs with equal names at the first threshold, by name in alphabetical order."""
     dropped: Mapping[DropReason, int]
-    """Reasons that occurred, the most frequent first."""
+    """Number of entries per reason that occurred, the most frequent first."""
     num_truncated: int
-    """Responses whose container did not close, or never opened."""
+    """Answers whose container was not closed or never opened."""
     num_never_opened: int
     num_length_limited: int
-    """Responses that ended at `max_new_tokens`."""
+    """Answers that ended at `max_new_tokens`."""
     num_behind: int
-    """Objects after the close of their answers' containers, which are not read."""
+    """Unread objects after the end of the answers' containers."""
     scene_f1: tuple[float, ...]
-    """F1 of each scene at the first threshold, of any class; 1 for nothing found of nothing."""
+    """F1 of each scene at the first threshold, any class; 1 without objects and predictions."""
 
 
 def summarise(
@@ -184,9 +184,9 @@ def summarise(
     *,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> DetectionSummary:
-    """Summarise the scenes at these thresholds, which rise; at least one.
+    """Summarise the scenes at the given thresholds, in ascending order, at least one.
 
-    `point_tolerance`: the distance of two points, in bins, that is an overlap of 0.5.
+    `point_tolerance`: the distance between two points, in bins, that counts as an overlap of 0.5.
     """
     any_class = [_Overlaps.of(scene, point_tolerance) for scene in scenes]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
@@ -213,7 +213,7 @@ def summarise(
 
 
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
-    """Return the `count` scenes with the lowest F1, lowest first; none without a mistake."""
+    """Return up to `count` scenes with the lowest F1, lowest first, without perfect scenes."""
     ranked = sorted(range(len(summary.scene_f1)), key=summary.scene_f1.__getitem__)
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
 
@@ -225,10 +225,10 @@ def pair_objects(
     iou_threshold: float,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> list[Pair]:
-    """Pair predictions with ground truth, whatever their class.
+    """Pair predictions with ground truth of any class.
 
-    Greedily, in order of falling IoU, ties by prediction and then by ground truth. A pair has at
-    least `iou_threshold`, which must be above 0, and both of its objects were free before it.
+    Greedy, in order of falling IoU; ties by prediction, then by ground truth. A pair has an IoU of
+    at least `iou_threshold`, which must be above 0. Each object is in at most one pair.
     """
     return _greedy_pairs(_iou(predictions, ground_truth, point_tolerance), iou_threshold)
 
@@ -236,13 +236,13 @@ def pair_objects(
 def pair_scene(
     scene: Scene, *, iou_threshold: float, point_tolerance: float = POINT_TOLERANCE
 ) -> list[Pair]:
-    """Pair a scene's predictions with its ground truth as `summarise` does, whatever the class."""
+    """Pair a scene's predictions with its ground truth of any class, as `summarise` does."""
     return _Overlaps.of(scene, point_tolerance).pairs(iou_threshold)
 
 
 @dataclass(frozen=True, slots=True)
 class _Overlaps:
-    """A scene with the overlaps of its objects, to be paired at several thresholds."""
+    """A scene with the overlaps of its objects, to pair them at several thresholds."""
 
     scene: Scene
     iou_PG: np.ndarray
@@ -251,7 +251,7 @@ class _Overlaps:
 
     @classmethod
     def of(cls, scene: Scene, point_tolerance: float) -> _Overlaps:
-        """Measure the overlaps of a scene whatever the names."""
+        """Measure the overlaps of a scene, ignoring names."""
         sample = scene.sample
         iou_PG = _iou(scene.objects, sample.objects, point_tolerance)
         size = (sample.width, sample.height)
@@ -270,7 +270,7 @@ class _Overlaps:
         return cls(scene, iou_PG, _inside(boxes_P4, sample.ignore))
 
     def of_equal_names(self) -> _Overlaps:
-        """Return the overlaps where names are equal, and 0 elsewhere."""
+        """Return the same overlaps, set to 0 for pairs with different names."""
         found, truth, ignored = (
             np.array([one.desc for one in shapes], dtype=object)
             for shapes in (self.scene.objects, self.scene.sample.objects, self.scene.sample.ignore)
@@ -285,7 +285,7 @@ class _Overlaps:
         return _greedy_pairs(self.iou_PG, iou_threshold)
 
     def ignored(self, iou_threshold: float, pairs: Sequence[Pair]) -> list[int]:
-        """List the predictions without a partner that are in a region to ignore."""
+        """List the unpaired predictions that are in a region to ignore."""
         paired = {pair.prediction for pair in pairs}
         inside = np.flatnonzero((self.inside_PR >= iou_threshold).any(axis=1)).tolist()
         return [index for index in inside if index not in paired]
@@ -316,7 +316,7 @@ def _corners(pixels: Sequence[float]) -> tuple[float, float, float, float]:
 def _inside(boxes_P4: np.ndarray, regions: Sequence[IgnoredRegion]) -> np.ndarray:
     """Return how far boxes x1, y1, x2, y2 are inside regions: float64 [P, R].
 
-    Of a crowd it is the share of the box's own area, as COCO defines it; of others the IoU.
+    For a crowd: the share of the box's own area, as COCO defines it; for other regions: the IoU.
     """
     if not len(boxes_P4) or not regions:
         return np.zeros((len(boxes_P4), len(regions)))

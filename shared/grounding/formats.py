@@ -1,9 +1,9 @@
-"""Answer formats: the texts that objects are written in (`data.answer_format`).
+"""The answer formats: how objects are written as text (`data.answer_format`).
 
-Each has the same four parts: a strict parse that knows the tokens of everything, a prefix that
-objects can be appended to, a serialiser, and the slots, which are the tokens that write a
-coordinate. What is the same for all of them, from the cut of the prefix to the matching, is not
-theirs. A format is one class, derived from `AnswerFormat`, and one line of `FORMATS`.
+Each format provides four parts: a strict parser that knows the token of every part, a prefix to
+which objects can be appended, a serializer, and the tokens that write coordinates. Everything else,
+from cutting the prefix to matching, is the same for all formats. A format is a subclass of
+`AnswerFormat` and one line of `FORMATS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_KEY_INDEX = 10**9
 
 @dataclass(frozen=True, slots=True)
 class ObjectDictionary(AnswerFormat):
-    """`{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`: coord tokens."""
+    """`{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`, with coordinate tokens."""
 
     field_order: str = DESC_FIRST
 
@@ -47,11 +47,11 @@ class ObjectDictionary(AnswerFormat):
         return scan_container(text)
 
     def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:
-        # At any depth; the key of an entry counts without its colon too.
+        # Search at any depth. An entry's key counts even without its colon.
         others: list[bytes] = []
         position = 0
         for entry in entries:
-            if entry.plain is not None and entry.value is not None:  # has no other key to look for
+            if entry.plain is not None and entry.value is not None:  # contains no other key
                 others.append(text[position : entry.start])
                 position = entry.value[1]
         indices = object_indices(b"".join([*others, text[position:]]))
@@ -61,7 +61,7 @@ class ObjectDictionary(AnswerFormat):
         self,
         entry: Entry,
         response: Response,
-        ends: Sequence[int],  # noqa: ARG002 (a coord token is in no token that is cut)
+        ends: Sequence[int],  # noqa: ARG002 (a coordinate token is never cut)
         geometry: frozenset[GeometryKind],
     ) -> ValidValue | DropReason:
         return validate_entry(entry, response, geometry)
@@ -83,7 +83,7 @@ class ObjectDictionary(AnswerFormat):
         key_end = text.rindex(b'"', 0, value[0])
         key = text.rindex(b'"', 0, key_end)
         before = text[:key].rstrip(b" \t\n\r")
-        # Behind the container's brace there is no comma.
+        # No comma follows the container's brace.
         return len(before) - 1 if before.endswith(b",") else key
 
 
@@ -94,9 +94,9 @@ FORMATS: dict[str, AnswerFormat] = {
     "qwen2_5_vl": BoxList(in_pixels=True),
     "rex_omni": PhraseList(),
 }
-"""By the value of `data.answer_format`."""
+"""The formats by the value of `data.answer_format`."""
 
 
 def answer_format(name: str, field_order: str) -> AnswerFormat:
-    """Return the format of that name; `field_order` is of `coord_tokens` alone."""
+    """Return the format of that name; only `coord_tokens` uses `field_order`."""
     return ObjectDictionary(field_order) if name == "coord_tokens" else FORMATS[name]

@@ -1,5 +1,4 @@
-"""Shapes in norm1000: pixels to bins and back, boxes around shapes, and how much two shapes overlap
-(decision 34).
+"""Geometry in norm1000: pixels to bins and back, boxes around shapes, and overlaps (decision 34).
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices
 of all of them, R canvas pixels per axis, W words of 64 pixels per canvas row, T edges, C crossings
@@ -21,25 +20,25 @@ import numpy as np
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
-# IoU by exact areas, for shapes too small for a raster (decision 34).
-# Shape legend: T edges of both rings, L slabs between successive ordinates of ends and crossings.
+# IoU by exact areas, for shapes too small for a raster (decision 34). Shape legend: T edges of both
+# rings, L slabs between consecutive y values of ends and crossings.
 
 Point: TypeAlias = tuple[int, int]
 
-# Squared bins. Sums of floats over 999 x 999 bins are wrong by less than 1e-9; what is under this
-# is a line or a point.
+# Squared bins. Sums of floats over 999 x 999 bins have an error below 1e-9; an area below this
+# limit is a line or a point.
 _NO_AREA = 1e-6
-# Right of every bin: where an edge that does not cross a slab is put, so that it bounds nothing
+# To the right of every bin: the x of an edge that does not cross a slab, so that it bounds nothing
 # there.
 _BEYOND = 1000.0
-# Slabs times edges at once, about 8 MB per array.
+# Maximum of slabs times edges at once, about 8 MB per array.
 _MAX_CELLS = 1_000_000
 
 
 def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
-    """Return the IoU of the areas that two rings in 0..999 enclose (even-odd rule).
+    """Return the IoU of the areas inside two rings with bins 0..999 (even-odd rule).
 
-    Without any area it is 1 for the same vertices, else 0.
+    If neither ring has area, it is 1 for the same vertices, else 0.
     """
     edges_a = _edges(a)
     edges_b = _edges(b)
@@ -59,7 +58,7 @@ def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
 def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
     """List the edges (ax, ay, bx, by), upwards.
 
-    Edges that bound no area are left out: horizontal ones, and those walked twice.
+    Leaves out edges that bound no area: horizontal edges, and edges with an even number of copies.
     """
     sides = zip(ring, [*ring[1:], ring[0]], strict=True)
     times = Counter((*a, *b) if a[1] < b[1] else (*b, *a) for a, b in sides)
@@ -67,7 +66,7 @@ def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
 
 
 def _levels(edges_T4: np.ndarray) -> np.ndarray:
-    """Return the ordinates of all ends and crossings of edges, ascending: [L + 1]."""
+    """Return the y values of all ends and crossings of edges, ascending: [L + 1]."""
     ax, ay, bx, by = edges_T4.T[:, :, None]
     cx, cy, dx, dy = edges_T4.T[:, None, :]
     determinant_TT = (bx - ax) * (dy - cy) - (by - ay) * (dx - cx)
@@ -84,11 +83,11 @@ def _levels(edges_T4: np.ndarray) -> np.ndarray:
 
 def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) -> np.ndarray:
     """Return the areas of a, of b and of both between the first and the last level."""
-    # No edges cross inside a slab, so every width is linear there and the middle one is the mean.
+    # No edges cross inside a slab, so every width is linear in it and its middle width is its mean.
     middle_L1 = ((levels[:-1] + levels[1:]) / 2)[:, None]
     ax, ay, bx, by = edges_T4.T
     x_LT = ax + (middle_L1 - ay) * ((bx - ax) / (by - ay))
-    # Half-open: an even number of crossings also where rounding puts a middle on a vertex.
+    # Half-open, so the number of crossings is even also if rounding puts a middle on a vertex.
     x_LT = np.where((ay <= middle_L1) & (middle_L1 < by), x_LT, _BEYOND)
     order_LT = np.argsort(x_LT, axis=1, kind="stable")
     gaps = np.diff(x_LT[np.arange(len(x_LT))[:, None], order_LT], axis=1)
@@ -97,8 +96,7 @@ def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) ->
         np.logical_xor.accumulate(is_mine_LT, axis=1)[:, :-1] for is_mine_LT in (is_a_LT, ~is_a_LT)
     )
     heights = np.diff(levels)
-    # Where both rings are the same, all three sums are of the same numbers: their IoU is 1 without
-    # rounding.
+    # If both rings are the same, all three sums have the same numbers, so their IoU is exactly 1.
     return np.array(
         [float(heights @ (gaps * inside).sum(axis=1)) for inside in (in_a, in_b, in_a & in_b)]
     )
@@ -112,19 +110,19 @@ MIN_VERTICES = 3
 def simplify_ring(
     points: Sequence[tuple[Number, Number]], max_vertices: int
 ) -> list[tuple[Number, Number]]:
-    """Keep at most `max_vertices` of a ring, in order (Visvalingam and Whyatt): each costs tokens.
+    """Reduce a ring to at most `max_vertices` vertices, in order (Visvalingam and Whyatt).
 
-    The vertex whose triangle with its two neighbours is smallest goes first, ties by index.
-    Raises ValueError for fewer than 3.
+    Each vertex costs tokens. The vertex whose triangle with its two neighbours is smallest is
+    removed first, ties by index. Raises ValueError for fewer than 3.
     """
     if max_vertices < MIN_VERTICES:
-        raise ValueError(f"{max_vertices} vertices have no area; keep at least {MIN_VERTICES}")
+        raise ValueError(f"{max_vertices} vertices enclose no area; keep at least {MIN_VERTICES}")
     ring = list(points)
     areas = [_area_at(ring, i) for i in range(len(ring))]
     while len(ring) > max_vertices:
         least = areas.index(min(areas))
         del ring[least], areas[least]
-        for i in ((least - 1) % len(ring), least % len(ring)):  # the neighbours that it had
+        for i in ((least - 1) % len(ring), least % len(ring)):  # its former neighbours
             areas[i] = _area_at(ring, i)
     return ring
 
@@ -139,7 +137,7 @@ def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
 
 MAX_BIN = NUM_BINS - 1
 MIN_RASTER_PIXELS = 16
-"""A shape that covers fewer canvas pixels is compared by exact area."""
+"""Shapes that cover fewer canvas pixels are compared by exact area."""
 
 Box: TypeAlias = tuple[int, int, int, int]
 
@@ -171,9 +169,9 @@ def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
 
 
 def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int, ...]:
-    """Turn polygon vertices x, y, ... in pixels into the nearest bins (a half goes up), clamped.
+    """Turn polygon vertices x, y, ... in pixels into the nearest bins (half up), clamped to 0..999.
 
-    Raises ValueError as `bin_box`.
+    Raises ValueError for an axis under 2 pixels.
     """
     scales = _last_pixel(width), _last_pixel(height)
     return tuple(
@@ -190,7 +188,7 @@ def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, .
 def vertices(shape: Shape) -> list[Point]:
     """Return the ring of a shape, clamped to 0..999; a box clockwise from (x1, y1).
 
-    That of a point is itself.
+    The ring of a point is the point.
     """
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
@@ -205,16 +203,16 @@ def aabb(shape: Shape) -> Box:
 def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
     """Return the IoU of the areas of [P, 4] and [G, 4] boxes: float64 [P, G].
 
-    Identical boxes have 1, also without area.
+    Identical boxes have an IoU of 1, even without area.
     """
     return _paired_box_iou(a_P4[:, None], b_G4[None])
 
 
 def point_overlap(a_P2: np.ndarray, b_G2: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return how near points are to each other, 0..1: [P, 2] and [G, 2] bins to float64 [P, G].
+    """Return how close points are, 0..1: [P, 2] and [G, 2] bins to float64 [P, G].
 
-    It falls with their distance: 1 at the same place, 0.5 at `tolerance` bins, 0 from twice that
-    on. So the thresholds that are for IoU are for it too.
+    It falls linearly with distance: 1 at distance 0, 0.5 at `tolerance` bins, 0 from twice
+    `tolerance` on. So the same thresholds work for points and for IoU.
     """
     distance_PG = np.linalg.norm(a_P2[:, None] - b_G2[None], axis=-1)
     return np.maximum(0.0, 1.0 - distance_PG / (2 * tolerance))
@@ -223,17 +221,17 @@ def point_overlap(a_P2: np.ndarray, b_G2: np.ndarray, tolerance: float) -> np.nd
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
     """Return the IoU of two shapes on a canvas of `resolution` x `resolution` pixels.
 
-    Bins are scaled by `(resolution - 1) / 999`; a pixel is covered where its centre lies in the
-    half-open shape (even-odd rule). Where either shape covers fewer than 16 pixels the ratio of the
-    exact areas takes the place of the raster's; identical shapes have 1. Raises ValueError for a
-    canvas under 2 pixels.
+    Bins are scaled by `(resolution - 1) / 999`. A pixel is covered if its centre is inside the
+    half-open shape (even-odd rule). If either shape covers fewer than 16 pixels, exact areas are
+    used instead of the raster. Identical shapes have 1. Raises ValueError for a canvas under 2
+    pixels.
     """
     return float(Rasters.of([a, b], resolution).mask_iou(np.array([0]), np.array([[1]]))[0, 0])
 
 
 @dataclass(frozen=True, slots=True)
 class Rasters:
-    """Shapes on one canvas, to be compared with each other."""
+    """Shapes on one canvas, to compare them with each other."""
 
     shapes: Sequence[Shape]
     """[N]"""
@@ -244,9 +242,8 @@ class Rasters:
     windows_N4: np.ndarray
     """int64 [N, 4]: the pixels of that box as half-open column and row ranges (x1, y1, x2, y2)."""
     words_NRW: np.ndarray | None
-    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, the lowest bit leftmost; None
-    where all shapes are boxes: they are their windows.
-    """
+    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, lowest bit leftmost. None if
+    all shapes are boxes: then their windows are their pixels."""
     num_pixels_N: np.ndarray
     """int64 [N]: covered pixels."""
 
@@ -254,7 +251,7 @@ class Rasters:
     def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
         """Rasterise the shapes. Raises ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
-            raise ValueError(f"a canvas of {resolution} pixels per axis; use at least 2")
+            raise ValueError(f"canvas has {resolution} pixels per axis; use at least 2")
         rings = [_ring(shape) for shape in shapes]
         is_box_N = np.array([shape.kind is GeometryKind.BBOX for shape in shapes], dtype=bool)
         points_V2 = (
@@ -283,8 +280,8 @@ class Rasters:
             np.minimum(self.num_pixels_N[left_P1], self.num_pixels_N[right_PK]) < MIN_RASTER_PIXELS
         )
         if small_PK.any():
-            # For two boxes this is the answer. For others only its zeros are: their boxes share no
-            # area and differ.
+            # For two boxes this is exact. For other shapes only the zeros are: those have different
+            # boxes without common area.
             iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[
                 small_PK
             ]
@@ -313,10 +310,10 @@ class Rasters:
 def _rasterise(
     points_V2: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray, resolution: int
 ) -> np.ndarray:
-    """Return the pixels whose centres lie inside the rings `points[start:stop]`: uint64 [N, R, W].
+    """Return the pixels whose centres are inside the rings `points[start:stop]`: uint64 [N, R, W].
 
-    Left of such a centre is an odd number of edges. All is in integers, so without rounding. The
-    unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of them, a pixel's centre `(2 k + 1) * 999`.
+    A centre is inside if the number of edges to its left is odd. Integers avoid rounding. The unit
+    is 1 / 1998 pixel: a bin is `2 * (R - 1)` units, the centre of pixel k is at `(2 k + 1) * 999`.
     """
     next_V = np.arange(1, len(points_V2) + 1)
     next_V[stops_N - 1] = starts_N
@@ -338,8 +335,8 @@ def _rasterise(
     numerator_C = (ax_C - MAX_BIN) * dy_C + ((2 * row_C + 1) * MAX_BIN - ay_C) * dx_C
     column_C = -(-numerator_C // (pixel * dy_C)).clip(-resolution, 0)
 
-    # A row has an even number of crossings, so a pixel with an odd number of them to its right has
-    # an odd number to its left.
+    # A row has an even number of crossings, so an odd number to the right of a pixel means an odd
+    # number to its left.
     row_C, column_C = np.divmod(
         np.sort((ring_V[edge_C] * resolution + row_C) * (resolution + 1) + column_C), resolution + 1
     )
@@ -360,7 +357,7 @@ def _words_left_of(resolution: int) -> np.ndarray:
 
 
 def _first_pixel(bins: np.ndarray, resolution: int) -> np.ndarray:
-    """Return the first pixels whose centres are not before `bins`, in integers.
+    """Return the first pixels whose centres are at or after `bins`, in integers.
 
     That is ceil(bin * (R - 1) / 999 - 1/2).
     """
@@ -368,14 +365,14 @@ def _first_pixel(bins: np.ndarray, resolution: int) -> np.ndarray:
 
 
 def _paired_box_iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the `box_iou` of each box with its partner: [..., 4] and [..., 4] to float64 [...]."""
+    """Return the `box_iou` of each pair of boxes: [..., 4] and [..., 4] to float64 [...]."""
     common = _box_area(_intersection(a, b))
     union = _box_area(a) + _box_area(b) - common
     return np.divide(common, union, out=(a == b).all(axis=-1).astype(np.float64), where=union > 0)
 
 
 def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Intersect boxes [..., 4]; x1 > x2 or y1 > y2 where they have nothing in common."""
+    """Intersect boxes [..., 4]; x1 > x2 or y1 > y2 if they do not intersect."""
     return np.concatenate(
         [np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], axis=-1
     )
@@ -387,7 +384,7 @@ def _box_area(boxes: np.ndarray) -> np.ndarray:
 
 
 def _ring(shape: Shape) -> Sequence[int]:
-    """Return x, y, ... as written; of a box its corners in the order of `vertices`."""
+    """Return x, y, ... as written; for a box, its corners in the order of `vertices`."""
     if shape.kind is not GeometryKind.BBOX:
         return shape.bins
     x1, y1, x2, y2 = shape.bins
@@ -396,7 +393,7 @@ def _ring(shape: Shape) -> Sequence[int]:
 
 def _last_pixel(length: int) -> int:
     if length < 2:
-        raise ValueError(f"an axis of {length} pixels has no scale; it needs at least 2 pixels")
+        raise ValueError(f"an image axis has {length} pixels; it needs at least 2 pixels")
     return length - 1
 
 

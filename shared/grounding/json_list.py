@@ -1,15 +1,15 @@
-"""Qwen's own answers: a JSON list of boxes and points in digits (`qwen3_vl`, `qwen2_5_vl`).
+"""Qwen's answer formats: a JSON list of boxes and points in digits (`qwen3_vl`, `qwen2_5_vl`).
 
     [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"point_2d": [150, 210], "label": "ear"}]
 
-Coordinates of Qwen3-VL are thousandths of the picture's sides, 0..1000, and are read as the bins of
-norm1000 (0..999) that they are; 1000, the far border, is bin 999. Those of Qwen2.5-VL are pixels of
-the picture as the model is shown it, resized to whole image tokens. A bin is a pixel over the last
-pixel (docs/decisions.md), where Qwen's numbers are over the side: the two differ by a pixel at
-most, or by a thousandth of the side where that is more.
+Qwen3-VL writes coordinates in thousandths of the image's sides, 0..1000. They are read as bins of
+norm1000 (0..999); 1000, the far border, becomes bin 999. Qwen2.5-VL writes pixels of the image as
+the model sees it, resized to whole image tokens. A bin is relative to the last pixel
+(docs/decisions.md), Qwen's numbers are relative to the side. The difference is at most one pixel,
+or a thousandth of the side if that is more.
 
-Models put the list into a fence of Markdown, or not. An answer may begin with the fence; then what
-is appended closes it. The inside of an entry is read as the strict JSON that `validation` reads.
+Models may put the list into a Markdown fence. If an answer begins with a fence, appended text
+closes it. The inside of an entry is read as strict JSON (`validation`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DESC_KEY = "label"
 _MOST = 1000
 _MAX_BIN = NUM_BINS - 1
 _START = b"start"
-"""The list's own opening, among the symbols of its top level."""
+"""Symbol of the list's opening, among the symbols of its top level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class _Scanned:
     container: Container
     fenced: bool
     can_append: bool
-    """Neither the list is closed, nor anything in it open."""
+    """The list is open, and nothing inside it is open."""
 
 
 def _scan(text: bytes) -> _Scanned | None:
-    """Find the objects at the list's top level; None where `text` does not begin with a list.
+    """Find the objects at the list's top level; None if `text` does not begin with a list.
 
-    An entry is an object, and ends by string-aware brace depth alone; one that the text ends in is
-    not reported. Whatever else stands in the list is text.
+    An entry is an object and ends at its closing brace; braces inside strings do not count. An
+    incomplete last entry is not reported. Everything else in the list is ignored.
     """
     opening = _OPENING.match(text)
     if opening is None:
@@ -106,7 +106,7 @@ def _scan(text: bytes) -> _Scanned | None:
 
 @dataclass(frozen=True, slots=True)
 class PictureResize:
-    """The size at which Qwen's image processors show a picture: whole image tokens, within limits.
+    """The size to which Qwen's image processors resize an image: whole image tokens, within limits.
 
     Example: `PictureResize(28, 3136, 1003520).size_of(640, 480)` is (644, 476).
     """
@@ -136,12 +136,11 @@ class BoxList(AnswerFormat):
     """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`, in digits."""
 
     in_pixels: bool = False
-    """Numbers are pixels of the resized picture; else thousandths."""
+    """Whether numbers are pixels of the resized image; else thousandths."""
     resize: PictureResize | None = None
-    """The rule by which pictures are resized, once it is known; None where coordinates are no
-    pixels."""
+    """How images are resized, once known; None if coordinates are not pixels."""
     size: tuple[int, int] | None = None
-    """Width and height of the resized picture; of pixels, for one picture."""
+    """Width and height of one resized image; only if `in_pixels`."""
 
     opening = "["
     geometry = frozenset({GeometryKind.BBOX, GeometryKind.POINT})
@@ -153,7 +152,7 @@ class BoxList(AnswerFormat):
     def of(self, sample: Sample) -> Self:
         if not self.in_pixels:
             return self
-        assert self.resize is not None, "how pictures are resized is the processor's to say"
+        assert self.resize is not None, "call `for_pictures` with the processor's resize first"
         return replace(self, size=self.resize.size_of(sample.width, sample.height))
 
     def scan(self, text: bytes) -> Container | None:
@@ -198,7 +197,7 @@ class BoxList(AnswerFormat):
         if kind is GeometryKind.BBOX and not is_box(bins):
             return DropReason.BBOX_INVALID
         coord_spans = tuple((start + first, start + stop) for first, stop in spans)
-        # A token may hold the ends of two numbers; it is one position all the same.
+        # A token that contains parts of two numbers is one position.
         positions = dict.fromkeys(
             position
             for first, stop in coord_spans
@@ -217,7 +216,7 @@ class BoxList(AnswerFormat):
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
         if not self.in_pixels:
             return tuple(map(str, bins))
-        # Rounded to the nearest, a half up, in integers.
+        # Round to the nearest (half up), in integers.
         lasts = [self._most(i) - 1 for i in range(len(bins))]
         pairs = zip(bins, lasts, strict=True)
         return tuple(str((2 * bin * last + _MAX_BIN) // (2 * _MAX_BIN)) for bin, last in pairs)
@@ -230,12 +229,12 @@ class BoxList(AnswerFormat):
         return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
 
     def clamped(self, number: float, axis: int) -> tuple[float, int] | None:
-        """Clamp any number to the picture, and return it with its bin.
+        """Clamp any number to the image, and return it with its bin.
 
-        None where the number is outside by more than a tenth of the side. `axis` is even for x.
+        Returns None if it is outside by more than a tenth of the side. `axis` is even for x.
         """
         most = float(self._most(axis))
-        if not -0.1 * most <= number <= 1.1 * most:  # no NaN either
+        if not -0.1 * most <= number <= 1.1 * most:  # also true for NaN
             return None
         inside = min(max(number, 0.0), most)
         if inside.is_integer():
@@ -244,14 +243,14 @@ class BoxList(AnswerFormat):
         return inside, min(floor(inside * scale + 0.5), _MAX_BIN)
 
     def _most(self, axis: int) -> int:
-        """Return the number of the far border."""
+        """Return the number at the far border."""
         if not self.in_pixels:
             return _MOST
-        assert self.size is not None, "pixels are of one picture: use `of`"
+        assert self.size is not None, "pixels are relative to one image: call `of` first"
         return self.size[axis % 2]
 
     def _number_spans(self, array: list[Value], raw: bytes) -> list[tuple[int, int]] | None:
-        """List the bytes of each number; None where something is no number inside the picture."""
+        """List the byte span of each number; None if a value is not a number inside the image."""
         spans: list[tuple[int, int]] = []
         for axis, leaf in enumerate(array):
             if not isinstance(leaf, Leaf) or leaf.quoted:
@@ -276,13 +275,13 @@ class BoxList(AnswerFormat):
         last = prefix_text.rstrip(" \t\n\r")[-1:]
         if scanned is None or not scanned.can_append or last not in ("[", ",", "}"):
             raise ValueError(
-                f"cannot append behind {prefix_text[-40:]!r}: no open JSON list that ends in '[',"
-                " ',' or '}'; use ParsedRollout.prefix_text"
+                f"cannot append after {prefix_text[-40:]!r}: it is not an open JSON list that ends"
+                " in '[', ',' or '}'; use ParsedRollout.prefix_text"
             )
         if last == "," and not objects:
             behind = prefix_text[-40:]
             raise ValueError(
-                f"cannot close behind {behind!r}: remove the comma, or append an object"
+                f"cannot close after {behind!r}: remove the comma, or append an object"
             )
         separator = ", " if last == "}" and objects else ""
         return self._layout(separator, objects, "]\n```" if scanned.fenced else "]")
@@ -296,7 +295,7 @@ class BoxList(AnswerFormat):
         text = SpannedText(opening)
         layouts: list[ObjectLayout] = []
         for object_ in objects:
-            assert object_.kind in self.geometry, "samples were checked against the geometry"
+            assert object_.kind in self.geometry, "sample loading checks the geometry"
             text.add(", " if layouts else "")
             start, _ = text.add(f'{{"{object_.kind}": [')
             coords: list[tuple[int, int]] = []

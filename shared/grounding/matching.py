@@ -1,6 +1,6 @@
-"""The match of predictions with ground truth: Hungarian by maskIoU of any class (decision 34).
+"""Matching of predictions with ground truth: Hungarian, by maskIoU, any class (decision 34).
 
-Points are matched with points alone, by their distance.
+Points are matched only with points, by their distance.
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
@@ -23,23 +23,23 @@ class MatchedPair(NamedTuple):
     prediction: int
     ground_truth: int
     iou: float
-    """maskIoU; of points their overlap by distance (`point_overlap`)."""
+    """maskIoU; for points, their overlap by distance (`point_overlap`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The assignment; indices are those of the arguments of `match_objects`.
+    """The assignment. Indices refer to the arguments of `match_objects`.
 
     Example: of 2 predictions and 1 ground truth the second matched: `MatchResult((MatchedPair(1, 0,
     0.8),), unmatched_predictions=(0,), unmatched_ground_truth=(), gating_rejections=1)`.
     """
 
     pairs: tuple[MatchedPair, ...]
-    """By prediction."""
+    """In order of predictions."""
     unmatched_predictions: tuple[int, ...]
     unmatched_ground_truth: tuple[int, ...]
     gating_rejections: int
-    """Candidate pairs under the gate."""
+    """Number of candidate pairs below the gate."""
 
 
 def match_objects(
@@ -53,16 +53,16 @@ def match_objects(
     fn_cost: float = 1.0,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> MatchResult:
-    """Find the assignment of least cost.
+    """Return the assignment of least total cost.
 
-    A pair costs `1 - maskIoU`, a prediction alone `fp_cost`, a ground truth alone `fn_cost`. Only
-    the `candidate_top_k` nearest ground truths of each prediction are compared, and only pairs with
-    a maskIoU of at least `maskiou_gate` are possible. Of two points `point_overlap`, which is 0.5
-    at a distance of `point_tolerance` bins, takes the place of the maskIoU; a point and another
-    shape are no pair. Raises ValueError for a top k under 1.
+    A pair costs `1 - maskIoU`, an unmatched prediction `fp_cost`, an unmatched ground truth
+    `fn_cost`. Each prediction is compared only with its `candidate_top_k` nearest ground truths. A
+    pair is possible only if its maskIoU is at least `maskiou_gate`. Two points use `point_overlap`
+    instead of maskIoU; it is 0.5 at a distance of `point_tolerance` bins. A point never matches
+    another kind of shape. Raises ValueError for a top k under 1.
     """
     if candidate_top_k < 1:
-        raise ValueError(f"candidate_top_k is {candidate_top_k}; set at least 1")
+        raise ValueError(f"candidate_top_k is {candidate_top_k}; set it to at least 1")
     num_predictions = len(predictions)
     num_ground_truth = len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
@@ -79,13 +79,13 @@ def match_objects(
             overlap_PK = np.take_along_axis(overlap_PG, nearest_PK, axis=1)
         else:
             rasters = Rasters.of([*shapes[0], *shapes[1]], maskiou_resolution)
-            first = len(found_P)  # ground truth
+            first = len(found_P)  # index of the first ground truth
             nearest_PK = candidates(
                 rasters.boxes_N4[:first], rasters.boxes_N4[first:], candidate_top_k
             )
             overlap_PK = rasters.mask_iou(np.arange(first), first + nearest_PK)
         iou_PG[found_P[:, None], truth_G[nearest_PK]] = overlap_PK
-    feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
+    feasible_PG = iou_PG >= maskiou_gate  # false for a pair that was not compared: NaN
 
     cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
     cost_NN[:num_predictions, :num_ground_truth] = np.where(feasible_PG, 1.0 - iou_PG, np.inf)
@@ -106,7 +106,7 @@ def match_objects(
 
 
 def _indices(shapes: Sequence[Shape], are_points: bool) -> np.ndarray:
-    """Return which of the shapes are points, or which are not: int [n]."""
+    """Return the indices of the shapes that are points, or of those that are not: int [n]."""
     return np.flatnonzero([(one.kind is GeometryKind.POINT) == are_points for one in shapes])
 
 
@@ -116,7 +116,7 @@ def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.nda
     Overlapping boxes come first, by IoU, then the others by distance; ties by index.
     """
     iou_PG = box_iou(boxes_P4, boxes_G4)
-    # Twice the centres, in integers: equal distances are ties, not rounding.
+    # Twice the centres, in integers, so that rounding does not break ties of equal distance.
     centres_P2 = boxes_P4[:, :2] + boxes_P4[:, 2:]
     centres_G2 = boxes_G4[:, :2] + boxes_G4[:, 2:]
     distance_PG = ((centres_P2[:, None] - centres_G2[None]) ** 2).sum(axis=-1)

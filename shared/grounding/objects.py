@@ -1,4 +1,4 @@
-"""The objects of a response, as values (decision 32)."""
+"""The objects of an answer, as values (decision 32)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from shared.records import GeometryKind
 
 
 class DropReason(StrEnum):
-    """The first reason, in this order, why a complete entry is not an object."""
+    """The first reason, in this order, why a complete entry is not a valid object."""
 
     MALFORMED = "malformed"
-    """Not JSON apart from unquoted coord tokens, no object, or without one comma before it."""
+    """Invalid JSON (except unquoted coordinate tokens), not an object, or not after exactly one
+    comma."""
     KEY_INVALID = "key_invalid"
-    """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
+    """A key that is not allowed, `desc` twice, two geometries, or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
-    """One unknown key, and its value is an array."""
+    """One unknown key whose value is an array."""
     MISSING_DESC = "missing_desc"
     """`desc` (`label` in a list) is absent, not a string, empty or blank."""
     MISSING_GEOM = "missing_geom"
-    """No geometry key whose value is an array."""
+    """No geometry key has an array as its value."""
     NON_COORD_TOKEN = "non_coord_token"
-    """Something besides coord tokens in the geometry; besides numbers in range, in digits."""
+    """The geometry has something other than coordinate tokens (or digits of numbers in range)."""
     WRONG_ARITY = "wrong_arity"
-    """The wrong number of coord tokens, or the geometry twice."""
+    """A wrong number of coordinates, or the geometry twice."""
     BBOX_INVALID = "bbox_invalid"
     """x1 > x2 or y1 > y2."""
     POLY_UNSUPPORTED = "poly_unsupported"
-    """A sound polygon where only boxes are wanted."""
+    """A valid polygon, but only boxes are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ParsedObject:
     """
 
     key: str
-    """`object_{n}`, or `[n]` in a list or behind a phrase."""
+    """`object_{n}`; `[n]` in a list or a phrase list."""
     index: int
     """The n of its key."""
     kind: GeometryKind
@@ -49,26 +50,26 @@ class ParsedObject:
     bins: tuple[int, ...]
     """0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
     coord_positions: tuple[int, ...]
-    """Tokens that write the bins, ascending: one per entry of `bins`, or more of digits."""
+    """Positions of the tokens that write the bins, ascending: one per bin, or more in digits."""
     span: tuple[int, int]
     """Half-open range of the tokens that overlap `value`."""
     value: tuple[int, int] = (0, 0)
-    """Half-open range of the prefix's bytes that the value `{...}` takes; of a box behind a phrase
-    its coordinates, and of the phrase's first box what stands behind `<|object_ref_start|>`."""
+    """Half-open byte range of the value `{...}` in the prefix. In a phrase list: the coordinates of
+    a box; for a phrase's first box, everything after `<|object_ref_start|>`."""
     desc_value: tuple[int, int] = (0, 0)
-    """Half-open range of the prefix's bytes that the value of `desc` takes, between its quotes; the
-    name of a phrase may stand in front of `value`."""
+    """Half-open byte range of the value of `desc` in the prefix, without quotes. In a phrase list
+    the name may be before `value`."""
     coord_spans: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of the prefix's bytes that the digits of each bin take; empty where bins are
-    coord tokens."""
+    """Half-open byte ranges of the digits of each bin in the prefix; empty if bins are coordinate
+    tokens."""
     numbers: tuple[int, ...] = ()
-    """The numbers that the digits write, in the answer format's own units; empty if bins are coord
+    """The numbers as written in digits, in the answer format's units; empty if bins are coordinate
     tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedObject:
-    """An entry of the kept prefix that is no valid object."""
+    """An entry of the kept prefix that is not a valid object."""
 
     key: str
     reason: DropReason
@@ -76,7 +77,7 @@ class DroppedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """A response as far as it can be used: an open container that objects can be appended to."""
+    """The usable part of an answer: an open container to which objects can be appended."""
 
     prefix_token_ids: tuple[int, ...]
     prefix_text: str
@@ -86,15 +87,14 @@ class ParsedRollout:
     dropped: tuple[DroppedObject, ...]
     """Complete entries of the prefix that are not valid objects, in order of appearance."""
     max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix; None where it has none."""
+    """The largest n of an `object_{n}` key in the prefix; None if no such key exists."""
     truncated: bool
-    """No container closed: the response ended before, or it held none (prose, an empty answer)."""
+    """No container was closed: the answer ended too early, or has none (prose, an empty answer)."""
     fallback: bool
-    """Nothing could be kept: the prefix is `{`, `[` of a list, or empty where nothing encloses an
-    answer."""
+    """Nothing could be kept: the prefix is `{`, `[` in a list, or empty in a phrase list."""
     num_unchanged: int = 0
-    """Leading prefix tokens that are the response's own; the replaced end of a fused token, and the
-    fallback's bracket, are not."""
+    """Number of leading prefix tokens taken unchanged from the answer. The replaced end of a fused
+    token and the fallback's bracket do not count."""
     num_behind: int = 0
-    """Objects after the container's close, as in a second list: keys of a geometry, counted without
-    being read."""
+    """Number of objects after the container's end, for example in a second list. They are not read,
+    only their geometry keys are counted."""

@@ -1,9 +1,9 @@
-"""The strict parser: token ids of a response to its objects and the prefix to keep (decision 32).
+"""The strict parser: from an answer's token ids to its objects and its usable prefix (decision 32).
 
-What an answer looks like is the format's (`shared.grounding.formats`).
+The answer format (`shared.grounding.formats`) defines the syntax.
 
-The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded
-and encoded again except the end of one fused token. A malformed response is data, never an error.
+The bytes of all tokens are scanned as one text, and offsets map back to tokens. So only the end of
+one fused token is decoded and encoded again. A malformed answer is data, never an error.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SHAPE_KEY = re.compile(
 class _Prefix:
     token_ids: list[int]
     ends: list[int]
-    """[token]: offset behind each token's bytes."""
+    """[token]: offset after each token's bytes."""
     num_unchanged: int
     cut: int
-    """Bytes of the response that are kept; 0 in the fallback."""
+    """Number of bytes of the answer that are kept; 0 in the fallback."""
 
 
 def parse_rollout(
@@ -44,18 +44,18 @@ def parse_rollout(
     geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
-    """Read the valid objects of a response and the prefix to append to, in linear time.
+    """Return the valid objects of an answer and the prefix to append to, in linear time.
 
     Args:
-        token_ids: the response, with or without its stop token.
-        geometry: kinds that are wanted; without `poly` every sound polygon is dropped.
-        answer_format: what the model was to write.
+        token_ids: the answer, with or without its stop token.
+        geometry: the wanted kinds; without `poly` every valid polygon is dropped.
+        answer_format: the format that the prompt asks for.
 
     Raises:
-        ValueError: `geometry` lacks boxes. The response itself never raises.
+        ValueError: `geometry` does not include boxes. No answer raises.
     """
     if GeometryKind.BBOX not in geometry:
-        raise ValueError(f"geometry {sorted(geometry)}: boxes are always read; add bbox_2d")
+        raise ValueError(f"geometry {sorted(geometry)} lacks bbox_2d, which is always read; add it")
     response = Response.read(token_ids, codec)
     container = answer_format.scan(response.text) or Container((), closed=False)
     prefix = _prefix(response, container.entries, codec, answer_format.empty_prefix)
@@ -112,21 +112,21 @@ def trim_prefix(
     geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
-    """Cut the prefix behind its first `num_objects` objects, with everything that follows them.
+    """Cut the prefix after its first `num_objects` objects and drop everything that follows.
 
-    With 0 it is the fallback. `geometry` and `answer_format` are those with which `parsed` was
-    read.
+    With 0 objects the result is the fallback. `geometry` and `answer_format` must be the arguments
+    with which `parsed` was read.
 
-    Example: a prefix of two objects and a damaged entry, cut behind 1, is `{"object_1": {...}`.
+    Example: a prefix of two objects and a damaged entry, cut after 1, is `{"object_1": {...}`.
     """
     token_ids: Sequence[int] = ()
     if num_objects:
         ends = accumulate(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
-        # With the token that holds the cut, which the parser makes.
+        # Include the token that contains the cut; the parser cuts it.
         last = bisect_left(list(ends), parsed.objects[num_objects - 1].value[1])
         token_ids = parsed.prefix_token_ids[: last + 1]
     trimmed = parse_rollout(token_ids, codec, geometry=geometry, answer_format=answer_format)
-    assert len(trimmed.objects) == num_objects, "a prefix of a response reads as the response does"
+    assert len(trimmed.objects) == num_objects, "a prefix must parse as the answer does"
     num_unchanged = min(trimmed.num_unchanged, parsed.num_unchanged)
     return replace(
         trimmed,
@@ -137,7 +137,7 @@ def trim_prefix(
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, empty: str) -> _Prefix:
-    """Cut the response behind its last complete entry; only the token that is cut is replaced."""
+    """Cut the answer after its last complete entry; only the token at the cut is replaced."""
     for entry in reversed(entries):
         if entry.value is None:
             continue
@@ -149,8 +149,8 @@ def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, emp
         needed = response.text[start:cut]
         replacement = codec.encode(needed.decode(errors="replace"))
         pieces = [codec.piece_bytes(token_id) for token_id in replacement]
-        # Where the token begins inside a character, its first part has no tokens of its own: the
-        # cut moves to the entry before.
+        # If the token begins inside a character, the part before the cut cannot be encoded: cut
+        # after the previous entry instead.
         if b"".join(pieces) == needed:
             ends = [start + end for end in accumulate(map(len, pieces))]
             return _Prefix(

@@ -1,17 +1,16 @@
-"""Rex-Omni's own answers: phrases, each with the boxes of all its objects (`rex_omni`).
+"""The answer format of Rex-Omni (`rex_omni`): phrases, each with the boxes of all its objects.
 
     <|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400>,<5><6><7><8><|box_end|>
 
-A comma and a space stand between phrases. A coordinate is one token of the model's own vocabulary,
-`<0>` to `<999>`, and an object is one box: the first of a phrase has the phrase's name in front of
-it, the others are coordinates alone. Nothing encloses an answer, so one without objects is empty,
-and what is kept of one ends inside the phrase of its last box. What is appended goes on in that
-phrase, or closes it.
+A comma and a space separate phrases. A coordinate is one token of the model's vocabulary, `<0>` to
+`<999>`, and an object is one box. A phrase's first object has the name in front of it; its other
+objects are only coordinates. The format has no container, so an answer without objects is empty. A
+kept prefix ends inside the phrase of its last box. Appended text continues or closes that phrase.
 
-Source: github.com/IDEA-Research/Rex-Omni (arXiv 2510.12798). As in its data, an answer has a
-phrase once, with its boxes from left to right; there the phrases are in random order, here in that
-of their first objects. Its `None` in the place of the boxes, for a phrase of the question that the
-picture does not show, is read past and never written.
+Source: github.com/IDEA-Research/Rex-Omni (arXiv 2510.12798). As in its data, each phrase appears
+once in an answer, with its boxes from left to right. There, phrases are in random order; here, in
+the order of their first objects. For a phrase that the image does not show, Rex-Omni writes `None`
+instead of boxes. `None` is skipped when read and never written.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BOX_START = "<|box_start|>"
 BOX_END = "<|box_end|>"
 
 _MARKER = re.compile(rb"<\|(?:object_ref|box)_(?:start|end)\|>")
-# Groups are atomic, and not possessive: see `scanner`.
+# Groups are atomic, not possessive: see `scanner`.
 _HEAD = re.compile(
     rb"<\|object_ref_start\|>((?>(?:(?!%b).)*))<\|object_ref_end\|>%b<\|box_start\|>"
     % (_MARKER.pattern, SPACE),
@@ -54,15 +53,15 @@ _NO_OBJECT = b"None"
 class _ScannedPhrases:
     container: Container
     open_phrase: str | None
-    """The phrase that the text ends in, behind something that another box can follow; empty where
-    none would be valid there. None where the text ends elsewhere."""
+    """The unclosed phrase at the end of the text, if another box can follow there; empty if such a
+    box would be invalid. None if the text ends elsewhere."""
 
 
 def _scan(text: bytes) -> _ScannedPhrases | None:
-    """Find the boxes of all phrases; None where `text` begins with no phrase and is not blank.
+    """Find the boxes of all phrases; None if `text` is not blank and does not begin with a phrase.
 
-    An entry is what stands between commas, if it is anything and not `None`. The last one of a
-    phrase that is not closed is reported where it has four coordinates.
+    Entries are the non-empty texts between commas, except `None`. The last entry of an unclosed
+    phrase counts only if it has four coordinates.
     """
     if _BLANK.fullmatch(text) is not None:
         return _ScannedPhrases(Container((), closed=True), None)
@@ -70,8 +69,8 @@ def _scan(text: bytes) -> _ScannedPhrases | None:
         return None
     entries: list[Entry] = []
     open_phrase: str | None = None
-    end = 0  # of the phrase before
-    follows: re.Pattern[bytes] | None = _BLANK  # what has to stand between it and the next one
+    end = 0  # of the previous phrase
+    follows: re.Pattern[bytes] | None = _BLANK  # required between it and the next phrase
     for head in _HEAD.finditer(text):
         in_order = follows is not None and follows.fullmatch(text, end, head.start()) is not None
         marker = _MARKER.search(text, head.end())
@@ -84,20 +83,20 @@ def _scan(text: bytes) -> _ScannedPhrases | None:
         is_first = True
         while position <= stop:
             element = _ELEMENT.match(text, position, stop)
-            assert element is not None, "no characters are a match too"
+            assert element is not None, "the pattern matches empty text"
             written = element[0].strip(_WHITESPACE)
             is_complete = is_closed or element.end() < stop or _BOX.fullmatch(written) is not None
             if written and written != _NO_OBJECT and is_complete:
                 begin = text.index(written, position)
                 array = (begin, begin + len(written))
-                # The first entry of a phrase has the phrase in it; its value, the name.
+                # The first entry starts at the phrase, and its value at the name.
                 start, value = (head.start(), head.start(1)) if is_first else (begin, begin)
                 plain = PlainFields(GeometryKind.BBOX, head.span(1), array)
                 number = len(entries)
                 entry = Entry(f"[{number}]", number, start, (value, array[1]), separated, plain)
                 entries.append(entry)
                 is_first = False
-            # A comma too many makes the box behind it malformed.
+            # An extra comma makes the next box malformed.
             separated = in_order and bool(written)
             position = element.end() + 1
         if marker is None:
@@ -130,8 +129,8 @@ class PhraseList(AnswerFormat):
         self,
         entry: Entry,
         response: Response,
-        ends: Sequence[int],  # noqa: ARG002 (a coord token is in no token that is cut)
-        geometry: frozenset[GeometryKind],  # noqa: ARG002 (boxes are always wanted)
+        ends: Sequence[int],  # noqa: ARG002 (a coordinate token is never cut)
+        geometry: frozenset[GeometryKind],  # noqa: ARG002 (all objects are boxes, always wanted)
     ) -> ValidValue | DropReason:
         assert entry.plain is not None
         _, name, array = entry.plain
@@ -143,7 +142,7 @@ class PhraseList(AnswerFormat):
             return DropReason.MISSING_DESC
         coords = response.coords_in(array)
         positions = response.coord_positions[coords]
-        # Characters of a coord token that other tokens spell are no coord token.
+        # Other tokens may spell the characters of a coordinate token; they do not count as one.
         num_written = response.text.count(b"<", *array)
         is_list = _COORDS.fullmatch(response.text, *array) is not None
         if not is_list or len(positions) != num_written:
@@ -171,13 +170,13 @@ class PhraseList(AnswerFormat):
         scanned = _scan(prefix_text.encode(errors="replace"))
         if scanned is None or scanned.open_phrase is None:
             raise ValueError(
-                f"cannot append behind {prefix_text[-60:]!r}: no phrase that is open behind one of"
-                " its boxes; use ParsedRollout.prefix_text"
+                f"cannot append after {prefix_text[-60:]!r}: it does not end after a box of an open"
+                " phrase; use ParsedRollout.prefix_text"
             )
         return self._layout(scanned.open_phrase, objects)
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        # Behind a phrase that is no object's.
+        # After an open phrase whose name no object has.
         return self._layout("", objects)
 
     def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
@@ -190,15 +189,15 @@ class PhraseList(AnswerFormat):
     def _layout(
         self, open_phrase: str | None, objects: Sequence[GroundTruthObject]
     ) -> SerializedText:
-        """Write the objects behind a phrase that is open, or behind none."""
+        """Continue `open_phrase` with the objects, or write a new answer if it is None."""
         phrases: dict[str, list[int]] = {}
         for index, object_ in enumerate(objects):
-            assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+            assert object_.kind is GeometryKind.BBOX, "sample loading checks the geometry"
             phrases.setdefault(object_.desc, []).append(index)
         text = SpannedText("")
         layouts: dict[int, ObjectLayout] = {}
         is_open = open_phrase is not None
-        # What goes on in the open phrase comes first.
+        # Objects of the open phrase come first.
         for name in sorted(phrases, key=lambda name: name != open_phrase):
             desc: tuple[int, int] | None = None
             if name != open_phrase:

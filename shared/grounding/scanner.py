@@ -1,14 +1,13 @@
-"""One pass over a response's bytes: the container's ends and its entries (decision 32).
+"""One pass over the bytes of an answer: find its container and entries (decision 32).
 
-Only strings, braces and what stands between entries are looked at; the inside of an entry is read
-by `shared.grounding.validation`. A *plain* entry, as models mostly write them, has a key without
-escapes, one `desc` and one array of coord tokens, in any field order and spacing: one match reads
-it whole, and finds what the scan and the validation would find. Everything else is theirs.
+The scan reads only strings, braces and the text between entries. `shared.grounding.validation`
+reads the inside of an entry. Most entries are *plain*: a key without escapes, one `desc` and one
+array of coordinate tokens, in any field order and spacing. One regular expression reads a plain
+entry, with the same result as scan and validation, which read all other entries.
 
-Every pattern is possessive or atomic, and every offset only grows, so the pass is linear whatever
-the response holds. A repeated group is atomic, `(?>(?:...)*)`, and not possessive, `(?:...)*+`:
-Python 3.11.2, which Debian 12 has, leaves the match behind the last attempt of a possessive group,
-even where that failed.
+Every pattern is possessive or atomic, and every offset only grows, so the pass is linear for any
+answer. A repeated group is atomic, `(?>(?:...)*)`, not possessive, `(?:...)*+`: in Python 3.11.2
+(Debian 12) a possessive group keeps the position after its last attempt, even a failed one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _VALUE = rb"(\{" + SPACE + _MEMBERS + SPACE + rb"\})"
 _ENTRY = SPACE + rb'"' + KEY_INDEX + rb'"' + _COLON + _VALUE
 _FIRST_ENTRY = re.compile(_ENTRY)
 _NEXT_ENTRY = re.compile(SPACE + rb"," + _ENTRY)
-# Groups of the two.
+# Groups of both patterns.
 _INDEX, _BRACES, _DESC_BEFORE, _BOX_ARRAY, _POLY_ARRAY, _DESC_BEHIND = range(1, 7)
 _KEY_START = len(b'"object_')
 
@@ -51,33 +50,33 @@ class PlainFields(NamedTuple):
 
     kind: GeometryKind
     desc: tuple[int, int]
-    """Between the quotes, escapes and all; of a phrase its name."""
+    """Between the quotes, with escapes; in a phrase list, the phrase's name."""
     array: tuple[int, int]
-    """`[...]` of the geometry, or a phrase's coordinates: characters of coord tokens, which may not
-    be tokens."""
+    """`[...]` of the geometry, or a phrase's coordinates. The text looks like coordinate tokens,
+    but may be written by other tokens."""
 
 
 class Entry(NamedTuple):
     """One entry of the container. Offsets count bytes, spans are half-open."""
 
     key: str
-    """`object_{n}`; `[n]` of a list's or a phrase's."""
+    """`object_{n}`; `[n]` in a list or a phrase list."""
     number: int
     """The n of its key."""
     start: int
-    """Offset of the key's opening quote, or of the phrase; a list's entry begins with its value."""
+    """Offset of the key's opening quote, or of the phrase; in a list, offset of the value."""
     value: tuple[int, int] | None
-    """Span of `{...}`; None where the value is not an object."""
+    """Span of `{...}`; None if the value is not an object."""
     separated: bool
-    """One separator directly in front of it, and one colon behind its key."""
+    """Whether exactly one separator precedes the entry and one colon follows its key."""
     plain: PlainFields | None = None
-    """None where the entry is not plain."""
+    """None if the entry is not plain."""
 
 
 def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entry], int]:
-    """Read the plain entries from `position` on, and return where they end.
+    """Read the plain entries from `position` on, and return them and their end.
 
-    `position` is behind the container's opening (`first`) or behind an entry.
+    `position` is after the container's opening (`first`) or after an entry.
     """
     entries: list[Entry] = []
     pattern = _FIRST_ENTRY if first else _NEXT_ENTRY
@@ -112,7 +111,7 @@ def unescape(raw: bytes) -> str:
     return unescaped.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# Delimited by quotes; the characters between them need not be legal.
+# Delimited by quotes; the characters between them may be illegal in JSON.
 _STRING = rb'"(?>(?:[^"\\]++|\\.)*)"'
 
 _OPENING = re.compile(SPACE + rb"(\{)")
@@ -126,7 +125,7 @@ _ALLOWED = re.compile(STRING_CHARACTERS)
 _OBJECT_KEY = re.compile(KEY_INDEX)
 _KEY_OR_STRING = re.compile(rb'"' + KEY_INDEX + rb'"' + SPACE + rb":|" + _STRING, re.DOTALL)
 
-# Symbols of the container's top level, beside punctuation that stands for itself.
+# Symbols of the container's top level, in addition to punctuation, which is its own symbol.
 OBJECT_VALUE = b"{}"
 _TEXT_STRING = b'"'
 _ENTRY_KEY = b"key"
@@ -135,21 +134,21 @@ _OTHER = b"other"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """The top-level object of a response."""
+    """The top-level object of an answer."""
 
     entries: tuple[Entry, ...]
-    """Complete ones, in order of appearance."""
+    """Complete entries, in order of appearance."""
     closed: bool
     end: int = 0
-    """Offset after the close of a container that closed."""
+    """Offset after the end of a closed container."""
 
 
 def scan_container(text: bytes) -> Container | None:
-    """Find the entries of the top-level object; None where `text` does not begin with one.
+    """Find the entries of the top-level object. Return None if `text` does not begin with one.
 
-    An entry ends with the brace that closes its value, by string-aware brace depth alone. One whose
-    value is not an object ends before the next comma, the next key or the container's end. An entry
-    that the text ends in is not reported.
+    An entry ends at the brace that closes its value; braces inside strings do not count. An entry
+    whose value is not an object ends before the next comma, the next key or the container's end. An
+    entry that is still incomplete at the end of the text is not reported.
     """
     opening = _OPENING.match(text)
     if opening is None:
@@ -161,15 +160,15 @@ def scan_container(text: bytes) -> Container | None:
 def object_indices(text: bytes) -> list[int]:
     """List the n of every `object_{n}` key in `text`, at any depth.
 
-    A key is a string with a colon behind it that is not part of another string.
+    A key is a string that a colon follows and that is not part of another string.
     """
     return [int(index) for index in _KEY_OR_STRING.findall(text) if index]
 
 
 def is_open_container(text: bytes) -> bool:
-    """Tell whether entries can be appended to `text`.
+    """Return whether entries can be appended to `text`.
 
-    An object was opened, not closed, and no string or object in it is open.
+    The top-level object must be open, and no string or object inside it may be open.
     """
     opening = _OPENING.match(text)
     if opening is None:
@@ -186,17 +185,17 @@ class _Scan:
         self.closed = False
         self._text = text
         self.position = opening + 1
-        # The last two symbols.
+        # the last two symbols
         self._earlier = b""
         self._last = b"{"
-        self._awaited: Entry | None = None  # has its key, not yet its value
-        # open `[` since the last key: commas and strings inside them belong to an array
+        self._awaited: Entry | None = None  # its key is read, its value is not
+        # number of open `[` since the last key: commas and strings inside belong to an array
         self._brackets = 0
         while not self.closed and self._step():
             pass
 
     def _step(self) -> bool:
-        """Take the plain entries and the one symbol that follow; False at the end of the text."""
+        """Read the next plain entries and symbol. Return False at the end of the text."""
         if self._awaited is None and self._last in (b"{", OBJECT_VALUE):
             self._take_plain_entries()
         lexeme = read_lexeme(self._text, self.position)
@@ -233,23 +232,23 @@ class _Scan:
             self.position = end
 
     def _is_key(self) -> bool:
-        """Tell whether the string `object_{n}` just read is a key.
+        """Return whether the string `object_{n}` just read is a key.
 
-        It is where a key belongs, or with a colon behind it.
+        It is a key if it is at a key's position or a colon follows it.
         """
         if self._last in (b"{", b",", OBJECT_VALUE) and not self._brackets:
             return True
         return _COLON_FOLLOWS.match(self._text, self.position) is not None
 
     def _is_separated(self) -> bool:
-        """Tell whether one separator stands directly in front of the key just read.
+        """Return whether one separator directly precedes the key just read.
 
-        Anything before it, such as damaged members, does not matter.
+        Text before the separator, such as damaged members, does not matter.
         """
         return self._last == b"{" or (self._last == b"," and self._earlier not in (b"{", b","))
 
     def _end_awaited(self, symbol: bytes, start: int) -> None:
-        """Report the entry whose value is awaited, if `symbol` is that value or ends the wait."""
+        """Add the awaited entry if `symbol` is its value or shows that it has no value."""
         if self._awaited is None:
             return
         if symbol == OBJECT_VALUE and not self._brackets:
@@ -268,7 +267,7 @@ class _Scan:
 def read_lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
     """Read the next symbol and its half-open span; a nested object is one symbol.
 
-    None where the text ends before the symbol does.
+    Returns None if the text ends inside the symbol.
     """
     found = _LEXEME.match(text, position)
     if found is None:
@@ -284,9 +283,9 @@ def read_lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
 
 
 def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
-    """Follow braces from inside an object to the one that closes it, or to the last one.
+    """Follow braces from inside an object to its closing brace, or to the last brace.
 
-    Returns the position behind that brace and the depth that is left open.
+    Returns the position after that brace and the number of objects still open.
     """
     depth = 1
     while depth and (brace := _TO_BRACE.match(text, position)) is not None:
@@ -296,7 +295,7 @@ def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
 
 
 def _object_index(raw: bytes) -> int | None:
-    """Return the n of an `object_{n}` key without its quotes; None for another string."""
+    """Return the n of an `object_{n}` key without its quotes; None for any other string."""
     if b"\\" in raw:
         raw = unescape(raw).encode() if _ALLOWED.fullmatch(raw) else b""
     match = _OBJECT_KEY.fullmatch(raw)

@@ -1,4 +1,4 @@
-"""The score of one answer: which of the true objects were found, and how well that is."""
+"""The score of one answer: how many of the true objects it finds."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from shared.records import POINT_TOLERANCE, GroundTruthObject
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """The rule by which an object counts as found."""
+    """The rule that decides whether an object counts as found."""
 
     iou: float
-    """Least mask IoU."""
+    """Minimum mask IoU."""
     by_name: bool
-    """It must have the same name."""
+    """Whether the names must be equal."""
     point_tolerance: float = POINT_TOLERANCE
-    """Distance of two points, in bins, that counts as a mask IoU of 0.5."""
+    """Distance between two points, in bins, that counts as a mask IoU of 0.5."""
 
 
 def num_found(
     predictions: Sequence[ParsedObject], truth: Sequence[GroundTruthObject], criterion: Criterion
 ) -> int:
-    """Count the true objects that are found, each by a prediction of its own."""
+    """Count the true objects that are found, each by a different prediction."""
     total = 0
     for name in {one.desc for one in truth} if criterion.by_name else {None}:
         named = [one for one in predictions if name in (None, one.desc)]
@@ -41,7 +41,7 @@ def num_found(
 
 
 def f1(num_matched: int, num_predictions: int, num_ground_truth: int) -> float:
-    """Return the harmonic mean of precision and recall; 1 where there is nothing, and no answer.
+    """Return the harmonic mean of precision and recall; 1 without objects and predictions.
 
     Example:
         >>> f1(1, 2, 2)

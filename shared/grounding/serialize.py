@@ -1,5 +1,5 @@
-"""Objects to the text that the model is taught to write (decisions 1 and 33), and the base class of
-the formats of that text."""
+"""Write objects as the text that the model learns (decisions 1 and 33); base class of answer
+formats."""
 
 from __future__ import annotations
 
@@ -26,54 +26,53 @@ FIELD_ORDERS = (DESC_FIRST, GEOMETRY_FIRST)
 
 @dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """The place of one object in `SerializedText.text`. Half-open spans of UTF-8 bytes."""
+    """The location of one object in `SerializedText.text`. Half-open spans of UTF-8 bytes."""
 
     value: tuple[int, int]
-    """`{...}`, braces included; of a box behind a phrase its coordinates, and of the first one that
-    is written in a phrase the name too."""
+    """`{...}` with its braces. In a phrase list: the coordinates of a box; for the first box
+    written in a phrase, also the name."""
     desc: tuple[int, int]
-    """The value of `desc`, between its quotes; empty where a name was written for an object
-    before."""
+    """The value of `desc` without its quotes; empty if an earlier object already has the name."""
     coords: tuple[tuple[int, int], ...]
-    """One per bin: the coord token without its quotes."""
+    """One span per bin: the coordinate token without its quotes, or the digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SerializedText:
-    """Text with the place of every object in it."""
+    """Text with the location of every object in it."""
 
     text: str
     objects: tuple[ObjectLayout, ...]
     closing: tuple[int, int]
-    """Byte span of the closing top-level brace, of the last phrase's end, or empty."""
+    """Byte span of the closing top-level brace or of the last phrase's end; may be empty."""
 
 
 class AnswerFormat(ABC):
-    """One way to write the objects of a picture, and to read them back (`data.answer_format`).
+    """A way to write the objects of an image as text and to parse them (`data.answer_format`).
 
-    A format has an `opening`, a `user_prompt`, and the four abstract methods. The rest is as here
-    unless the format says otherwise: one name for each object, boxes, coordinates in digits.
+    A subclass defines `opening`, `user_prompt` and the four abstract methods. The defaults suit a
+    format with one name per object, boxes, and coordinates in digits.
 
     Example: `FORMATS["qwen3_vl"]` writes `[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`.
     """
 
     __slots__ = ()
     opening: ClassVar[str]
-    """The text that an answer with objects begins with."""
+    """The text at the start of an answer with objects."""
     user_prompt: ClassVar[str]
-    """The question that asks for it."""
+    """The question that asks for this format."""
     coord_tokens: ClassVar[tuple[str, ...]] = ()
-    """The token of each bin, 0..999; empty if coordinates are digits, a token or more."""
+    """The token of each bin, 0..999; empty if coordinates are written in digits."""
     markup_tokens: ClassVar[tuple[str, ...]] = ()
-    """The other tokens that an answer is made of. A name must not have one."""
+    """The other special tokens of the format. A name must not contain one."""
     names_each_object: ClassVar[bool] = True
-    """Every object has a name of its own; else one name may stand for several."""
+    """Whether every object has a separate name; else several objects may share one."""
     geometry: ClassVar[frozenset[GeometryKind]] = frozenset({GeometryKind.BBOX})
-    """Kinds of shapes that can be written."""
+    """Kinds of shapes that the format can write."""
 
     @abstractmethod
     def scan(self, text: bytes) -> Container | None:
-        """Find the complete entries of an answer; None if it begins with no container."""
+        """Find the complete entries of an answer; None if it does not begin with a container."""
 
     @abstractmethod
     def validate(
@@ -83,16 +82,16 @@ class AnswerFormat(ABC):
         ends: Sequence[int],
         geometry: frozenset[GeometryKind],
     ) -> ValidValue | DropReason:
-        """Return the object of a complete entry, or the first reason why it is none.
+        """Return the object of a complete entry, or the first reason why it is invalid.
 
         Args:
-            ends: [token of the kept prefix]: offset behind its bytes.
-            geometry: the kinds that are wanted.
+            ends: [token of the kept prefix]: offset after its bytes.
+            geometry: the wanted kinds.
         """
 
     @abstractmethod
     def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Write a whole answer, with the place of everything in it."""
+        """Write a whole answer, with the location of every part."""
 
     @abstractmethod
     def layout_append(
@@ -100,44 +99,44 @@ class AnswerFormat(ABC):
     ) -> SerializedText:
         """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
 
-        Places are counted from the end of the prefix. ValueError if nothing can be appended.
+        Byte spans start at the end of the prefix. Raises ValueError if nothing can be appended.
         """
 
     @property
     def empty_prefix(self) -> str:
-        """The text of a container without entries, not closed: the prefix of an unusable answer."""
+        """The text of an open container without entries: the prefix of an unusable answer."""
         return self.opening
 
     def for_pictures(self, resize: PictureResize) -> Self:  # noqa: ARG002
-        """Return the format of a model that is shown its pictures so."""
+        """Return the format for a model that resizes its images in this way."""
         return self
 
     def of(self, sample: Sample) -> Self:  # noqa: ARG002
-        """Return the format of answers about this sample; its numbers may be the picture's own."""
+        """Return the format for answers about this sample; numbers may be in the image's pixels."""
         return self
 
     def opens(self, text: str) -> bool:
-        """Tell whether an answer begins with a container, whatever follows."""
+        """Return whether an answer begins with a container, whatever follows."""
         return self.scan(text.encode(errors="replace")) is not None
 
     def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
-        """Return the largest number of a key in the kept text; None if no key has one."""
+        """Return the largest number of a key in the kept text; None if no key has a number."""
         return None
 
     def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
-        """Return the coordinates of an object of an answer, in pixels of the sample's picture."""
+        """Return the coordinates of a parsed object in pixels of the sample's image."""
         return pixels_of(found.bins, width=sample.width, height=sample.height)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
-        """Write each coordinate of an object; not asked of formats with coord tokens."""
+        """Write each coordinate of an object in digits; not for coordinate tokens."""
         return tuple(map(str, bins))
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Write the objects as an append to the prefix that makes it longest."""
+        """Append the objects to the prefix that makes the appended text longest."""
         return self.layout_append(self.empty_prefix, objects, start_index=1)
 
     def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
-        """Return the byte at which an answer could have ended in place of the entry of `value`."""
+        """Return the byte at which an answer could have ended instead of the entry of `value`."""
         before = text[: value[0]].rstrip(b" \t\n\r")
         return len(before) - 1 if before.endswith(b",") else value[0]
 
@@ -155,7 +154,7 @@ def serialize_objects(
 def layout_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> SerializedText:
-    """Write as `serialize_objects`, with the place of everything in it."""
+    """Write as `serialize_objects` does, with the location of every part."""
     return _layout("{", objects, start_index, field_order)
 
 
@@ -168,21 +167,21 @@ def layout_append(
 ) -> SerializedText:
     """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
 
-    Places are counted from the end of the prefix.
+    Byte spans are relative to the end of the prefix.
 
     Raises:
         ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
-            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
+            it ends in `,` and `objects` is empty. As in the parser, only braces and strings count.
     """
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(
-            f"cannot append behind {prefix_text[-40:]!r}: no open JSON object that ends in '{{',"
-            " ',' or '}'; use ParsedRollout.prefix_text"
+            f"cannot append after {prefix_text[-40:]!r}: it is not an open JSON object that ends in"
+            " '{', ',' or '}'; use ParsedRollout.prefix_text"
         )
     if last == "," and not objects:
         behind = prefix_text[-40:]
-        raise ValueError(f"cannot close behind {behind!r}: remove the comma, or append an object")
+        raise ValueError(f"cannot close after {behind!r}: remove the comma, or append an object")
     return _layout(", " if last == "}" and objects else "", objects, start_index, field_order)
 
 
@@ -217,7 +216,7 @@ def _add_object(text: SpannedText, object_: GroundTruthObject, field_order: str)
 
 
 def escaped(desc: str) -> str:
-    """Write a name as it stands between its quotes."""
+    """Return a name as JSON writes it between quotes."""
     return json.dumps(desc, ensure_ascii=False)[1:-1]
 
 
@@ -229,7 +228,7 @@ def _add_desc(text: SpannedText, object_: GroundTruthObject) -> tuple[int, int]:
 
 
 def _add_geometry(text: SpannedText, object_: GroundTruthObject) -> tuple[tuple[int, int], ...]:
-    """Add box coordinates in one array, polygon vertices as one pair each."""
+    """Add a box's coordinates as one array, or a polygon's vertices as one pair each."""
     points = object_.kind is GeometryKind.POLY
     text.add(f'"{object_.kind}": [')
     spans: list[tuple[int, int]] = []
@@ -243,7 +242,7 @@ def _add_geometry(text: SpannedText, object_: GroundTruthObject) -> tuple[tuple[
 
 
 class SpannedText:
-    """Text in the making, with its number of bytes."""
+    """Text under construction, with its number of bytes."""
 
     def __init__(self, opening: str) -> None:
         self._parts = [opening]

@@ -1,6 +1,6 @@
-"""The strict check of a complete entry: an object, or the first reason why not (decision 32).
+"""The strict check of a complete entry: its object, or the first reason to drop it (decision 32).
 
-An entry's value is read as strict JSON in which coord tokens may stand without quotes.
+An entry's value is read as strict JSON in which coordinate tokens may also be unquoted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PUNCTUATION = SPACE + rb"([,\]}])"
 
 _EMPTY = re.compile(rb"\{" + SPACE + rb"\}")
 _KEY = re.compile(SPACE + rb'"(' + STRING_CHARACTERS + rb')"' + SPACE + rb":")
-# A value that opens nothing comes with the punctuation behind it; the number of the last group says
-# what it is.
+# A value that opens no container is matched with the punctuation after it; the number of the last
+# group gives its type.
 _VALUE = re.compile(
     SPACE
     + rb"(?:"
@@ -52,7 +52,7 @@ _BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
-    """A string, a coord token, a number or a word.
+    """A string, a coordinate token, a number or a JSON literal.
 
     The span is half-open, in bytes of the object's text, without quotes.
     """
@@ -61,7 +61,7 @@ class Leaf(NamedTuple):
     end: int
     quoted: bool
     coord: int | None
-    """Index of the coord token that is the whole of this leaf, if one is."""
+    """Index of the coordinate token if this leaf is exactly one, else None."""
 
 
 Value: TypeAlias = "Leaf | list[Value]"
@@ -74,15 +74,15 @@ class Fields:
     fields: tuple[tuple[str, Value], ...]
     """Key and value of each member, in order; keys may repeat, nested objects are empty lists."""
     nested: bool
-    """There is an object inside, at any depth."""
+    """Whether there is an object inside, at any depth."""
 
 
 def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
-    """Read the members of an object; None where it is no JSON apart from unquoted coord tokens.
+    """Read the members of an object; None if it is not JSON (coordinate tokens may be unquoted).
 
     Args:
-        coords: index of each coord token by its byte span. The same characters spelled by other
-            tokens are an ordinary string between quotes, and no JSON without.
+        coords: index of each coordinate token by its byte span. If other tokens spell the same
+            characters, they are an ordinary string between quotes, and invalid JSON without quotes.
     """
     if _EMPTY.fullmatch(text):
         return Fields((), nested=False)
@@ -126,9 +126,9 @@ def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | 
 def _value(
     found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]
 ) -> Value | None:
-    """Return the value of a `_VALUE` match, containers still empty.
+    """Return the value of a `_VALUE` match; containers are still empty.
 
-    None for an unquoted coord token that is not a token.
+    Returns None for an unquoted coordinate token that other tokens spell.
     """
     if what >= _EMPTY_ARRAY:
         return []
@@ -140,9 +140,9 @@ def _value(
 def _close(
     text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]
 ) -> int | None:
-    """Close containers up to the next comma or the outermost brace, and return the place behind.
+    """Close containers up to the next comma or outermost brace; return the position after it.
 
-    None where brackets do not pair.
+    Returns None if brackets do not match.
     """
     while punctuation != b",":
         if (opened.pop() is None) != (punctuation == b"}"):
@@ -171,18 +171,18 @@ class ValidValue(NamedTuple):
     coord_positions: tuple[int, ...]
     bins: tuple[int, ...]
     coord_spans: tuple[tuple[int, int], ...] = ()
-    """Bytes of the digits of each bin; empty where bins are coord tokens."""
+    """Byte spans of the digits of each bin; empty if bins are coordinate tokens."""
     numbers: tuple[int, ...] = ()
-    """The numbers that the digits write; empty if bins are coord tokens."""
+    """The numbers as written in digits; empty if bins are coordinate tokens."""
 
 
 def validate_entry(
     entry: Entry, response: Response, geometry: frozenset[GeometryKind]
 ) -> ValidValue | DropReason:
-    """Return the object of a complete entry, or the first reason why it is none.
+    """Return the object of a complete entry, or the first reason why it is invalid.
 
     Args:
-        geometry: the kinds that are wanted.
+        geometry: the wanted kinds.
     """
     value = None if entry.plain is None else _plain_value(entry.plain, response)
     found = value or _validate_members(entry, response, geometry | DEFAULT_GEOMETRY)
@@ -192,12 +192,12 @@ def validate_entry(
 
 
 def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
-    """Return the object of a plain entry; None where it is no object after all."""
+    """Return the object of a plain entry; None if the entry needs the full validation."""
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
     positions = response.coord_positions[coords]
     bins = response.coord_bins[coords]
-    # Characters of a coord token that other tokens spell are no coord token.
+    # Other tokens may spell the characters of a coordinate token; they do not count as one.
     num_written = response.text.count(COORD_START, *plain.array)
     if not (raw.isascii() or is_utf8(raw)) or len(positions) != num_written:
         return None
@@ -212,7 +212,7 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
 def _validate_members(
     entry: Entry, response: Response, known: frozenset[GeometryKind]
 ) -> ValidValue | DropReason:
-    """Validate any entry, of whatever kind that has a known key."""
+    """Validate an entry, plain or not; `known` are the kinds whose keys are allowed."""
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
@@ -223,7 +223,7 @@ def _validate_members(
     if reason is not None:
         return reason
 
-    # `desc` comes at most once now, and all geometry keys are the same one.
+    # From here on `desc` appears at most once, and all geometry keys are equal.
     leaf = next((value for key, value in members.fields if key == "desc"), None)
     if not isinstance(leaf, Leaf) or not leaf.quoted:
         return DropReason.MISSING_DESC
@@ -251,11 +251,11 @@ def _validate_members(
 def find_wrong_keys(
     members: Fields, desc_key: str, known: frozenset[GeometryKind]
 ) -> DropReason | None:
-    """Find `key_invalid` and `unknown_geom`, which depend on keys and kinds of values alone.
+    """Return `key_invalid`, `unknown_geom` or None, from the keys and the types of the values.
 
     Args:
         desc_key: the key of the name.
-        known: kinds of shapes whose keys belong there.
+        known: the kinds of shapes whose keys are allowed.
     """
     keys = [key for key, _ in members.fields]
     unknown = [value for key, value in members.fields if key != desc_key and key not in known]
@@ -267,7 +267,7 @@ def find_wrong_keys(
 
 
 def _holds_only_coords(array: list[Value], *, nested: bool) -> bool:
-    """Tell whether every leaf is a coord token; `nested` allows arrays one level deep."""
+    """Return whether all leaves are coordinate tokens; `nested` allows one level of arrays."""
     for value in array:
         if isinstance(value, Leaf):
             if value.coord is None:
@@ -278,7 +278,7 @@ def _holds_only_coords(array: list[Value], *, nested: bool) -> bool:
 
 
 def _coords(array: list[Value]) -> list[int] | None:
-    """List the coord tokens of a geometry; None where only some are grouped into points."""
+    """List the coordinate tokens of a geometry; None if only some are grouped into points."""
     rows = [value for value in array if isinstance(value, list)]
     if rows and (len(rows) < len(array) or any(len(row) != 2 for row in rows)):
         return None
@@ -287,7 +287,7 @@ def _coords(array: list[Value]) -> list[int] | None:
 
 
 def fits(kind: GeometryKind, num_coords: int) -> bool:
-    """Tell whether a shape of this kind can have so many coordinates."""
+    """Return whether a shape of this kind can have `num_coords` coordinates."""
     if kind is GeometryKind.BBOX:
         return num_coords == _NUM_BOX_COORDS
     if kind is GeometryKind.POINT:
@@ -309,30 +309,30 @@ def is_utf8(data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The tokens of a response as one text, with the way back from its bytes to tokens.
+    """The tokens of an answer as one text, with a mapping from bytes back to tokens.
 
-    It ends at its hard stop. Lists by coord token have one element per coord token, wherever it
-    stands.
+    It ends at `<|im_end|>`. Each list by coordinate token has one element per coordinate token, at
+    any place in the answer.
     """
 
     token_ids: list[int]
     text: bytes
     ends: list[int]
-    """[token]: offset behind each token's bytes, ascending."""
+    """[token]: offset after each token's bytes, ascending."""
     coord_positions: list[int]
-    """[coord token]: its position among `token_ids`, ascending."""
+    """[coordinate token]: its position in `token_ids`, ascending."""
     coord_ends: list[int]
-    """[coord token]: offset behind its bytes."""
+    """[coordinate token]: offset after its bytes."""
     coord_bins: list[int]
-    """[coord token]: 0..999."""
+    """[coordinate token]: 0..999."""
 
     @classmethod
     def read(cls, token_ids: Sequence[int], codec: TokenCodec) -> Response:
-        """Read up to `<|im_end|>`, which ends a response as a token and as text."""
+        """Read an answer up to `<|im_end|>`, which ends it as a token or as text."""
         kept = list(token_ids)
         if codec.eos_token_id in kept:
             del kept[kept.index(codec.eos_token_id) :]
-        # The codec is asked once per distinct token: a response repeats few of them over and over.
+        # Call the codec once per distinct token: an answer repeats a few tokens many times.
         pieces = {token_id: codec.piece_bytes(token_id) for token_id in set(kept)}
         all_bins = {token_id: codec.coord_bin(token_id) for token_id in pieces}
         bins = {token_id: bin for token_id, bin in all_bins.items() if bin is not None}
@@ -345,13 +345,13 @@ class Response:
         return cls(kept, text, ends, positions, coord_ends, coord_bins)
 
     def coords_in(self, span: tuple[int, int]) -> slice:
-        """Return the slice, of the lists by coord token, of those that end in a span of bytes."""
+        """Return the slice, of the coordinate-token lists, of tokens that end in a byte span."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
-        """Map the byte span of each coord token that ends in `span` to its index in the lists.
+        """Map the byte span of each coordinate token that ends in `span` to its index in the lists.
 
-        The spans are counted from the start of `span`.
+        The byte spans are relative to the start of `span`.
         """
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)

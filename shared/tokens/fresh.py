@@ -1,8 +1,8 @@
-"""Tokens whose embeddings were made and not learned: a file that a checkpoint's folder holds.
+"""Tokens with new, untrained embeddings: a file in the checkpoint's folder.
 
-`rollmatch add-coord-tokens` writes it. A run with an adapter, which leaves the embeddings as they
-are, trains these rows in addition to its matrices. A run that trains the embeddings needs no file.
-So the checkpoints of the first have it too, and those of the second do not.
+`rollmatch add-coord-tokens` writes the file. A run with an adapter does not train the embeddings,
+except these rows. So it copies the file to its checkpoints. A run that trains the embeddings needs
+no file, and its checkpoints have none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import ConfigDict, Field, with_config
 from shared.records import read_record
 
 FILE = "fresh_tokens.json"
-REMEDY = "make the checkpoint again, or restore the file"
+REMEDY = "recreate the checkpoint, or restore the file"
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 @dataclass(frozen=True, slots=True)
 class FreshTokens:
-    """Token ids in a row.
+    """A contiguous range of token ids.
 
     Example: `FreshTokens(first_id=151669, count=1000)` are the ids 151669 to 152668.
     """
@@ -33,9 +33,9 @@ class FreshTokens:
 
     @classmethod
     def of(cls, folder: Path) -> FreshTokens | None:
-        """Read those of the checkpoint in `folder`; None where it has no such file.
+        """Read the file of the checkpoint in `folder`; None if it has no file.
 
-        Raises ConfigError naming file and field for a file that says something else.
+        Raises ConfigError with file and field if the content is invalid.
         """
         return read_record(folder / FILE, cls, key="model.path", remedy=REMEDY)
 

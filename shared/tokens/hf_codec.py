@@ -1,4 +1,4 @@
-"""The codec of a `tokenizers`-backed tokenizer; transformers itself is not imported."""
+"""The codec of a `tokenizers`-backed tokenizer; it does not import transformers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from shared.tokens.vocabulary import COORD_TOKENS
 ADD_TOKENS = "`rollmatch add-coord-tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 
 LACKING = (
-    f"make a checkpoint that has them with {ADD_TOKENS}, and set model.path to it, or set"
-    " data.answer_format: qwen3_vl (of a Qwen2.5-VL qwen2_5_vl), whose coordinates are digits, or"
-    " of a Rex-Omni rex_omni"
+    f"make a checkpoint with {ADD_TOKENS} and set model.path to it, or set data.answer_format to a"
+    " format that the model knows: qwen3_vl or (for Qwen2.5-VL) qwen2_5_vl, with coordinates in"
+    " digits, or (for Rex-Omni) rex_omni"
 )
-"""The remedy for a tokenizer without coord tokens."""
+"""The remedy for a tokenizer without coordinate tokens."""
 
 LACKING_OTHERS = (
-    "set model.path to a checkpoint that was trained on answers of this format, or"
-    " data.answer_format to the format of this one"
+    "set model.path to a checkpoint trained on this answer format, or data.answer_format to the"
+    " format of this checkpoint"
 )
-"""The remedy for a tokenizer without the tokens of another format: `rex_omni` is a model's own."""
+"""The remedy for a tokenizer without the tokens of another format (`rex_omni`)."""
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
-    """Add the coord tokens and `<|im_end|>` that `tokenizer` lacks, and return their number.
+    """Add the coordinate tokens and `<|im_end|>` that `tokenizer` lacks, and return how many.
 
-    The caller lets the model's embeddings grow, and saves the tokenizer beside the model.
+    The caller must resize the model's embeddings and save the tokenizer with the model.
     """
     special = tokenizer.add_tokens([END_OF_TURN], special_tokens=True)
-    # Ordinary tokens, so that decoding without special tokens keeps them.
+    # Add ordinary tokens, so that decoding without special tokens keeps them.
     return int(special + tokenizer.add_tokens(list(COORD_TOKENS)))
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
-    """Return the `piece_table` of a byte-level BPE tokenizer; ValueError for any other."""
+    """Return the `piece_table` of a byte-level BPE tokenizer; raise ValueError for other kinds."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return piece_table(
         tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()}
@@ -49,11 +49,11 @@ _COORD_NAME = re.compile(r"<(?:\|coord_[0-9]+\||[0-9]+)>")
 
 
 def control_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the added tokens that mean something else than their characters, by id.
+    """Return the added tokens with a meaning beyond their characters, by id.
 
-    They are the special ones, those whose names have the form `<|...|>`, and the placeholders of
-    images. Coord tokens are not among them: a question may name a place. Ordinary added tokens,
-    such as `<think>`, are not either: a question may speak of them.
+    These are the special tokens, tokens with names like `<|...|>`, and the image placeholders. They
+    do not include coordinate tokens, because a question may name a position, nor ordinary added
+    tokens such as `<think>`, because a question may mention them.
     """
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     placeholders = {*IMAGE_PLACEHOLDERS, *TILE_PLACEHOLDERS}
@@ -70,22 +70,22 @@ def control_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def find_control_token(text: str, tokens: Iterable[str]) -> str | None:
-    """Return one of these tokens that `text` contains; None if there is none."""
+    """Return the first of these tokens that `text` contains, or None."""
     return next((token for token in tokens if token in text), None)
 
 
 class MissingTokensError(ValueError):
-    """A tokenizer that lacks tokens that answers are written in."""
+    """A tokenizer lacks tokens that answers need."""
 
 
 class HFTokenCodec:
     """The `TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
 
-    The piece of every token is computed once.
+    The bytes of every token are computed once.
 
     Raises:
         MissingTokensError: the tokenizer has no `<|im_end|>`, or lacks tokens of the answer format.
-        ValueError: it is not byte-level, or does not encode each coord token as one token.
+        ValueError: it is not byte-level, or encodes a coordinate token as several tokens.
     """
 
     def __init__(
@@ -99,11 +99,10 @@ class HFTokenCodec:
         """Read the vocabulary.
 
         Args:
-            coord_tokens: the token of each bin, as the answer format has them; none where it writes
-                coordinates in digits.
-            markup_tokens: the other tokens that it needs.
-            has_pieces: False where nobody reads answers token by token: the tokenizer may be of any
-                kind.
+            coord_tokens: the answer format's token of each bin; empty if coordinates are digits.
+            markup_tokens: the other tokens that the format needs.
+            has_pieces: False if answers are not read token by token; then any kind of tokenizer
+                works.
         """
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -112,40 +111,39 @@ class HFTokenCodec:
 
         if END_OF_TURN not in vocabulary:
             raise MissingTokensError(
-                f"its tokenizer has no {END_OF_TURN}, which ends a response; give a chat (Instruct)"
+                f"its tokenizer has no {END_OF_TURN}, which ends an answer; give a chat (Instruct)"
                 " checkpoint"
             )
         needed = (*markup_tokens, *coord_tokens)
         if absent := [token for token in needed if token not in vocabulary]:
             are_ours = coord_tokens == COORD_TOKENS
-            missing = "the coord tokens"
+            missing = "the coordinate tokens"
             if len(absent) < len(needed) or not are_ours:
-                kind = "coord tokens" if are_ours else "tokens of data.answer_format"
-                missing = f"{len(absent)} of the {len(needed)} {kind}, {absent[0]} first"
+                kind = "coordinate tokens" if are_ours else "tokens of data.answer_format"
+                missing = f"{len(absent)} of the {len(needed)} {kind} (first: {absent[0]})"
             raise MissingTokensError(
-                f"its tokenizer lacks {missing}, which boxes are written in;"
+                f"its tokenizer lacks {missing}, which answers need for boxes;"
                 f" {LACKING if are_ours else LACKING_OTHERS}"
             )
         self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
         if self.encode("".join(needed)) != [vocabulary[token] for token in needed]:
             raise ValueError(
-                "the tokenizer splits coord tokens when it encodes them; make the checkpoint with"
-                f" {ADD_TOKENS}, which adds them whole"
+                "the tokenizer splits coordinate tokens into several tokens; make the checkpoint"
+                f" with {ADD_TOKENS}, which adds them as single tokens"
             )
 
         self.eos_token_id = vocabulary[END_OF_TURN]
         special = {token_id for token_id, token in added.items() if token.special}
         special.update(vocabulary[token] for token in markup_tokens)
         self.special_ids = frozenset(special) - self._coord_bins.keys()
-        """Ids of special tokens (turns, images, padding, markup); coord tokens are not among
-        them."""
+        """Ids of special tokens (turns, images, padding, markup), without coordinate tokens."""
         self.control_ids = self.special_ids | control_tokens(tokenizer).keys()
-        """These and the others of `control_tokens`, which no text to be learned may hold."""
+        """These and the other `control_tokens`; text to be learned must not contain them."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of this token alone; none of an id beyond the vocabulary."""
-        assert self._pieces is not None, "pieces are of models that write boxes"
+        """Return the UTF-8 bytes of one token; empty for an id outside the vocabulary."""
+        assert self._pieces is not None, "create the codec with has_pieces=True"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def encode(self, text: str) -> list[int]:
@@ -157,7 +155,7 @@ class HFTokenCodec:
 
     @property
     def coord_ids(self) -> tuple[int, ...]:
-        """Ids of the coord tokens by bin; empty without them."""
+        """Ids of the coordinate tokens by bin; empty if there are no such tokens."""
         return self._coord_ids
 
     def coord_id(self, bin: int) -> int:

@@ -1,11 +1,11 @@
-"""Pictures as a family's prompts have them: what the vision tower takes, and tokens in their place.
+"""Images in the prompts of a model family: inputs of the vision tower and placeholder tokens.
 
-Qwen-VL resizes a picture and cuts it into patches, a row of `pixel_values` each; its grid
-(`image_grid_thw`) says how many there are. InternVL cuts it into tiles of one size, a row of
-[3, height, width] each, and shows the whole in one more where there are several. Here tiles have a
-grid too: [tiles, tokens down a tile, tokens across it].
+Qwen-VL resizes an image and cuts it into patches, one row of `pixel_values` each; its grid
+(`image_grid_thw`) gives their number. InternVL cuts it into tiles of one size, each a row [3,
+height, width]; with several tiles it adds one of the whole image. Here tiles have a grid too:
+[tiles, tokens down a tile, tokens across it].
 
-Shape legend: I images, R patches or tiles, D patch values (of a tile: 3, height, width).
+Shape legend: I images, R patches or tiles, D patch values (for a tile: 3, height, width).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _TILE_AXES = 4
-"""Of `pixel_values` that are tiles; patches have two."""
-# The processor cuts tiles whatever its image processor's own setting is, so this one is told.
+"""Number of axes of `pixel_values` with tiles; with patches it is two."""
+# The processor cuts tiles whatever its image processor's setting is, so the image processor gets it
+# here as an argument.
 _CUT = MappingProxyType({"crop_to_patches": True})
 
 
 class EncodedImages(NamedTuple):
-    """Images as the vision tower takes them.
+    """Images as inputs of the vision tower.
 
-    Example: images of 8 x 8 and 4 x 4 patches have R = 80 and the grid [[1, 8, 8], [1, 4, 4]]; two
-    of 7 and 4 tiles of 16 x 16 tokens R = 11 and [[7, 16, 16], [4, 16, 16]].
+    Example: images of 8 x 8 and 4 x 4 patches have R = 80 and the grid [[1, 8, 8], [1, 4, 4]];
+    images of 7 and 4 tiles with 16 x 16 tokens have R = 11 and the grid [[7, 16, 16], [4, 16, 16]].
     """
 
     pixel_values_RD: torch.Tensor
@@ -46,44 +47,44 @@ class EncodedImages(NamedTuple):
         return EncodedImages(self.pixel_values_RD[: int(rows_I.sum())], grid)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the vision arguments of the model's forward; empty without images."""
+        """Return the vision arguments of the model's forward; empty if there are no images."""
         if not len(self.image_grid_I3):
             return {}  # text models have none, and Qwen-VL rejects empty pixel values
         if self.pixel_values_RD.ndim == _TILE_AXES:
-            return {"pixel_values": self.pixel_values_RD}  # all of one size: no grid is asked for
+            return {"pixel_values": self.pixel_values_RD}  # all of one size: needs no grid
         return {"pixel_values": self.pixel_values_RD, "image_grid_thw": self.image_grid_I3}
 
 
 class Pictures:
-    """What the processor of a Qwen-VL checkpoint makes of pictures."""
+    """Images as the processor of a Qwen-VL checkpoint encodes them."""
 
     takes_modality = True
-    """Whether the model's forward is told which tokens stand for images (`mm_token_type_ids`)."""
+    """Whether the model's forward takes `mm_token_type_ids`, which say which tokens are images."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     @property
     def token_id(self) -> int:
-        """The placeholder: one for an image in requests, one for each of its tokens in prompts."""
+        """The placeholder: one per image in requests, one per image token in prompts."""
         return int(self._processor.image_token_id)
 
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens that expanding a placeholder puts before and behind an image's."""
+        """Tokens that expansion puts before and after the tokens of an image."""
         return (), ()
 
     @property
     def resize(self) -> PictureResize:
-        """The size at which the model is shown a picture."""
+        """The size to which the model resizes an image."""
         images = self._processor.image_processor
         side = images.patch_size * images.merge_size
         return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Count the tokens of an image of this size, without those around it.
+        """Return the number of tokens of an image of this size, without the tokens around them.
 
-        Raises ValueError for a shape that the processor does not take.
+        Raises ValueError for a shape that the processor does not accept.
         """
         images = self._processor.image_processor
         return int(images.get_number_of_image_patches(height, width)) // images.merge_size**2
@@ -93,20 +94,20 @@ class Pictures:
         return EncodedImages(encoded["pixel_values"], encoded["image_grid_thw"])
 
     def token_counts(self, image_grid_I3: torch.Tensor) -> list[int]:
-        """Count the tokens of each image, without those around it."""
+        """Return the number of tokens of each image, without the tokens around them."""
         per_token = self._processor.image_processor.merge_size**2
         return [patches // per_token for patches in image_grid_I3.prod(dim=1).tolist()]
 
     def expand(self, token_ids: Sequence[int], image_grid_I3: torch.Tensor) -> tuple[int, ...]:
-        """Put the tokens of each image in its placeholder's place.
+        """Replace each placeholder by the tokens of its image.
 
-        Raises ValueError where there are not as many placeholders as images.
+        Raises ValueError if the numbers of placeholders and images differ.
         """
         placeholder = self.token_id
         before, behind = self.around
         number = token_ids.count(placeholder)
         if number != len(image_grid_I3):
-            raise ValueError(f"a prompt has {number} placeholders of {len(image_grid_I3)} images")
+            raise ValueError(f"a prompt has {number} placeholders for {len(image_grid_I3)} images")
         counts = iter(self.token_counts(image_grid_I3))
         expanded: list[int] = []
         for token_id in token_ids:
@@ -118,7 +119,7 @@ class Pictures:
 
 
 class TiledPictures(Pictures):
-    """What the processor of an InternVL checkpoint makes of pictures."""
+    """Images as the processor of an InternVL checkpoint encodes them."""
 
     takes_modality = False
 
@@ -153,15 +154,15 @@ class TiledPictures(Pictures):
 
 @dataclass(frozen=True, slots=True)
 class TileResize(PictureResize):
-    """The size of all tiles of a picture together.
+    """The total size of all tiles of an image.
 
-    `side` is a tile's, and the pixels are those of the fewest and the most tiles.
+    `side` is the side of a tile; the pixel limits are the fewest and the most tiles, in pixels.
 
     Example: `TileResize(448, 448**2, 12 * 448**2).size_of(640, 480)` is (1792, 1344): 4 x 3 tiles.
     """
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        # Where a picture has been shown, its processor has imported this.
+        # This costs nothing after the first image: the processor has imported it.
         from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
         few, most = (pixels // self.side**2 for pixels in (self.min_pixels, self.max_pixels))
@@ -170,6 +171,6 @@ class TileResize(PictureResize):
 
 
 def pictures_of(processor: Any) -> Pictures:
-    """Return what a checkpoint's processor makes of pictures, by its class."""
+    """Return the image encoding of a checkpoint's processor, chosen by its class."""
     is_tiling = type(processor).__name__ in TILING_PROCESSORS
     return TiledPictures(processor) if is_tiling else Pictures(processor)

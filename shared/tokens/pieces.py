@@ -1,4 +1,4 @@
-"""The bytes of every token of a vocabulary, and the byte spans of a sequence of tokens."""
+"""The bytes of every token of a vocabulary, and the byte spans of a token sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shared.tokens.vocabulary import TokenCodec
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map characters of byte-level BPE vocabularies to the bytes they stand for (GPT-2's table).
+    """Map the characters of byte-level BPE vocabularies to their bytes (GPT-2's table).
 
-    Visible characters of Latin-1 stand for themselves; the others are numbered from U+0100 on.
+    Visible Latin-1 characters map to themselves; the others are numbered from U+0100 on.
     """
     visible = [
         *range(ord("!"), ord("~") + 1),
@@ -24,11 +24,11 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tuple[bytes, ...]:
-    """Return the bytes of each token by token id; empty where an id has no token.
+    """Return the bytes of each token by token id; empty if an id has no token.
 
     Args:
         vocabulary: tokens, written in the byte alphabet, to ids.
-        literal: ids of added tokens (special and coord tokens) to their text, in no alphabet.
+        literal: ids of added tokens (special and coordinate tokens) to their plain text.
 
     Raises:
         ValueError: the vocabulary is not byte-level.
@@ -40,8 +40,8 @@ def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tu
             continue
         if not alphabet.keys() >= set(token):
             raise ValueError(
-                f"token {token_id} ({token!r}) is not written in the byte alphabet; only byte-level"
-                " BPE tokenizers (such as Qwen's) can be read"
+                f"token {token_id} ({token!r}) is not written in the byte alphabet; use a"
+                " byte-level BPE tokenizer (such as Qwen's)"
             )
         pieces[token_id] = bytes(alphabet[character] for character in token)
     for token_id, text in literal.items():
@@ -50,7 +50,7 @@ def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tu
 
 
 def piece_spans(token_ids: Sequence[int], codec: TokenCodec) -> list[tuple[int, int]]:
-    """Return the half-open byte span of each token in the concatenation of all pieces.
+    """Return the half-open byte span of each token in the concatenated bytes of all tokens.
 
     Example: pieces of 2, 0 and 3 bytes have the spans `(0, 2), (2, 2), (2, 5)`.
     """

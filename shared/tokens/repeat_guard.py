@@ -1,21 +1,20 @@
-"""The one rule by which a sequence that repeats itself is ended (spec: repeat termination).
+"""The rule that ends a sequence that repeats itself (spec: repeat termination).
 
-A sequence is its generated tokens; the prompt does not count. After each of them, once there are
-`min_new_tokens`, the sequence exceeds its thresholds when
+A sequence is its generated tokens; the prompt does not count. Once it has `min_new_tokens` tokens,
+it is checked after each token. It is repetitive if
 
-- its last `max_consecutive_token_repeats` tokens are all the same token, or
-- its last `ngram_size * ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats`
-  times back to back, or
-- more than `max_object_keys` keys `object_{n}` are complete in it.
+- its last `max_consecutive_token_repeats` tokens are all the same token, or - its last `ngram_size
+* ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or -
+more than `max_object_keys` keys `object_{n}` are complete in it.
 
-Then its next token is its stop token, set and not sampled. Repetitions that begin before
-`min_new_tokens` count with their whole length; those that are over by then do not. The rule depends
-on the tokens alone, so transformers, vLLM and the receiver of a response come to the same end
+Then its next token is set to its stop token instead of being sampled. Repetitions that begin before
+`min_new_tokens` count with their whole length, unless they are over by then. The rule depends only
+on the tokens, so transformers, vLLM and the receiver of an answer find the same end
 (`mark_forced`).
 
-Keys are counted by an automaton over bytes, wherever tokens split them, so that nothing is decoded.
-A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its
-colon has come. `NEXT[state, byte]` is the next state, `FOUND[state, byte]` tells of a complete key.
+An automaton over bytes counts the keys, however tokens split them, so nothing is decoded. A key is
+`"object_`, one or more digits, `"`, any JSON whitespace and `:`; it counts at its colon.
+`NEXT[state, byte]` is the next state, `FOUND[state, byte]` is 1 if the byte completes a key.
 
 Shape legend: S states, V token ids.
 """
@@ -31,14 +30,14 @@ from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout
 
 PieceBytes = Callable[[int], bytes]
-"""Returns the bytes of one token alone (`TokenCodec.piece_bytes`)."""
+"""Returns the bytes of one token (`TokenCodec.piece_bytes`)."""
 
 _OPENING = b'"object_'
 _NUMBER = len(_OPENING)
 _DIGITS = _NUMBER + 1
 _CLOSED = _NUMBER + 2
 _SPACED = _NUMBER + 3
-"""States after the opening (lower ones: a part of it), a digit, the closing quote, whitespace."""
+"""States after the opening, a digit, the closing quote, whitespace; lower: inside the opening."""
 START = 0
 NUM_STATES = _SPACED + 1
 
@@ -52,7 +51,7 @@ def _step(state: int, byte: int) -> tuple[int, bool]:
         return _CLOSED, False
     if state in (_CLOSED, _SPACED) and byte in b" \t\r\n":
         return _SPACED, False
-    # The closing quote of one was the opening quote of the next.
+    # The closing quote of a string may be the opening quote of the next.
     if state == _CLOSED and byte == _OPENING[1]:
         return 2, False
     return int(byte in b'"'), state in (_CLOSED, _SPACED) and byte in b":"
@@ -64,14 +63,14 @@ FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8
 
 
 class ObjectKeys:
-    """The automaton over tokens of one vocabulary; remembers what each did, and no sequence."""
+    """The automaton over tokens of one vocabulary; caches every token's step, but no sequence."""
 
     def __init__(self, piece_bytes: PieceBytes) -> None:
         self.piece_bytes = piece_bytes
         self._known: list[dict[int, tuple[int, int]]] = [{} for _ in range(NUM_STATES)]
 
     def step(self, state: int, token_id: int) -> tuple[int, int]:
-        """Return the state after this token, and the number of keys that it completed."""
+        """Return the state after this token, and the number of keys that it completes."""
         known = self._known[state]
         if token_id not in known:
             known[token_id] = self._read(state, token_id)
@@ -86,9 +85,9 @@ class ObjectKeys:
 
 
 def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `ObjectKeys.step` of every state and token, for a device's table.
+    """Return `ObjectKeys.step` of every state and token, as tables for a device.
 
-    The next states and the keys completed, each uint8 [S, V].
+    They are the next states and the numbers of completed keys, each uint8 [S, V].
     """
     lengths = np.array([len(piece) for piece in pieces])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -109,30 +108,30 @@ class RepeatGuardSettings:
     """The settings of `rollout_matching.repeat_terminate`.
 
     Example: `RepeatGuardSettings(64, 32, 16, 4, None)` ends a sequence of at least 64 tokens after
-    32 equal ones in a row, or after 16 tokens four times back to back.
+    32 equal tokens in a row, or after 16 tokens four times back to back.
     """
 
     min_new_tokens: int
-    """Generated tokens before the guard looks."""
+    """Generated tokens before the first check."""
     max_consecutive_token_repeats: int
-    """This many of the same token in a row are a repetition; at least 1."""
+    """Number of equal tokens in a row that is a repetition; at least 1."""
     ngram_size: int
-    """Length of the sequences that are compared; at least 1."""
+    """Length of the compared token sequences; at least 1."""
     ngram_repeats: int
-    """This many of them, back to back, are a repetition; at least 2."""
+    """Number of equal sequences, back to back, that is a repetition; at least 2."""
     max_object_keys: int | None
-    """More keys than this are a repetition; None: no limit."""
+    """More keys than this are a repetition; None means no limit."""
 
 
 class RepeatRule:
-    """The settings and, where keys are limited, the vocabulary; makes one guard per sequence."""
+    """The settings and, if keys are limited, the vocabulary; creates one guard per sequence."""
 
     def __init__(
         self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None
     ) -> None:
-        """Keep the settings; `piece_bytes` is needed exactly where `max_object_keys` is set."""
+        """Keep the settings; `piece_bytes` is needed if and only if `max_object_keys` is set."""
         assert piece_bytes is not None or settings.max_object_keys is None, (
-            "keys are read in the bytes of tokens"
+            "max_object_keys needs piece_bytes"
         )
         self.settings = settings
         self.object_keys: ObjectKeys | None = None
@@ -140,11 +139,11 @@ class RepeatRule:
             self.object_keys = ObjectKeys(piece_bytes)
 
     def guard(self) -> RepeatGuard:
-        """Make the guard of a sequence that begins."""
+        """Create the guard of a new sequence."""
         return RepeatGuard(self)
 
     def first_repetition(self, token_ids: Sequence[int]) -> int | None:
-        """Return the number of tokens after which the sequence was to end; None where never."""
+        """Return the number of tokens after which the rule ends the sequence, or None."""
         guard = self.guard()
         for number, token_id in enumerate(token_ids, 1):
             if guard.push(token_id):
@@ -179,14 +178,14 @@ class RepeatGuard:
         self._keys = rule.object_keys
         self._tokens: list[int] = []
         self._run = 0
-        """Equal tokens at the end."""
+        """Number of equal tokens at the end."""
         self._num_periodic = 0
-        """Tokens at the end that equal the one `ngram_size` before them."""
+        """Number of tokens at the end that equal the token `ngram_size` before them."""
         self._key_state = START
         self._num_keys = 0
 
     def push(self, token_id: int) -> bool:
-        """Take the next token. True: the one after it must be the stop token."""
+        """Add the next token. Return True if the token after it must be the stop token."""
         tokens = self._tokens
         num_before = len(tokens)
         self._run = self._run + 1 if num_before and tokens[-1] == token_id else 1
@@ -209,19 +208,19 @@ class RepeatGuard:
 
 
 def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
-    """Mark the stop token of a rollout as forced where the guard forced it.
+    """Mark the stop token of a rollout as forced if the guard forced it.
 
-    For requests that named a stop token: there is nothing to force in others.
+    Only for requests with a stop token: without one, nothing can be forced.
 
     Raises:
-        RolloutError: the response goes on behind a repetition, which no active guard allows.
+        RolloutError: the answer continues after a repetition, which an active guard prevents.
     """
     length = rule.first_repetition(rollout.response_token_ids)
     if length is None:
         return rollout
     if length < len(rollout.response_token_ids):
         raise RolloutError(
-            f"sample {rollout.sample_id} repeats itself after {length} tokens and goes on to"
+            f"sample {rollout.sample_id} repeats itself after {length} tokens but continues to"
             f" {len(rollout.response_token_ids)}: the repeat guard"
             " (rollout_matching.repeat_terminate) was not active, or had other settings",
             actor=rollout.actor,

@@ -1,6 +1,5 @@
-"""Coord tokens and the view of a tokenizer that the rest of the project has (docs/decisions.md and
-contracts).
-"""
+"""Coordinate tokens, and the project's interface to a tokenizer (docs/decisions.md and
+contracts)."""
 
 from __future__ import annotations
 
@@ -16,28 +15,28 @@ _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 def coord_token(bin: int) -> str:
     """Return `<|coord_k|>`. Raises ValueError outside 0..999."""
     if not 0 <= bin < NUM_BINS:
-        raise ValueError(f"bin {bin} has no coord token; bins are 0..{NUM_BINS - 1}")
+        raise ValueError(f"bin {bin} has no coordinate token; use a bin in 0..{NUM_BINS - 1}")
     return f"<|coord_{bin}|>"
 
 
 def parse_coord_token(text: str) -> int | None:
-    """Return the bin of a string that is exactly one coord token; else None."""
+    """Return the bin if `text` is exactly one coordinate token, else None."""
     match = _COORD_TOKEN.fullmatch(text)
     return None if match is None else int(match[1])
 
 
 COORD_TOKENS = tuple(coord_token(bin) for bin in range(NUM_BINS))
-"""In the order of their bins."""
+"""In the order of bins."""
 
 
 class TokenCodec(Protocol):
-    """Token ids to bytes and back, without knowing whose tokenizer it is."""
+    """Conversion between token ids and bytes, for any tokenizer."""
 
     eos_token_id: int
     """The id of `<|im_end|>`."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of this token alone; they may end inside a character.
+        """Return the UTF-8 bytes of one token; they may end inside a character.
 
         Empty for an id without a token.
         """
@@ -48,9 +47,9 @@ class TokenCodec(Protocol):
         ...
 
     def coord_bin(self, token_id: int) -> int | None:
-        """Return 0..999 for a coord token, None for any other."""
+        """Return 0..999 for a coordinate token, None for any other."""
         ...
 
     def coord_id(self, bin: int) -> int:
-        """Return the id of the coord token of `bin` (0..999)."""
+        """Return the id of the coordinate token of `bin` (0..999)."""
         ...

@@ -1,33 +1,33 @@
-"""A probe that shows whether a rollout engine computes what the learner computes (decision 38).
+"""A probe that checks that a rollout engine computes what the learner computes (decision 38).
 
-In float32 two sound engines differ by 3e-6, and no token may differ by more than 1e-4. In bfloat16
-both sides round every logit, and a few of many tokens differ by much. There the *mean* difference
-is bounded, and the *share* of tokens that differ by more than a bound. How much rounding makes of
-a model on this hardware is measured: at version 0 both sides hold the checkpoint, so what they
-differ by is noise. Later syncs may differ by `BOUND_OVER_NOISE` times as much, and never by more
-than the usual bounds: a fault that was there already when the noise was measured, and raised it, is
-noticed by these.
+In float32 two correct engines differ by 3e-6, and no token may differ by more than 1e-4. In
+bfloat16 both sides round every logit, and a few of many tokens differ by much. There the *mean*
+difference has a bound, and so has the *share* of tokens that differ by more than a second bound.
+The effect of rounding for this model and hardware is measured: at version 0 both sides hold the
+checkpoint, so their difference is noise. Later syncs may differ by `BOUND_OVER_NOISE` times the
+noise, but never by more than the usual bounds. These catch a fault that already existed when the
+noise was measured, and raised it.
 
-What this sees in bfloat16 is a fault that moves log-probabilities by several times the noise:
-exchanged layers, a stale head, a share of an engine left out, weights fifty steps old
-(tests/learner/weight_sync/test_canary.py has each). Against weights *one* step old stand names,
-checksums and versions, and that a sync begins when the update before it is complete.
+In bfloat16 this detects faults that move log-probabilities by several times the noise: exchanged
+layers, a stale head, a missing share of an engine, weights fifty steps old (all in
+tests/learner/weight_sync/test_canary.py). Weights *one* step old are prevented by names, checksums
+and versions, and because a sync starts only when the update before it is complete.
 
-Where the engine is sent an adapter, it may hold the adapter, not apply it, and agree all the same:
-a young adapter changes less than bfloat16 rounds. Therefore both sides also score the probe without
-the adapter, and its *effect*, the difference of the two, has to be the same. With one number per
-token,
+An engine that receives an adapter could hold it without applying it, and still agree: a young
+adapter changes less than bfloat16 rounds. So both sides also score the probe without the adapter.
+The adapter's *effect*, the difference of the two scores, must be the same on both sides. With one
+number per token,
 
-    effect   e = learner's with the adapter - learner's without
-    served   s = engine's with the adapter - engine's without
-    noise    q = engine's without the adapter - learner's without: rounding, and nothing else
+    effect   e = learner with the adapter - learner without
+    served   s = engine with the adapter - engine without
+    noise    q = engine without the adapter - learner without: only rounding
 
-the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for one that is not applied, and c
-for one that is scaled by c. It differs from 1 by at most `|s - e| / |e|`; `s - e` is the noise with
-the adapter less the noise without, so at most `2 |q|` as long as the adapter brings no more noise
-than the base model. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope has to be
-within `2 / EFFECT_OVER_NOISE` of 1, which is the worst case. A smaller effect (there is none before
-the first step) proves nothing, and nothing is asked of it.
+the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for an adapter that is not applied,
+and c for one scaled by c. It differs from 1 by at most `|s - e| / |e|`. `s - e` is the noise with
+the adapter minus the noise without, so at most `2 |q|` if the adapter adds no more noise than the
+base model has. Hence the rule: if `|e| >= EFFECT_OVER_NOISE |q|`, the slope must be within `2 /
+EFFECT_OVER_NOISE` of 1, which is the worst case. A smaller effect (it is 0 before the first step)
+proves nothing and is not checked.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ from shared.weight_sync.phases import SyncPhase
 NOISE_FILE = "canary_noise.json"
 
 EFFECT_OVER_NOISE = 5.0
-# Root mean square in nats: in float32 the adapter's own rounding is more than the noise.
+# Root mean square in nats: in float32 the adapter's rounding exceeds the noise.
 SMALLEST_EFFECT = 1e-4
 
-# Agreement in units of the noise: of its mean for the mean, of its largest for a token.
+# Allowed difference in units of the noise: of its mean for the mean, of its maximum for a token.
 BOUND_OVER_NOISE = 3.0
-# Bounds in nats where the noise is less: other weights and other tokens have other noise.
+# Minimum bounds in nats: other weights and other tokens have other noise.
 SMALLEST_MEAN = 0.01
 SMALLEST_BEYOND = 0.1
-# Loosest bounds in nats, and those where no noise was measured. Of real models means up to 0.064
-# are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352).
+# Maximum bounds in nats, also used if no noise was measured. For real models, reports give means up
+# to 0.064, and 0.32 for the worst of 25 tokens (verl-omni#637, vllm#18352).
 USUAL_MEAN = 0.1
 USUAL_BEYOND = 0.5
-# Share of the tokens that may be beyond the bound, and how many of a short probe always may.
+# Share of the tokens that may exceed the bound, and their allowed number in a short probe.
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
 
 Logprobs = tuple[float, ...]
-"""Of a probe's tokens, all but the first."""
+"""One per token of a probe except the first."""
 Scores = tuple[Sequence[int], Sequence[float]]
-"""An engine's answer to a probe: expanded token ids, log-probabilities of all but the first."""
+"""An engine's result for a probe: expanded token ids, log-probabilities of all but the first."""
 
-# NaN, which `Differences.from_values` may return, is never noise: no record or message may hold it.
+# `Differences.from_values` may return NaN, which is never noise: no record or message may contain
+# it.
 Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -86,39 +87,39 @@ class Differences:
 
     @classmethod
     def from_values(cls, differences: Sequence[float]) -> Differences:
-        """Summarise them: NaN where one of them is NaN, 0 where there are none."""
+        """Summarise the differences: NaN if one of them is NaN, 0 if the list is empty."""
         if not differences:
             return cls(0.0, 0.0)
-        # max() would drop a NaN that is not the first.
+        # max() ignores a NaN that is not the first value.
         is_finite = all(map(math.isfinite, differences))
         largest = max(differences) if is_finite else math.fsum(differences)
         return cls(math.fsum(differences) / len(differences), largest)
 
     @classmethod
     def worst(cls, several: Sequence[Differences]) -> Differences:
-        """Take the largest mean and the largest difference of several engines."""
+        """Return the largest mean and the largest difference of several engines."""
         return cls(max(one.mean for one in several), max(one.largest for one in several))
 
     @classmethod
     def load(cls, run_dir: Path) -> Differences | None:
-        """Return the noise recorded in a run's folder; None where none was.
+        """Return the noise recorded in a run folder, or None.
 
-        Raises ConfigError for a bad file.
+        Raises ConfigError for an invalid file.
         """
         return read_record(
             run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
         )
 
     def as_json(self) -> str:
-        """Write what `load` reads."""
+        """Return the text that `load` reads."""
         return json.dumps(asdict(self)) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryProbe:
-    """A fixed sequence, prompt and short response, and what the learner thinks of it.
+    """A fixed sequence (prompt and short answer) with the learner's log-probabilities.
 
-    The prompt has an image where the model has a vision tower. Log-probabilities are plain
+    If the model has a vision tower, the prompt has an image. Log-probabilities are plain
     `log_softmax(logits)`: an engine scores a prompt without temperature or banned ids.
 
     Example: 3 tokens, `CanaryProbe((5, 6, 7), (), (5, 6, 7), (-0.3, -1.2), tolerance=1e-4)`; -0.3
@@ -126,21 +127,21 @@ class CanaryProbe:
     """
 
     token_ids: tuple[int, ...]
-    """Prompt and response, unexpanded: one image placeholder per image."""
+    """Prompt and answer, unexpanded: one placeholder per image."""
     images: tuple[ImageRef, ...]
-    """Each with `data`."""
+    """Each has `data`."""
     expanded_token_ids: tuple[int, ...]
-    """`token_ids` with image placeholders as the learner's processor expands them."""
+    """`token_ids` with placeholders expanded by the learner's processor."""
     expected_logprobs: tuple[float, ...] | None
-    """One per expanded token but the first. None: the learner computes them while the engines load,
-    and they come behind the weights (`shared.weight_sync.offer.CANARY`)."""
+    """One per expanded token except the first. None: the learner computes them while the engines
+    load, and sends them after the weights (`shared.weight_sync.offer.CANARY`)."""
     tolerance: float | None
-    """Largest difference of a token, as in float32; None: mean and share are compared."""
+    """Maximum difference of a token, for float32; None: mean and share are compared."""
     base_logprobs: tuple[float, ...] | None = None
-    """`expected_logprobs` without the learner's adapter; None where no adapter is synced alone."""
+    """`expected_logprobs` without the learner's adapter; None if no adapter is sent."""
     placeholder_ids: tuple[int, ...] = ()
-    """Tokens that stand for parts of images. Not compared: nobody samples them, and they are the
-    farthest from 0 and so the noisiest."""
+    """Tokens that stand for parts of images. They are not compared: they are never sampled, and
+    their log-probabilities are the farthest from 0 and so the noisiest."""
     noise: Differences | None = None
     """Differences at version 0; None: not measured yet, or not needed."""
 
@@ -148,7 +149,7 @@ class CanaryProbe:
         for logprobs in (self.expected_logprobs, self.base_logprobs):
             if logprobs is not None and len(logprobs) != self.num_logprobs:
                 raise ValueError(
-                    f"{len(self.expanded_token_ids)} canary tokens need one log-probability less,"
+                    f"{len(self.expanded_token_ids)} canary tokens need one log-probability fewer,"
                     f" not {len(logprobs)}"
                 )
 
@@ -157,14 +158,14 @@ class CanaryProbe:
         return len(self.expanded_token_ids) - 1
 
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
-        """Return the probe with the log-probabilities that came behind the weights."""
+        """Return the probe with the log-probabilities that arrived after the weights."""
         return replace(self, expected_logprobs=tuple(logprobs))
 
     def measure(self, actor: str, scores: Scores) -> Differences | None:
-        """Return the noise: how far an engine is that loaded the checkpoint by itself.
+        """Return the noise: the difference of an engine that loaded the checkpoint from disk.
 
-        None where its mean is above the usual bound: that is a fault or other weights. Raises
-        WeightSyncError where the engine expanded the prompt otherwise.
+        None if its mean is above the usual bound: that is a fault or other weights. Raises
+        WeightSyncError if the engine expanded the prompt differently.
         """
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
@@ -174,19 +175,19 @@ class CanaryProbe:
     def check(
         self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> Differences:
-        """Return how far the engine is from the learner.
+        """Return the difference between engine and learner.
 
-        Raises WeightSyncError naming the first token that differs by too much.
+        Raises WeightSyncError with the first token that differs by too much.
         """
         scores = (expanded_token_ids, logprobs)
         return self._check_agreement(actor, scores, self._expected, "weights are not the learner's")
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
-        """Return the slope of the adapter's effect, after `check`; None: too small an effect.
+        """Return the slope of the adapter's effect, after `check`; None if the effect is too small.
 
-        Raises WeightSyncError where the adapter is not applied as it should be.
+        Raises WeightSyncError if the adapter is not applied correctly.
         """
-        assert self.base_logprobs is not None, "an offer of an adapter brings both"
+        assert self.base_logprobs is not None, "an adapter's probe needs base_logprobs"
         self._check_agreement(
             actor, base, self.base_logprobs, "weights without the adapter are not the learner's"
         )
@@ -198,12 +199,12 @@ class CanaryProbe:
             return None
         projection = math.fsum(e * s for e, s in zip(effect, served, strict=True))
         slope = projection / math.fsum(e * e for e in effect)
-        # Written so that a NaN counts as a difference.
+        # Written so that NaN counts as a difference.
         if not abs(slope - 1) <= 2 / EFFECT_OVER_NOISE:
             raise WeightSyncError(
                 f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's"
-                " (0: the engine holds it and does not apply it); the engine does not serve the"
-                " learner's adapter",
+                " (0: the engine has the adapter but does not apply it); the engine does not serve"
+                " the learner's adapter",
                 actor=actor,
                 phase=SyncPhase.CANARY,
                 quantity="effect of the adapter",
@@ -236,7 +237,7 @@ class CanaryProbe:
                 f" {learners[first]:.6f}, engine {logprobs[first]:.6f}"
             )
         if self.tolerance is None:
-            message += f", on average by {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
+            message += f"; the mean difference is {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
         raise WeightSyncError(
             f"{message}; the engine's {what}",
             actor=actor,
@@ -247,18 +248,18 @@ class CanaryProbe:
 
     @property
     def _expected(self) -> tuple[float, ...]:
-        assert self.expected_logprobs is not None, "with_logprobs comes first"
+        assert self.expected_logprobs is not None, "call `with_logprobs` first"
         return self.expected_logprobs
 
     def _bounds(self) -> tuple[float, float]:
-        """Return the largest mean, and the difference from which on a token counts."""
+        """Return the maximum mean, and the difference above which a token counts."""
         if self.tolerance is not None:
             return math.inf, self.tolerance
         if self.noise is None:
             return USUAL_MEAN, USUAL_BEYOND
         mean = max(BOUND_OVER_NOISE * self.noise.mean, SMALLEST_MEAN)
         beyond = max(BOUND_OVER_NOISE * self.noise.largest, SMALLEST_BEYOND)
-        # An engine that is at fault from the start has measured its fault.
+        # An engine that is faulty from the start has measured its fault as noise.
         return min(mean, USUAL_MEAN), min(beyond, USUAL_BEYOND)
 
     def _compared(self) -> list[int]:
@@ -267,7 +268,7 @@ class CanaryProbe:
         return [i for i, token_id in enumerate(token_ids) if token_id not in self.placeholder_ids]
 
     def _differences(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
-        """Return one less the other, at the tokens that are compared."""
+        """Return the differences, ones - others, of the compared tokens."""
         differences = [one - other for one, other in zip(ones, others, strict=True)]
         return [differences[i] for i in self._compared()]
 
@@ -284,7 +285,7 @@ class CanaryProbe:
         raise WeightSyncError(
             f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the"
             f" learner to {len(self.expanded_token_ids)}, first difference at token {first}; check"
-            " that both read the same processor files (image size limits above all)",
+            " that both read the same processor files, with the same image size limits",
             actor=actor,
             phase=SyncPhase.CANARY,
             quantity="canary token ids",

@@ -1,14 +1,14 @@
 """A checksum of a bucket of weights: exact, 64 bits, the same on GPU, CPU and in plain Python.
 
 A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a
-hash over the sums of every row and of every column of a block, modulo 2**64, and over the bytes
-that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees
+hash of the sums of every row and of every column of a block, modulo 2**64, and of the bytes that do
+not fill a row. Integer sums do not depend on their order, so any parallel reduction agrees
 (decision 38).
 
-It tells apart for certain (up to a collision of the hash, 2**-64) any change within one word, two
-words that change places and differ, and rows, blocks or tensors that change places and differ in a
-sum. It cannot see changes that leave every row and column sum as it was: at least four words, at
-the corners of a rectangle, change by the same amount with alternating signs.
+It detects (up to a hash collision, 2**-64) any change within one word, two exchanged words that
+differ, and exchanged rows, blocks or tensors whose sums differ. It cannot detect changes that
+preserve every row and column sum: at least four words, at the corners of a rectangle, change by the
+same amount with alternating signs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets
 
-# Imported by functions alone: clients that only talk of weights have no need of torch.
+# Only functions import torch: clients that only refer to weights do not need it.
 if TYPE_CHECKING:
     import torch
 
 SIDE = 512
-"""Words of a row and rows of a block: a block is 2 MiB, which stays in a core's cache between its
-two sums."""
+"""Words per row and rows per block. A block is 2 MiB, so it stays in a core's cache between its two
+sums."""
 WORD_BYTES = 8
 ROW_BYTES = SIDE * WORD_BYTES
 
@@ -42,12 +42,13 @@ class BucketChecksum:
         self._hash = blake2b(digest_size=8)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a contiguous tensor of any dtype; of one on a device only 0.4 % is copied."""
+        """Add a contiguous tensor of any dtype; from a device, only 0.4 % of it is copied."""
         import torch
 
         bytes_N = tensor.reshape(-1).view(torch.uint8)
         if bytes_N.storage_offset() % WORD_BYTES:
-            # torch reads words at whole words only, and vLLM's own packing puts a tensor anywhere.
+            # torch needs words at multiples of 8 bytes, and vLLM's packing puts a tensor at any
+            # byte.
             bytes_N = bytes_N.clone()
         whole = len(bytes_N) // ROW_BYTES * ROW_BYTES
         if whole:
@@ -61,12 +62,12 @@ class BucketChecksum:
         self._hash.update(bytes_N[whole:].cpu().numpy().tobytes())
 
     def value(self) -> int:
-        """Return the checksum, signed as a tensor of int64 carries it."""
+        """Return the checksum as a signed number, as an int64 tensor stores it."""
         return int.from_bytes(self._hash.digest(), "little", signed=True)
 
 
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sums of all rows [R] and of each block's columns [B, SIDE], the last block's too.
+    """Return the sums of all rows [R] and of each block's columns [B, SIDE], even if it is partial.
 
     One pass over the memory: 0.05 s for a gigabyte.
     """
@@ -90,20 +91,20 @@ def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(eq=False, repr=False)
 class ChecksummedWeights:
-    """Weights on their way out, followed by their checksums and the canary's log-probabilities.
+    """Weights to send, followed by their checksums and the canary's log-probabilities.
 
-    To be iterated once.
+    It can be iterated once.
     """
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """Contiguous tensors, those of `terms` in their order."""
+    """Contiguous tensors, in the order of `terms`."""
     terms: FullOffer
     logprobs: Callable[[], Sequence[float]] | None = None
-    """Called last, where the terms promise log-probabilities."""
+    """Called last, if the terms include log-probabilities."""
     gather_s: float = field(init=False, default=0.0)
-    """Seconds in which the source made tensors."""
+    """Seconds that the source needs to make tensors."""
     verify_s: float = field(init=False, default=0.0)
-    """Seconds in which checksums were computed."""
+    """Seconds that the checksums need."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
@@ -125,10 +126,10 @@ class ChecksummedWeights:
                 self.verify_s += time.perf_counter() - gathered
                 yield name, tensor
             checksums.append(checksum.value())
-        assert tensor is not None, "a sync sends something"
-        # On the weights' own device, because one transport carries all.
+        assert tensor is not None, "a sync must send at least one tensor"
+        # On the weights' device, because one transport sends everything.
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=torch.int64).view(torch.uint8)
         if self.terms.num_logprobs:
-            assert self.logprobs is not None, "the terms promise them"
+            assert self.logprobs is not None, "terms.num_logprobs needs logprobs"
             logprobs = tensor.new_tensor(self.logprobs(), dtype=torch.float64)
             yield CANARY, logprobs.view(torch.uint8)

@@ -1,16 +1,15 @@
-"""The transport between processes with their weights in host memory: both ends of it (decision 38).
+"""Both ends of the transport between processes with weights in host memory (decision 38).
 
-Where all receivers of a group are on the sender's machine, they read the buckets in memory that
-they share with it, and the group's broadcasts of one byte tell them when. Else the buckets
-themselves are broadcast.
+If all receivers of a group are on the sender's machine, they read the buckets from shared memory,
+and broadcasts of one byte say when a bucket is ready. Otherwise the buckets are broadcast.
 
     GlooSender (rank 0)               GlooReceiver (rank 1, 2, ...)
-    which machine this is  ------>    is it mine?             all say yes
+    id of this machine     ------>    is it my machine?       all say yes
     address of the memory  ------>    can I open it?          all say yes
     bucket, or one byte    ------>    loads it, while the next one is on its way
                            <----->    all have loaded
 
-Nothing else of `shared` imports this module, which needs torch.
+No other module of `shared` imports this one, because it needs torch.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, bu
 from shared.weight_sync.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 
 NUM_BUFFERS = 2
-"""Buffers of buckets that go over the network: one is packed while the last one is on its way."""
+"""Buffers for buckets sent over the network: one is packed while the previous one is sent."""
 
 
 def gloo_options(host: str, timeout: timedelta) -> Any:
-    """Return options of a group with this timeout, whose other ranks reach this one at `host`."""
+    """Return options of a group with this timeout; its other ranks reach this rank at `host`."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    # Gloo would ask the host's name for an address, which may be 127.0.1.1 on a Debian machine.
+    # Otherwise Gloo resolves the host's name, which may be 127.0.1.1 on a Debian machine.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     return options
 
 
 class _Member:
-    """One rank's membership in a gloo group, with what it has under way there."""
+    """One rank's membership in a gloo group, with its unfinished broadcasts."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -59,13 +58,13 @@ class _Member:
         self._group.set_timeout(timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Begin a broadcast from rank 0; `tensor` is in use until its `wait` has returned."""
+        """Start a broadcast from rank 0; `tensor` is in use until its `wait` returns."""
         options = BroadcastOptions()
         options.rootRank = 0
         self._under_way.append(self._group.broadcast([tensor], options))
 
     def wait(self) -> None:
-        """Wait for the first broadcast that has not been waited for."""
+        """Wait for the oldest unfinished broadcast."""
         self._under_way.popleft().wait()
 
     def wait_for_all(self) -> None:
@@ -73,7 +72,7 @@ class _Member:
             self.wait()
 
     def agree(self, yes: bool) -> bool:
-        """Return whether every rank says yes, once every rank has come to say it."""
+        """Wait for the votes of all ranks, and return whether all voted yes."""
         vote = torch.tensor([yes], dtype=torch.int32)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
@@ -81,22 +80,22 @@ class _Member:
         return bool(vote.item())
 
     def leave(self) -> None:
-        # Gloo closes its connections, which ends the others' waits, when nothing refers to the
-        # group or to anything under way in it; its `shutdown` and `abort` do not. Whoever drops the
-        # last one waits for what another thread has under way, at most the group's timeout.
+        # Gloo closes its connections, which ends the others' waits, once nothing refers to the
+        # group or to its unfinished work; its `shutdown` and `abort` do not. Dropping the last
+        # reference waits for unfinished work of other threads, at most for the group's timeout.
         self._under_way.clear()
         self._group = None
 
 
 class GlooSender:
-    """The sender's end, rank 0 of every group, kept from sync to sync.
+    """The sender's end: rank 0 of every group, kept from sync to sync.
 
-    Shared memory holds a whole sync, so nobody waits until a bucket has been read. It is taken when
-    the first group of receivers on this machine has formed, and given back with the groups.
+    Shared memory holds a whole sync, so the sender need not wait until a bucket has been read. It
+    is allocated when the first group on this machine has formed, and freed with the groups.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """Return when every receiver has come to the sockets that hold the groups' ports."""
+        """Join the groups; return when all receivers have connected to the groups' ports."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
         joining = timedelta(seconds=terms.join_limit.seconds)
         timeout = timedelta(seconds=terms.timeout_s)
@@ -107,12 +106,12 @@ class GlooSender:
             for group, bound in zip(terms.groups, listening, strict=True):
                 self._groups.append(_RankZero(group, bound, joining, timeout, shared))
         except BaseException:
-            # Neither members nor memory wait until the traceback, which refers to them, is gone.
+            # Free members and memory now, not when the traceback, which refers to them, is freed.
             self.close()
             shared.cache_clear()
             raise
-        # Kept from sync to sync: memory handed out anew, page by page, takes several times as long
-        # as filling it.
+        # Kept from sync to sync: allocating new memory page by page takes several times as long as
+        # filling it.
         if any(group.reads_shared for group in self._groups):
             memory = shared()
             assert memory is not None
@@ -123,15 +122,16 @@ class GlooSender:
             self._buffers = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the terms' order, and wait until all is loaded."""
+        """Send all tensors in the order of `terms` to all groups, and wait until they are
+        loaded."""
         packing = list(buckets(terms.sent, terms.bucket_bytes))
         assert [offsets(bucket)[-1] for bucket in packing] == list(map(len, self._buffers)), (
-            "a source sends the same tensors every time"
+            "every sync must send the same tensors"
         )
         stream = iter(tensors)
         for turn, (bucket, packed) in enumerate(zip(packing, self._buffers, strict=True)):
             if turn >= NUM_BUFFERS:
-                # The bucket before the last one may have been packed in the same place.
+                # The buffer may hold the bucket before the previous one.
                 for group in self._groups:
                     group.wait()
             for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
@@ -144,7 +144,7 @@ class GlooSender:
             group.agree(True)
 
     def close(self) -> None:
-        """Leave the groups: whoever waits for this rank sees a closed connection."""
+        """Leave the groups: receivers that wait for this rank see a closed connection."""
         for group in self._groups:
             group.leave()
         # The traceback of a failed send refers to this sender.
@@ -163,10 +163,10 @@ class _RankZero(_Member):
         timeout: timedelta,
         shared: Callable[[], SharedMemory | None],
     ) -> None:
-        """Return when all receivers have come, after `joining` at the latest.
+        """Create the group; return when all receivers have joined. `joining` limits the wait.
 
         Args:
-            timeout: of every wait after that.
+            timeout: limit of every later wait.
             shared: called only if all receivers are on this machine.
         """
         store = TCPStore(
@@ -181,7 +181,7 @@ class _RankZero(_Member):
             options = gloo_options(group.host, joining)
             super().__init__(ProcessGroupGloo(store, 0, group.world_size, options))
         finally:
-            # It listens on the group's port, and the traceback of a failure would keep it.
+            # The store listens on the group's port, and a failure's traceback would keep it alive.
             del store
         self._one_byte = torch.ones(1, dtype=torch.uint8)
         self.reads_shared = False
@@ -197,18 +197,18 @@ class _RankZero(_Member):
             raise
 
     def send(self, packed: torch.Tensor) -> None:
-        """Begin to send; `packed` is in use until `wait` has returned as often."""
+        """Start sending; `packed` is in use until the matching `wait` returns."""
         self.broadcast(self._one_byte if self.reads_shared else packed)
 
     def _all_accept(self, numbers: Sequence[int]) -> bool:
-        """Return whether every receiver can do something with the numbers."""
+        """Send the numbers, and return whether every receiver accepts them."""
         self.broadcast(torch.tensor(numbers, dtype=torch.int64))
         self.wait()
         return self.agree(True)
 
 
 class GlooReceiver:
-    """The end of one worker of an engine."""
+    """The receiving end, in one worker of an engine."""
 
     def __init__(
         self,
@@ -221,13 +221,13 @@ class GlooReceiver:
         timeout_s: float,
         machine: Callable[[], Sequence[int]] = this_machine,
     ) -> None:
-        """Return when all have come to rank 0's store at `host:port`.
+        """Join the group at `host:port`; return when all ranks have joined.
 
         Raises RuntimeError after `join_s`.
 
         Args:
-            timeout_s: of every wait after that.
-            machine: names the one that this worker is on.
+            timeout_s: limit of every later wait.
+            machine: returns the id of this worker's machine.
         """
         joining = timedelta(seconds=join_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=joining)
@@ -238,7 +238,7 @@ class GlooReceiver:
             here = list(machine())
             if self._member.agree(self._numbers(len(here)) == here):
                 opened = SharedMemory.open(Address(*self._numbers(len(NOWHERE))))
-                # All of them or none: one that cannot open it needs the buckets themselves.
+                # All or none: if one receiver cannot open it, the buckets themselves are sent.
                 if self._member.agree(opened is not None) and opened is not None:
                     self._shared = torch.frombuffer(opened.memory, dtype=torch.uint8)
             self._member.set_timeout(timedelta(seconds=timeout_s))
@@ -249,9 +249,9 @@ class GlooReceiver:
     def receive(
         self, tensors: tuple[TensorSpec, ...], bucket_bytes: int
     ) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
-        """Yield every bucket and its bytes at `offsets`, each while the next one is on its way.
+        """Yield every bucket and its bytes at `offsets`, while the next bucket is on its way.
 
-        The bytes stay as they are until the next sync.
+        The bytes do not change until the next sync.
         """
         arriving: deque[tuple[tuple[TensorSpec, ...], torch.Tensor]] = deque()
         begin = 0
@@ -262,8 +262,8 @@ class GlooReceiver:
                 begin += size
                 self._member.broadcast(torch.empty(1, dtype=torch.uint8))
             else:
-                # A new buffer per bucket: the reload keeps views of it until the last parameter of
-                # a layer has come, maybe in the next bucket.
+                # A new buffer per bucket: the reload keeps views of it until a layer's last
+                # parameter has arrived, which may be in the next bucket.
                 packed = torch.empty(size, dtype=torch.uint8)
                 self._member.broadcast(packed)
             arriving.append((bucket, packed))
@@ -273,16 +273,16 @@ class GlooReceiver:
         for last in arriving:
             self._member.wait()
             yield last
-        # Rank 0 waits until all are through with the last bucket.
+        # Rank 0 waits until all receivers have loaded the last bucket.
         self._member.agree(True)
 
     def close(self) -> None:
-        """Leave the group, which ends the others' waits."""
+        """Leave the group; this ends the waits of the other ranks."""
         self._member.leave()
         self._shared = None
 
     def _numbers(self, count: int) -> list[int]:
-        """Return what rank 0 tells."""
+        """Return `count` numbers that rank 0 broadcasts."""
         numbers = torch.zeros(count, dtype=torch.int64)
         self._member.broadcast(numbers)
         self._member.wait()
@@ -290,8 +290,8 @@ class GlooReceiver:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine that connections to `host` leave from."""
+    """Return the address of this machine that connections to `host` use."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
+        probe.connect(address)  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])

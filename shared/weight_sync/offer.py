@@ -1,4 +1,4 @@
-"""A learner's offer of weights, and how full weights are cut into buckets (decision 38)."""
+"""A learner's offer of weights, and the cutting of full weights into buckets (decision 38)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shared.chunking import cut_past
 from shared.errors import Timeout
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks an engine can be started for; another rank takes the next larger one's room."""
+"""Ranks that an engine supports; another rank uses the space of the next larger one."""
 
 CHECKSUMS = "rollmatch.checksums"
-"""Name of the tensor behind the weights: one int64 per bucket, computed while it was packed.
+"""Name of the tensor after the weights: one int64 per bucket, computed while the bucket was packed.
 
-It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor at any byte.
+It is sent as bytes, like `CANARY`, because vLLM's packing puts a tensor at any byte.
 """
 CANARY = "rollmatch.canary"
-"""Name of the tensor behind the checksums: the probe's log-probabilities, in double precision."""
+"""Name of the tensor after the checksums: the probe's log-probabilities, in double precision."""
 PHASE_LIMIT = "timeouts.sync_phase_s"
-"""The key that bounds each phase of a sync."""
+"""The key that limits each phase of a sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter by itself, under the names by which peft and vLLM load it."""
+    """The files of an adapter, under the names that peft and vLLM load."""
 
     tensors: bytes
     """`adapter_model.safetensors`."""
@@ -34,7 +34,7 @@ class AdapterFiles:
     """`adapter_config.json`."""
 
     def save(self, folder: Path) -> None:
-        """Write what `peft.PeftModel.from_pretrained(base model, folder)` loads. Raises OSError."""
+        """Write a folder for `peft.PeftModel.from_pretrained(model, folder)`. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "adapter_model.safetensors").write_bytes(self.tensors)
         (folder / "adapter_config.json").write_text(self.config)
@@ -42,51 +42,51 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor that will be sent, under transformers' own parameter name.
+    """One tensor to send, under its parameter name in transformers.
 
     Example: `TensorSpec("lm_head.weight", "bfloat16", (1000, 64), 128000)`.
     """
 
     name: str
     dtype: str
-    """A name in the module torch."""
+    """Name in the module torch."""
     shape: tuple[int, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupSpec:
-    """One process group of a sync, hosted by the sender, which is its rank 0."""
+    """One process group of a sync; the sender hosts it and is its rank 0."""
 
     host: str
     port: int
-    """Bound by the sender before it is published here."""
+    """The sender binds it before publishing it here."""
     world_size: int
-    """The sender and every receiving worker; a receiver's rank is 1 plus the workers before it."""
+    """The sender and all receiving workers; a receiver's rank is 1 plus the workers before it."""
     key: str
-    """A new one each time the group is opened, which says to join again."""
+    """Changes each time the group is opened; a new key means that receivers must join again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullOffer:
-    """Full weights: what a receiver needs to join and to check. Plain data, fit for JSON.
+    """Full weights: what a receiver needs for joining and checking. Plain data, JSON-compatible.
 
-    Example: three tensors of 10 bytes with `bucket_bytes` 15 go as two buckets, of 20 and of 10
-    bytes, followed by a tensor `CHECKSUMS` of 2 numbers.
+    Example: three tensors of 10 bytes with `bucket_bytes` 15 are sent as two buckets, of 20 and of
+    10 bytes, followed by a tensor `CHECKSUMS` of 2 numbers.
     """
 
     groups: tuple[ProcessGroupSpec, ...]
-    """One for each of `RankTopology.receivers`; none where nothing goes over a wire."""
+    """One per entry of `RankTopology.receivers`; empty if no process group is needed."""
     timeout_s: float
-    """Longest time of any one phase but the joining (`timeouts.sync_phase_s`)."""
+    """Limit of each phase except joining (`timeouts.sync_phase_s`)."""
     bucket_bytes: int
-    """A bucket is closed by the tensor that takes it past this size."""
+    """A bucket ends with the tensor that takes it past this size."""
     tensors: tuple[TensorSpec, ...]
-    """The weights in the order in which they will be sent."""
+    """The weights in the order of sending."""
     num_logprobs: int = 0
-    """Numbers in `CANARY`; 0: the offered probe has its own."""
+    """Number of values in `CANARY`; 0: the probe of the offer contains them."""
     join: Timeout | None = None
-    """Longest time of joining the groups; None: `timeout_s`."""
+    """Limit of joining the groups; None: `timeout_s`."""
 
     @property
     def join_limit(self) -> Timeout:
@@ -98,7 +98,7 @@ class FullOffer:
 
     @property
     def group(self) -> ProcessGroupSpec:
-        """The only one: an engine is told of no other."""
+        """The only group: an offer to one engine contains only its group."""
         (group,) = self.groups
         return group
 
@@ -115,13 +115,13 @@ class FullOffer:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """An adapter, small enough to travel with the call. Plain data, no pickle."""
+    """An adapter, small enough to send with the call. Plain data, no pickle."""
 
     files: AdapterFiles
     sha256: str
-    """Hexadecimal digits, over tensors and configuration."""
+    """Hexadecimal digest of tensors and configuration."""
     timeout_s: float
-    """Longest time of any one phase (`timeouts.sync_phase_s`)."""
+    """Limit of each phase (`timeouts.sync_phase_s`)."""
 
     @classmethod
     def make(cls, files: AdapterFiles, *, timeout_s: float) -> AdapterOffer:
@@ -137,13 +137,13 @@ class AdapterOffer:
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    """Cut behind each tensor that takes a bucket past `bucket_bytes`, as vLLM's packing does."""
+    """Cut after each tensor that takes a bucket past `bucket_bytes`, as vLLM's packing does."""
     return cut_past(tensors, bucket_bytes, lambda tensor: tensor.num_bytes)
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
-    """Return where each tensor of a packed bucket begins, in bytes, and at the end its size."""
-    # Aligned, so that any dtype may follow any other.
+    """Return the byte offset of each tensor in a packed bucket, and finally the bucket's size."""
+    # Aligned, so that tensors of any dtype can follow each other.
     starts = [0]
     for tensor in bucket:
         starts.append(-(-(starts[-1] + tensor.num_bytes) // alignment) * alignment)

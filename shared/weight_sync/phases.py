@@ -1,16 +1,16 @@
-"""One weight sync as both ends know it: its phases, limits and conversation (decision 38).
+"""One weight sync, for both sides: its phases, limits and messages (decision 38).
 
 ::
 
     learner                                   every rollout engine
     offer: version, terms, canary
-                                              pause        finish what is running, start nothing
+                                              pause        finish running requests, start none
                                                            (before the first weights in bfloat16:
                                                            score the probe, to measure the noise)
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
            (gather, checksums while packing, the canary's log-probabilities)
-           the last two  -- behind them --->
+           the last two  -- after them ---->
                                               verify       every parameter loaded, checksums equal
                                                            the sender's
                                               reset        prefix, multimodal and encoder caches
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from shared.rollouts import SyncReport, WeightOffer
     from shared.weight_sync.canary import Differences
 
-# What each layer waits in a phase beyond its `timeout_s`. An outer one waits longer, so that the
-# innermost error, which knows most, is the one reported.
-ENGINE_MARGIN_S = 2.0  # the engine's, and the sender's
-CLIENT_MARGIN_S = 3.0  # a rollout server's client
-POOL_MARGIN_S = 4.0  # the pool's, and whoever waits for the sender
-SYNC_MARGIN_S = 6.0  # the whole sync's
+# The time that each layer waits beyond a phase's `timeout_s`. Outer layers wait longer, so that the
+# innermost error, which is the most specific, is reported.
+ENGINE_MARGIN_S = 2.0  # the engine and the sender
+CLIENT_MARGIN_S = 3.0  # the client of a rollout server
+POOL_MARGIN_S = 4.0  # the pool, and callers that wait for the sender
+SYNC_MARGIN_S = 6.0  # the whole sync
 
 OFFER = "offer"
-"""In an error: before a receiver did anything, or where it is not known what it did."""
+"""Phase in an error before a receiver did anything, or if its state is unknown."""
 
 
 class SyncPhase(StrEnum):
@@ -56,21 +56,21 @@ class SyncPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """The sender's side of one sync."""
+    """The sender's report on one sync."""
 
     phase_s: dict[str, float]
     """Seconds in `send_gather` (materialising the weights), `send_verify` (checksums),
-    `send_canary` (its scores), `send_rendezvous` and `send_wire`. Empty: nothing was left to send.
-    """
+    `send_canary` (its scores), `send_rendezvous` and `send_wire`. Empty if there was nothing to
+    send."""
 
 
 def all_phases_s(timeout_s: float) -> float:
-    """Return the limit of a receiver each of whose phases may take `timeout_s`."""
+    """Return the limit of a receiver whose phases may take `timeout_s` each."""
     return len(SyncPhase) * timeout_s
 
 
 def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
-    """Return the longest that this phase of the offer's sync may take."""
+    """Return the limit of this phase in the sync of the offer."""
     if phase is SyncPhase.RENDEZVOUS and isinstance(offer.terms, FullOffer):
         return offer.terms.join_limit
     return Timeout(offer.terms.timeout_s, PHASE_LIMIT)
@@ -83,28 +83,28 @@ def whole_sync_s(offer: WeightOffer) -> float:
 
 
 def sender_s(offer: WeightOffer) -> float:
-    """Return the limit of whoever waits for the sender, which takes part in two phases."""
+    """Return the limit for waiting for the sender, which takes part in two phases."""
     limits = (phase_limit(offer, phase) for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
     return sum(limit.seconds + POOL_MARGIN_S for limit in limits)
 
 
 class SendingLearner(Protocol):
-    """The learner, as a sync sees it."""
+    """The interface of the learner in a sync."""
 
     @property
     def offers_adapter(self) -> bool:
-        """True where the next offer is of an adapter."""
+        """Whether the next offer is an adapter."""
 
     @property
     def falls_back(self) -> bool:
-        """True where full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
+        """Whether full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Offer the next version, or `again` the present one, to engines that have lost it."""
+        """Offer the next version, or `again` the present one to engines that have lost it."""
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
     def sync_done(self, noise: Differences | None) -> None:
-        """Note on every rank that the version is served, and the noise that was measured."""
+        """Record on every rank that the version is served, and the measured noise."""
 
     def fall_back_to_full(self) -> None:
         """Offer full weights from now on, after an offer of an adapter."""
@@ -114,24 +114,24 @@ class SendingLearner(Protocol):
 
 
 class ReceivingEngines(Protocol):
-    """The rollout engines, as a sync sees them."""
+    """The interface of the rollout engines in a sync."""
 
     def wait_idle(self) -> None:
-        """Return when nothing is being generated: under `max_staleness` the next step's first round
-        may still be running. Raises RolloutError where that round failed.
+        """Wait for running generation, such as the next step's first round (`max_staleness`).
+
+        Raises RolloutError if that round failed.
         """
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
 
     @property
     def replaces_lost(self) -> bool:
-        """True where new engines are started in place of lost ones."""
+        """Whether new engines are started to replace lost ones."""
 
     def join_replacements(self) -> bool:
-        """Replace all engines that have ended or do not answer, and wait for the new ones; return
-        whether there are any.
+        """Replace all engines that have ended or do not respond; return whether there were any.
 
-        Raises RolloutError where no more may be replaced.
+        Waits for the new engines. Raises RolloutError if no more engines may be replaced.
         """
 
     def replace_named(self, error: WeightSyncError) -> bool:
@@ -143,20 +143,20 @@ def sync_weights(
 ) -> SyncReport:
     """Run one verified sync; afterwards every engine serves the offered version.
 
-    Engines that are being started in place of lost ones are waited for. Where they may be replaced,
-    a sync that fails is tried again, but for a difference: with new engines in place of all that
-    have ended or do not answer; where none has, once more on a fresh group, and then with a new
-    engine in place of the one that the error names.
+    Waits for engines that are starting as replacements of lost ones. If engines may be replaced, a
+    failed sync is repeated, unless the failure is a difference: with replacements for all engines
+    that have ended or do not respond. If all are alive, the sync is repeated first on a fresh
+    group, then with a replacement for the engine that the error names.
 
-    Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
-    the run, if the configuration permits it (decision 20); the report says why.
+    If an offered adapter fails in any way, a full sync replaces it, now and for the rest of the
+    run, if the configuration permits it (decision 20). The report contains the reason.
 
     Args:
-        again: some engines have lost the present version, and the learner's weights are still its.
+        again: some engines have lost the present version, which the learner still has.
 
     Raises:
-        WeightSyncError: naming phase and engine.
-        LearnerError: the learner failed by itself.
+        WeightSyncError: names phase and engine.
+        LearnerError: the learner failed on its own.
         RolloutError: no more engines may be replaced.
     """
     rollouts.wait_idle()
@@ -167,9 +167,10 @@ def sync_weights(
     while True:
         try:
             return replace(_sync(learner, rollouts, again=again), fell_back=fell_back)
-        # of any kind: what the engines hold after it is proved by the sync that follows
+        # any kind: the next sync verifies the weights that the engines have after it
         except Exception as error:
-            # A difference is not tried again: what differed once is not to be trusted.
+            # After a difference the sync is not repeated: an engine that differed once is not
+            # trusted.
             if rollouts.replaces_lost and isinstance(error, WeightSyncError) and not error.quantity:
                 mended = rollouts.join_replacements()
                 if not mended and not learner.offers_adapter:
@@ -180,7 +181,7 @@ def sync_weights(
                     continue
             if not learner.offers_adapter:
                 raise
-            # Full weights would be scored by the same canary.
+            # Full weights would use the same canary.
             if isinstance(error, LearnerError) and (
                 not learner.falls_back or error.phase == SyncPhase.CANARY
             ):
@@ -197,8 +198,8 @@ def _adapter_error(error: Exception) -> WeightSyncError:
     if not isinstance(error, WeightSyncError):
         error = WeightSyncError(f"{type(error).__name__}: {error}", actor=ENGINES, phase=OFFER)
     return WeightSyncError(
-        f"of the adapter: {error.message}; set rollout_matching.vllm.sync.fallback_to_full: true to"
-        " go on with full weights, or sync.mode: full to begin with them",
+        f"adapter sync failed: {error.message}; set rollout_matching.vllm.sync.fallback_to_full:"
+        " true to continue with full weights, or sync.mode: full to use them from the start",
         actor=error.actor,
         phase=error.phase,
         quantity=error.quantity,
@@ -207,10 +208,10 @@ def _adapter_error(error: Exception) -> WeightSyncError:
 
 
 def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -> SyncReport:
-    """Make one offer and wait for both sides of it.
+    """Make one offer and wait for both sides.
 
-    When one side fails it leaves the group, which ends the other side's wait: a few seconds are
-    given to that, so that the error shown is the receiver's, with the sender's as its cause.
+    A side that fails leaves the group, which ends the other side's wait. This function waits a few
+    seconds for that, so that it raises the receiver's error with the sender's as its cause.
     """
     offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)
@@ -221,7 +222,7 @@ def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -
     wait(sides, timeout=SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
-        # The receivers of a learner that failed know only that it left.
+        # If the learner failed, the receivers only know that it left.
         errors.sort(key=lambda error: not isinstance(error, LearnerError))
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):

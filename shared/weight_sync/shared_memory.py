@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share. Without a name, a killed process leaves none."""
+"""Memory shared by processes of one machine. It has no name, so it is freed even after a kill."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONTAINER = Path("/sys/fs/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 OWN_PROCESSES = Path("/proc/self/ns/pid")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Nobody can change the size: reading a page that is not there any more would kill the process."""
+"""The size cannot change: reading a page that no longer exists would kill the process."""
 
 
 class Address(NamedTuple):
-    """The way to a memory for another process, in plain numbers."""
+    """The address of shared memory for another process, in plain numbers."""
 
     process: int
-    """May be another process's id elsewhere: hence the last two."""
+    """May be the id of a different process elsewhere: hence `device` and `inode`."""
     descriptor: int
     num_bytes: int
     device: int
@@ -36,7 +36,7 @@ class Address(NamedTuple):
         return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
     def is_of(self, descriptor: int) -> bool:
-        """Return whether the open file is the memory that was made here, as it was."""
+        """Return whether the open file is this memory, unchanged."""
         found = os.fstat(descriptor)
         return (
             (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.num_bytes)
@@ -46,21 +46,22 @@ class Address(NamedTuple):
 
 
 NOWHERE = Address(0, 0, 0, 0, 0)
-"""The address of no memory."""
+"""The address of missing memory."""
 
 
 class SharedMemory:
-    """A mapping that lives as long as `memory` is referred to."""
+    """A mapping that exists as long as something refers to `memory`."""
 
     def __init__(self, descriptor: int) -> None:
-        """Take over the open file. Raises OSError where it cannot be mapped: it stays open then."""
+        """Take over the open file. Raises OSError, and leaves the file open, if it cannot be
+        mapped."""
         self.memory = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
-        """Make memory; None where the system has none, or too little to leave half of it free."""
+        """Allocate memory; None if the system has none, or less than twice as much available."""
         if available_bytes() < 2 * num_bytes:
             return None
         try:
@@ -68,7 +69,7 @@ class SharedMemory:
         except OSError:
             return None
         try:
-            # Taken now: a process that writes where none is left is killed.
+            # Allocate now: writing when no memory is left would kill the process.
             os.posix_fallocate(descriptor, 0, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             return cls(descriptor)
@@ -78,9 +79,9 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
-        """Open what another process of this user created; None where it cannot be opened."""
+        """Open memory that another process of this user created; None if that is impossible."""
         try:
-            # Looked at first: whoever may name an address may not have any other file opened here.
+            # Check first: the sender of an address must not make this process open any other file.
             if not str(address.path.readlink()).startswith(f"/memfd:{NAME}"):
                 return None
             descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
@@ -94,18 +95,19 @@ class SharedMemory:
 
     @property
     def address(self) -> Address:
-        assert self._closing.alive, "the address was taken away"
+        assert self._closing.alive, "`forget` was called"
         found = os.fstat(self._descriptor)
         return Address(os.getpid(), self._descriptor, found.st_size, found.st_dev, found.st_ino)
 
     def forget(self) -> None:
-        """Take the address away: nobody comes any more, whoever has come goes on."""
+        """Close the file descriptor. New readers cannot open it; existing mappings keep working."""
         self._closing()
 
 
 def this_machine() -> tuple[int, ...]:
-    """Return numbers of one start of one system and of one container, in which processes can find
-    each other's memory. Zeros where the system does not say; then trying to open memory tells.
+    """Return the id of this boot and container; its processes can open each other's memory.
+
+    Zeros if the system has no ids; then only an attempt to open the memory shows it.
     """
     try:
         boot = uuid.UUID(BOOT_ID.read_text().strip())
@@ -116,7 +118,7 @@ def this_machine() -> tuple[int, ...]:
 
 
 def available_bytes() -> int:
-    """Return what system and container could still give to this process; 0: they do not say."""
+    """Return the bytes that system and container can still give to this process; 0 if unknown."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -130,6 +132,6 @@ def available_bytes() -> int:
         return available
     if limit == "max":
         return available
-    # Files that are cached make room when it is needed, so they do not count.
+    # Cached files can be evicted when memory is needed, so they do not count.
     used = dict(line.split() for line in usage)
     return min(available, int(limit) - int(used["anon"]) - int(used["shmem"]))

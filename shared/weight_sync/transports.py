@@ -1,4 +1,4 @@
-"""Devices of learner and engines, and the one transport of weights that their placement allows."""
+"""Devices of learner and engines, and the transport of weights that their placement requires."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from shared.errors import ConfigError
 
 
 class Device(StrEnum):
-    """The kind of device that an engine, or the learner, computes on, as torch names it."""
+    """The kind of device of an engine or the learner, as torch names it."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class TransportKind(StrEnum):
-    """A way from the learner's weights to an engine's."""
+    """A way to send weights from the learner to an engine."""
 
     NCCL = "nccl"
-    """From the learner's GPU to other GPUs, by vLLM's own engine."""
+    """From the learner's GPU to other GPUs, by vLLM's engine."""
     IPC = "ipc"
-    """To a process on the learner's own GPU, which opens its tensors, by vLLM's own engine."""
+    """To a process on the learner's GPU that opens its tensors, by vLLM's engine."""
     GLOO = "rollmatch_gloo"
     """Between processes with their weights in host memory."""
     INPROC = "inproc"
-    """Within the learner's own process, from hand to hand."""
+    """Within the learner's process, as direct references."""
     ADAPTER = "adapter"
     """In the offer itself, because an adapter is small."""
 
@@ -35,33 +35,33 @@ BUCKET_BYTES = {
     TransportKind.GLOO: 16 << 20,
     TransportKind.INPROC: 16 << 20,
 }
-"""Bytes of one bucket of full weights. vLLM's loader walks the whole model for each bucket of nccl
-and ipc (benchmarks/load_buckets.py); over gloo it is called once, and larger buckets are slower
-(benchmarks/weight_sync.py).
-"""
+"""Bytes of one bucket of full weights. With nccl and ipc, vLLM's loader walks the whole model for
+each bucket (benchmarks/load_buckets.py). With gloo it is called once, and larger buckets are slower
+(benchmarks/weight_sync.py)."""
 
 
 class Sharing(StrEnum):
-    """An engine's share in the learner rank that feeds it; each includes the one before."""
+    """What an engine shares with the learner rank that feeds it; each value includes the one
+    before."""
 
     NOTHING = "nothing"
-    """Another process, which has a device of its own, on this node or elsewhere."""
+    """Another process with a separate device, on this node or elsewhere."""
     DEVICE = "device"
-    """Another process of the same node, on the learner's own GPU."""
+    """Another process on the same node and on the learner's GPU."""
     PROCESS = "process"
-    """The learner's own process."""
+    """The learner's process."""
 
 
 def choose_transport(
     learner_device: Device, engine_device: Device, sharing: Sharing
 ) -> TransportKind:
-    """Return the transport of full weights. Raises ConfigError where one side alone has a GPU."""
+    """Return the transport of full weights. Raises ConfigError if only one side has a GPU."""
     if sharing is Sharing.PROCESS:
         return TransportKind.INPROC
     if learner_device is not engine_device:
         raise ConfigError(
-            f"learner.gpus: no weights travel from a learner on {learner_device} to an engine on"
-            f" {engine_device}; give both sides GPUs or neither (learner.gpus,"
+            f"learner.gpus: weights cannot be sent from a learner on {learner_device} to an engine"
+            f" on {engine_device}; give both sides GPUs or neither (learner.gpus,"
             " rollout_matching.vllm.actors.gpus_per_actor)"
         )
     if engine_device is Device.CPU:

@@ -94,9 +94,11 @@ def test_odd_rows_and_pictures_of_both_files_are_counted_and_the_first_is_named(
     (data / "train.jsonl").write_text("\n".join(rows) + "\n")
     checked = configuration(model, data, tmp_path / "run", data__check_images=check_images)
     told = "\n".join(check_data(checked).describe())
-    assert "2 objects that their row repeats (first: line 5)" in told
+    assert "2 repeated objects of a row (first: line 5)" in told
     assert "1 boxes of one pixel (first: line 6)" in told
-    assert "1 rows that ask the same of one picture (first: line 8, as line 7)" in told
+    assert (
+        "1 rows with the images and question of an earlier row (first: line 8, as line 7)" in told
+    )
     assert f"{data / 'val.jsonl'}: 1 picture is one of data.train too (first: " in told
     same = configuration(model, data, tmp_path / "run", data__val=str(data / "train.jsonl"))
     assert "is a file of data.train and of data.val" in "".join(check_data(same).describe())

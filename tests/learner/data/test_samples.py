@@ -160,7 +160,7 @@ def test_rows_are_those_of_the_start_though_the_file_is_replaced_and_an_edit_is_
     edited = (folder / "old.jsonl").read_text().replace('"id": "3"', '"id": "9"')
     (folder / "old.jsonl").write_text(edited)
     assert dataset[2] == before[2]
-    message = r"train.jsonl:4: row: has changed since it was checked; do not edit data under a run"
+    message = r"train.jsonl:4: row: has changed since it was checked; do not edit data during a run"
     with pytest.raises(RecordError, match=message):
         dataset[3]
 

@@ -311,7 +311,7 @@ class TestSync:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("learners", "what"),
-        [([-0.5, -0.6], "differ"), ([], "need one log-probability less, not 0")],
+        [([-0.5, -0.6], "differ"), ([], "need one log-probability fewer, not 0")],
     )
     def test_the_canarys_log_probabilities_may_come_behind_the_weights(self, run, learners, what):
         pending = replace(OFFER, canary=CanaryProbe((1, 2), (), (1, 2, 7), None, 1e-4))

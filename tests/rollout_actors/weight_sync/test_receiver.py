@@ -266,7 +266,7 @@ def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_
     report = engine.sync(an_offer(2, IN_BFLOAT16))
     assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.02))
     assert len(engine.asked_before) == 3
-    with pytest.raises(WeightSyncError, match=r"on average by 0\.0750 \(0\.0450 is allowed\)"):
+    with pytest.raises(WeightSyncError, match=r"mean difference is 0\.0750 \(0\.0450 is allowed\)"):
         engine.sync(an_offer(3, IN_BFLOAT16))
 
 
@@ -318,7 +318,7 @@ SYNCS = {
             2,
             IN_BFLOAT16,
             ((-0.75, -0.25),),
-            r"on average by 0\.1250 \(0\.1000 is allowed\)",
+            r"mean difference is 0\.1250 \(0\.1000 is allowed\)",
         ),
     ],
 }

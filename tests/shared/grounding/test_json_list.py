@@ -197,10 +197,10 @@ def test_an_append_closes_the_fence_that_the_model_has_opened() -> None:
 @pytest.mark.parametrize(
     ("prefix", "problem"),
     [
-        (f"[{CAT}]", "no open JSON list"),
-        ("{", "no open JSON list"),
-        ('["', "no open JSON list"),
-        (f"[[{CAT}", "no open JSON list"),
+        (f"[{CAT}]", "it is not an open JSON list"),
+        ("{", "it is not an open JSON list"),
+        ('["', "it is not an open JSON list"),
+        (f"[[{CAT}", "it is not an open JSON list"),
         (f"[{CAT},", "remove the comma"),
     ],
 )

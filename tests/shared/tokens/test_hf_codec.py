@@ -56,7 +56,7 @@ def test_an_id_in_the_padding_of_the_embeddings_has_no_text(
 
 def test_missing_tokens_are_refused_until_they_are_added(plain_tokenizer: Any) -> None:
     tokenizer = plain_tokenizer()
-    message = r"has no <\|im_end\|>, which ends a response; give a chat \(Instruct\) checkpoint"
+    message = r"has no <\|im_end\|>, .*; give a chat \(Instruct\) checkpoint"
     with pytest.raises(MissingTokensError, match=message):
         HFTokenCodec(tokenizer)
     assert add_coord_tokens(tokenizer) == 1001
@@ -69,7 +69,7 @@ def test_a_single_missing_coord_token_is_named(plain_tokenizer: Any) -> None:
     tokenizer = plain_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     tokenizer.add_tokens([f"<|coord_{k}|>" for k in range(1000) if k != 613])
-    message = r"lacks 1 of the 1000 coord tokens, <\|coord_613\|> first"
+    message = r"lacks 1 of the 1000 coordinate tokens \(first: <\|coord_613\|>\)"
     with pytest.raises(ValueError, match=message):
         HFTokenCodec(tokenizer)
 

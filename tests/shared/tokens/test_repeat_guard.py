@@ -128,6 +128,6 @@ def test_other_rollouts_stay_as_they_are(tokens: list[int], stop: int | None) ->
 
 
 def test_a_response_that_goes_on_behind_a_repetition_was_not_guarded() -> None:
-    message = "generate on actor-1: sample scene repeats itself after 3 tokens and goes on to 5: "
+    message = "generate on actor-1: sample scene repeats itself after 3 tokens but continues to 5: "
     with pytest.raises(RolloutError, match=message):
         mark_forced(rollout([5, 5, 5, 5, 1], 99), rule(max_consecutive_token_repeats=3))

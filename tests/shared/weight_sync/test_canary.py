@@ -70,7 +70,7 @@ def test_a_difference_names_the_actor_and_the_first_token(
 
 @pytest.mark.parametrize("field", ["expected_logprobs", "base_logprobs"])
 def test_a_probe_needs_one_log_probability_per_token_but_the_first(field: str) -> None:
-    with pytest.raises(ValueError, match="4 canary tokens need one log-probability less, not 1"):
+    with pytest.raises(ValueError, match="4 canary tokens need one log-probability fewer, not 1"):
         replace(PROBE, **{field: (-1.0,)})
 
 
@@ -106,7 +106,7 @@ def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token
     )
     with pytest.raises(
         WeightSyncError,
-        match=rf"0 of 100 .*on average by {1.01 * mean:.4f} \({mean:.4f} is allowed\)",
+        match=rf"0 of 100 .*mean difference is {1.01 * mean:.4f} \({mean:.4f} is allowed\)",
     ):
         probe.check("actor", ids, engines(everywhere=1.01 * mean))
     with pytest.raises(
@@ -158,7 +158,7 @@ NOISE_OF_A_BAD_ENGINE = Differences.worst([Differences(0.005, 0.1), Differences(
 def test_a_fault_that_is_there_before_the_first_sync_is_not_measured_away(
     everywhere: float, noise: Differences | None
 ) -> None:
-    told = rf"on average by {everywhere:.4f} \(0\.1000 is allowed\)"
+    told = rf"mean difference is {everywhere:.4f} \(0\.1000 is allowed\)"
     with pytest.raises(WeightSyncError, match=told):
         replace(HALF, noise=noise).check(
             "actor", HALF.expanded_token_ids, engines(everywhere=everywhere)

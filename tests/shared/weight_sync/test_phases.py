@@ -265,9 +265,9 @@ KEY = r"; set rollout_matching.vllm.sync.fallback_to_full: true"
 @pytest.mark.parametrize(
     ("trouble", "told"),
     [
-        (RECEIVER_ERROR, f"wire on actor-1: of the adapter: no room{KEY}"),
-        (KeyError("lora_A"), f"of the adapter: KeyError: 'lora_A'{KEY}"),
-        (UNWRITABLE, f"offer on learner: of the adapter: no such layer{KEY}"),
+        (RECEIVER_ERROR, f"wire on actor-1: adapter sync failed: no room{KEY}"),
+        (KeyError("lora_A"), f"adapter sync failed: KeyError: 'lora_A'{KEY}"),
+        (UNWRITABLE, f"offer on learner: adapter sync failed: no such layer{KEY}"),
     ],
     ids=["sync error", "key error", "no offer"],
 )
