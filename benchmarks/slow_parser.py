@@ -223,7 +223,7 @@ def key_index(quoted: str) -> int | None:
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Return whether an entry may follow: after the opening brace, or after a single comma."""
+    """Return whether a key may follow: after the opening brace, or after a valid comma."""
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")

@@ -2,18 +2,18 @@
 
     environment request -> rollouts with their own tokens and rewards -> examples -> segments
 
-The environment and its dataset are in another process
-(`rollout_actors.environments.training.runner`). This module decides which rows a step takes. A
-rollout contains its tokens, log-probabilities and rewards, so nothing is encoded or parsed here.
+`rollout_actors.environments.training.runner` runs the environment, which has the dataset. This
+module decides which of its rows a step takes. A rollout contains its tokens, log-probabilities and
+rewards, so nothing is encoded or parsed here.
 
 Example: `rollouts_per_example` 2, rewards 1 and 0. In the first rollout the second model call
 extends the first: one example, one segment, and its sampled tokens have the advantage 0.5. In the
 second rollout the calls do not extend each other: two segments with -0.5.
 
-With `environment.refill_rounds` a step has further rounds: rollouts of another example replace a
-group without signal. The new position is the old one plus the round times the step's rollouts, so
-the seeds are new. The example of a place depends only on the seed, the step and the round. It does
-not depend on other places or on the number of ranks.
+With `environment.refill_rounds` a step has further rounds, in which rollouts of another example
+replace a group without signal (equal rewards). The new position is the old one plus the round times
+the step's rollouts, so the seeds are new. The example of a place depends only on the seed, the step
+and the round. It does not depend on other places or on the number of ranks.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With `p` the learner's and `r` the reference's probabilities at a sampled token'
     top    sum_i p_i log(p_i / r_i) + q log(q / s)       over the `top_tokens` most probable in `r`
 
 `q` and `s` are the probabilities of all other tokens together. Both terms are at least 0, and 0 if
-the policies agree. Their gradient is the derivative by `p`. The probabilities use the sampling's
+the policies agree. Their gradient goes through every `p`. The probabilities use the sampling's
 temperature and exclude its banned tokens. A token has the same weight as in `policy_gradient`.
 
 `k3` is the estimator of Schulman (2020, "Approximating KL divergence"), as in GRPO's loss (Shao et
