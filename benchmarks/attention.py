@@ -1,10 +1,10 @@
-"""Attention of a packed row by its segments, beside the masked attention of the same row.
+"""Compare attention by segments with masked attention on the same packed row.
 
-`python -m benchmarks.attention` (CPU, float32): one row, cut into more and more segments. Mask or
-borders are made as transformers makes them, then some layers attend, forward and backward, without
-anything else of a model. Values and gradients of both ways must agree. Printed are the seconds of
-both, taken in turn, each at its fastest, the masked way's over the other's, and by how much each
-raises the resident set at its largest, in a process of its own.
+`python -m benchmarks.attention` (CPU, float32): one row, cut into more and more segments. Mask and
+borders are made as in transformers. Then only the attention of some layers runs, forward and
+backward. Outputs and gradients of both versions must agree. The script prints the fastest time of
+each version (they alternate), their ratio (masked / by segments), and how much each raises the
+peak resident set in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD_DIM = 64
 
 
 class Case:
-    """A row of `num_tokens` in `num_segments`, as even as they can be."""
+    """A row of `num_tokens` in `num_segments` segments of nearly equal length."""
 
     def __init__(self, num_tokens: int, num_segments: int, num_layers: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ class Case:
             self.layers.append([tensor.requires_grad_() for tensor in layer])
 
     def run(self, attention: str) -> list[torch.Tensor]:
-        """The layers' outputs, then the gradients of what they were given."""
+        """Return the layers' outputs, then the gradients of their inputs."""
         config = Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
         config._attn_implementation = attention
         mask = create_causal_mask(
@@ -66,7 +66,7 @@ class Case:
 
 
 def measured_s(case: Case, repeats: int) -> tuple[float, float]:
-    """The seconds of the masked way and of the other, each at its fastest; both must agree."""
+    """Return the fastest seconds, masked and by segments. The results must agree."""
     seconds: dict[str, list[float]] = {MASKED: [], SEGMENT_ATTENTION: []}
     results = {}
     for _ in range(repeats + 1):  # the first is a warm-up
@@ -81,7 +81,7 @@ def measured_s(case: Case, repeats: int) -> tuple[float, float]:
 
 
 def measured_bytes(attention: str, *sizes: int) -> int:
-    """The peak of a process of its own."""
+    """Return the peak memory, measured in a separate process."""
     arguments = [*map(str, ("--tokens", sizes[0], "--segments", sizes[1], "--layers", sizes[2]))]
     command = [sys.executable, "-m", "benchmarks.attention", *arguments, "--peak-of", attention]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     register_segment_attention()
     if arguments.peak_of is not None:
-        Case(64, 2, 1).run(arguments.peak_of)  # what torch loads on first use is not counted
+        Case(64, 2, 1).run(arguments.peak_of)  # so torch's first-use memory is not counted
         case = Case(arguments.tokens, arguments.segments[0], arguments.layers)
         print(peak_bytes(lambda: case.run(arguments.peak_of)))
         return

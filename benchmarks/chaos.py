@@ -1,10 +1,10 @@
-"""A run in which faults strike at random, and that ends as if nothing had happened.
+"""Compare a run with random faults to a run without faults.
 
     python -m benchmarks.chaos --faults 40 --seed 1 [section.key=value ...]
 
-Makes a run of `experiment=stage2_3v1` undisturbed, and one of as many steps in which each fault of
-`benchmarks.recovery` strikes at a random moment of a random step. A run whose driver is killed is
-started again by the same command. Exit status 1 where the two runs part (`rollmatch diff-runs`, and
+Runs `experiment=stage2_3v1` once without faults, and once for as many steps with random faults of
+`benchmarks.recovery`, each at a random moment after a step. If the driver is killed, the same
+command starts the run again. Exit status 1 if the two runs differ (`rollmatch diff-runs`, and
 `ledger.jsonl`).
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
         folder = options.out or Path(temporary)
         quiet_s = run(folder / "quiet", steps, overrides, None)
         print(f"quiet     {steps} steps in {quiet_s:.0f} s", flush=True)
-        # Faults of one kind, whatever the budget of a run, are many here.
+        # This benchmark causes more faults than the default budget allows.
         permitted = f"rollout_matching.vllm.actors.max_restarts={2 * options.faults}"
         command = job(folder / "chaos", steps, permitted, *overrides)
         started_s = time.monotonic()
@@ -46,7 +46,7 @@ def main() -> None:
                 wait_for_steps(folder / "chaos", step, process)
                 time.sleep(rng.uniform(0.0, 3.0))
                 fault = rng.choice([name for name, strike in FAULTS.items() if strike is not None])
-                print(f"fault     behind step {step}: {fault}", flush=True)
+                print(f"fault     after step {step}: {fault}", flush=True)
                 strike = FAULTS[fault]
                 assert strike is not None
                 strike(psutil.Process(process.pid))

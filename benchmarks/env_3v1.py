@@ -1,10 +1,10 @@
-"""Does `experiment=env_3v1` learn, on every seed? Runs it once per seed and draws the curves.
+"""Check that `experiment=env_3v1` learns on every seed, and plot the rewards.
 
     python -m benchmarks.env_3v1 --seeds 1 2 3 --out docs/env_3v1.svg
 
 The mean reward of the greedy rollouts on the held-out prompts has to rise from under 0.35 to over
-0.70 within ten minutes of the command's start (issue 5, "Learning"). Exit status 1 where it does
-not on one of the seeds.
+0.70 within ten minutes of the command's start (issue 5, "Learning"). Exit status 1 if a seed does
+not reach this.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 class Curve(NamedTuple):
     seed: int
     points: list[tuple[int, float]]
-    """Updates, and the mean reward on the held-out prompts after them."""
+    """Number of updates, and the mean reward on the held-out prompts after them."""
     wall_s: float
-    """Of the whole command."""
+    """Wall time of the whole command."""
 
     @property
     def passes(self) -> bool:
@@ -43,7 +43,7 @@ class Curve(NamedTuple):
 
 
 def run(seed: int, folder: Path, overrides: Sequence[str]) -> Curve:
-    """The whole experiment in a process of its own."""
+    """Run the whole experiment in a separate process."""
     command = [
         sys.executable,
         "-m",
@@ -64,7 +64,7 @@ def read(seed: int, folder: Path, wall_s: float) -> Curve:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Markdown: a row for each seed."""
+    """Return a Markdown table with one row per seed."""
     steps = [step for step, _ in curves[0].points]
     lines = [
         f"| seed | {' | '.join(map(str, steps))} | wall |",
@@ -79,7 +79,7 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def picture(curves: Sequence[Curve]) -> str:
-    """SVG: mean reward over updates, a line for each seed."""
+    """Return an SVG plot of the mean reward over updates, one line per seed."""
     last = max(step for curve in curves for step, _ in curve.points)
 
     def x(step: float) -> float:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], choices=range(1, 1000), metavar="SEED"
     )
-    parser.add_argument("--out", type=Path, help="where to draw the curves, as SVG")
+    parser.add_argument("--out", type=Path, help="SVG file for the plot")
     parser.add_argument("overrides", nargs="*", help="further keys of the run")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="env_3v1_") as folder:

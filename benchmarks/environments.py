@@ -1,18 +1,18 @@
-"""The cost of orchestrating rollouts, and the gain of interleaving.
+"""Measure the cost of orchestrating rollouts, and the gain of interleaved scoring.
 
 `python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Three
-measurements, of clients that run in this process:
+measurements, with clients in this process:
 
-1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved and in two phases,
-   whose results have to be equal.
-2. Overhead per turn: many rollouts at once against a client that answers at once with what vLLM
-   returns (64 token ids of the prompt and 16 sampled ones with their log-probabilities), one
-   asynchronous reward function. Wall time over the number of turns, and every result is checked;
-   processor time beside it, for a machine that is busy with something else. Then the same with a
-   reward function that runs in a thread.
-3. The garbage collector's part: the same with an answer of its own for every call, as an endpoint
-   gives it, under several settings of the collector, which take turns. Processor time per turn, in
-   which making the answer is included.
+1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved, and in two
+   phases. The results must be equal.
+2. Overhead per turn: many concurrent rollouts with a client that answers immediately, as vLLM does
+   (64 token ids of the prompt and 16 sampled ones with their log-probabilities), and an
+   asynchronous reward function. Every result is checked. Printed are wall time per turn, and
+   processor time per turn for machines that are busy. Then the same with a reward function in a
+   thread.
+3. Cost of the garbage collector: the same, but every call gets a new answer object, as from an
+   endpoint. The collector's settings alternate. Printed is the processor time per turn, which
+   includes making the answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollout_actors.environments.types import Messages, State
 
 
 class DelayedClient(Client):
-    """A client that answers after some time, or with an answer of its own for each call."""
+    """A client that answers after a delay, or with a new answer object for each call."""
 
     def __init__(self, delay_s: float = 0.0, *, makes_anew: bool = False) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ async def slowly(completion: Messages, answer: str) -> float:
 
 
 def interleaving() -> tuple[float, float]:
-    """Return the seconds interleaved, and in two phases."""
+    """Return the seconds of interleaved scoring, and of scoring in a second phase."""
     rows = [{"question": str(i), "answer": "4" if i % 2 else "5"} for i in range(6)]
 
     def timed(interleaved: bool) -> tuple[float, list[Any]]:
@@ -91,7 +91,7 @@ def interleaving() -> tuple[float, float]:
 def overhead(
     num_rollouts: int, num_turns: int, reward: Callable[..., Any], *, makes_anew: bool = False
 ) -> tuple[float, float]:
-    """Milliseconds per turn: wall time and processor time."""
+    """Return the milliseconds per turn: wall time and processor time."""
     environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
     rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
     client = DelayedClient(makes_anew=makes_anew)
@@ -116,7 +116,7 @@ def as_python_sets_it() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Never look again at the objects that exist."""
+    """Exclude all existing objects from garbage collection."""
     gc.collect()
     gc.freeze()
     try:
@@ -127,7 +127,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def rarer() -> Iterator[None]:
-    """Freeze likewise, and look at the young after 50,000 more objects, not after 700."""
+    """Freeze, and collect the youngest generation after 50,000 new objects instead of 700."""
     former = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:
@@ -155,7 +155,7 @@ COLLECTORS = {
 
 
 def collectors(num_rollouts: int, num_turns: int, repetitions: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time per turn under each setting, of several runs."""
+    """Return the milliseconds of processor time per turn for each setting and repetition."""
     spent: dict[str, list[float]] = {name: [] for name in COLLECTORS}
     for _ in range(repetitions):
         for name, setting in COLLECTORS.items():

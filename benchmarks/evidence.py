@@ -1,14 +1,14 @@
-"""Where rollouts pay: one start, several ways to go on, some seeds, one table.
+"""Compare ways of continued training from one initial checkpoint, on several seeds.
 
     python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
                                   [--jobs 2]
     python -m benchmarks.evidence --table [--results FOLDER]
 
-Makes crowded scenes, trains the demo's start on them until its held-out curve is flat, and goes on
-from the best checkpoint in every way of `ARMS`, as often as there are seeds. What is there is kept,
-and a run that was interrupted is resumed, so the command may be given again. Each run that has
-ended leaves a file in benchmarks/results/evidence/ with its counts for every test picture, its
-command and its commit. `--table` only tabulates them. The plan, and what came of it, is
+Makes crowded scenes and trains the demo's initial checkpoint on them until its held-out curve is
+flat. From the best checkpoint it runs every arm of `ARMS` with each seed. Existing results are
+kept and interrupted runs are resumed, so the command can be repeated. Each finished run writes a
+file in benchmarks/results/evidence/ with its counts for every test image, its command and its
+commit. `--table` only prints the table of these files. The plan and the results are in
 docs/evidence.md.
 """
 
@@ -39,26 +39,27 @@ from shared.records import GeometryKind, Sample
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "evidence"
 SEED = 17
-"""The seed of the start: the default one of the data and the model too."""
+"""The seed of the initial checkpoint, and the default seed of the data and the model."""
 COUNTS = {"train": 8000, "val": 128, "test": 256}
 START_RATE = 2e-3
 RATE = 2e-4
-"""The rate to which the start falls, and of everything behind it but `sft_low`."""
+"""The final learning rate of the initial checkpoint, and the rate of all arms but `sft_low`."""
 FALL_UPDATES = 1500
-"""Updates on crowded scenes in which the rate falls."""
+"""Updates on crowded scenes with a falling learning rate."""
 START_BATCH = 4
-"""Scenes of an update of the start, as in the demo's."""
+"""Scenes per update for the initial checkpoint, as in the demo."""
 EVERY = 100
-"""Updates at the last rate between two reports."""
+"""Updates between two reports at the final rate."""
 MAX_FLAT_UPDATES = 1500
 FLAT_GAIN = 0.005
 FLAT_REPORTS = 3
-"""The start is flat when so many reports in a row are not this much better than the best before."""
+"""The curve is flat if the last `FLAT_REPORTS` reports gain less than `FLAT_GAIN` over the best
+report before them."""
 UPDATES = 60
-"""Updates of every way to go on."""
+"""Updates of every arm."""
 IOUS = (0.5, 0.75)
 BASES = ("sft", "b_50")
-"""The arms with which the others are compared."""
+"""The arms that the others are compared with."""
 NUM_RESAMPLES = 2000
 
 Entry = dict[str, Any]
@@ -66,18 +67,18 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to go on from the start. `overrides`: of `experiment=crowded_on`."""
+    """One way to continue from the initial checkpoint, by overrides of `experiment=crowded_on`."""
 
     what: str
     overrides: Sequence[str] = ()
     token_ce: Mapping[str, float] = field(default_factory=dict)
-    """Keys of the `token_ce` entry that differ."""
+    """Changed keys of the `token_ce` entry."""
     rewards: bool = False
-    """A `policy_gradient` entry too."""
+    """Whether there is a `policy_gradient` entry too."""
     targets: bool = True
-    """Matched and appended tokens are learned."""
+    """Whether matched and appended tokens are learned."""
     as_long_as: str | None = None
-    """Name of another arm: take as many updates as fit into its wall time with the same seed."""
+    """Name of another arm. The number of updates is chosen to match its wall time and seed."""
 
 
 _GROUPS = (
@@ -122,8 +123,8 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
-    parser.add_argument("--table", action="store_true", help="tabulate what has been run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="of the table")
+    parser.add_argument("--table", action="store_true", help="print the table of finished runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not options.table:
@@ -134,13 +135,13 @@ def main() -> None:
 
 
 def make_start(out: Path) -> Path:
-    """Go on from the demo's start until the curve is flat. Returns the best checkpoint."""
+    """Train the demo's initial checkpoint until the curve is flat; return the best checkpoint."""
     subprocess.run(["make", "demo-start"], cwd=ROOT, check=True)
     make_scenes(out / "data", COUNTS)
     common = [f"training.seed={SEED}", f"training.effective_batch_size={START_BATCH}"]
     common += data(out / "data", "val")
     before = out / "start_falls"
-    # A run that is complete ends at once, and one of other settings is refused.
+    # A complete run ends immediately. A run with other settings is refused.
     train(
         "crowded_sft",
         before,
@@ -180,7 +181,7 @@ def make_start(out: Path) -> Path:
 
 
 def is_flat(curve: Sequence[float]) -> bool:
-    """Tell whether none of the last reports is much better than the best before them.
+    """Return whether no report of the last ones is much better than the best before them.
 
     Example: 0.5, 0.6, 0.602, 0.604, 0.603 is flat.
     """
@@ -190,9 +191,9 @@ def is_flat(curve: Sequence[float]) -> bool:
 
 
 def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
-    """Go on from the start in these ways, one seed after another.
+    """Run these arms from the initial checkpoint, one seed after another.
 
-    Those of the length of others come behind all of them.
+    Arms with `as_long_as` run last, because they need the wall time of others.
     """
     runs = [(name, seed) for seed in seeds for name in names]
     behind = [(name, seed) for name, seed in runs if ARMS[name].as_long_as is not None]
@@ -202,7 +203,7 @@ def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int],
 
 
 def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
-    """Go on from the start in one way, unless its result is there."""
+    """Run one arm from the initial checkpoint, unless its result exists."""
     result = RESULTS / f"{name}_{seed}.json"
     if result.exists():
         return
@@ -249,7 +250,7 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
 
 
 def pipeline(arm: Arm) -> dict[str, list[Entry]]:
-    """Return the objectives of an arm: those of `objective=named_boxes`, changed."""
+    """Return the objectives of an arm: `objective=named_boxes` with the arm's changes."""
     entries = objectives("named_boxes")
     for entry in entries:
         if entry["name"] == "token_ce":
@@ -275,12 +276,12 @@ def make_scenes(out: Path, counts: Mapping[str, int]) -> None:
 
 
 def data(folder: Path, split: str) -> list[str]:
-    """Return the overrides that name the scenes to learn and to report on."""
+    """Return the overrides for the training scenes and the scenes of the report."""
     return [f"data.train={folder / 'train.jsonl'}", f"data.val={folder / split}.jsonl"]
 
 
 def train(experiment: str, run: Path, *overrides: str) -> str:
-    """Run to the end, from where the folder has come to. Returns the command."""
+    """Run or resume a run until its end; return the command."""
     arguments = [f"+experiment={experiment}", "resume=auto", f"telemetry.run_dir={run}", *overrides]
     started_s = time.monotonic()
     with (run.parent / f"{run.name}.log").open("a") as log:
@@ -299,7 +300,7 @@ def train(experiment: str, run: Path, *overrides: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the sources, with a mark where they have changed since."""
+    """Return the commit of the sources, marked as dirty if they have changed."""
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
         cwd=ROOT,
@@ -311,17 +312,17 @@ def commit() -> str:
 
 
 def class_aware_f1(report: Path) -> float:
-    """Return the F1 at IoU 0.5 with names from a `report.json`."""
+    """Return the class-aware F1 at IoU 0.5 of a `report.json`."""
     return float(json.loads(report.read_text())["detection"][0]["class_aware"]["f1"])
 
 
 FIGURES = ("ground_truth", "found", "any50", "named50", "any75", "named75", "doubled")
-"""The counts of a picture: true objects; found objects; pairs at IoU 0.5, whatever the name and
-with equal names; the same at 0.75; found objects without a pair that lie on a true one."""
+"""Counts per image: true objects; found objects; pairs at IoU 0.5, with any and with equal names;
+the same at 0.75; found objects without a pair that overlap a true object."""
 
 
 def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
-    """Return `FIGURES` of each picture."""
+    """Return `FIGURES` of each image."""
     samples = load_dataset(data, on_bad_row="error", sort_objects=True, check_images=False)
     rows = [json.loads(line) for line in predictions.open()]
     return [
@@ -331,7 +332,7 @@ def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
 
 
 def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the `FIGURES` of what was found on one picture."""
+    """Return the `FIGURES` of the objects found in one image."""
     found = tuple(
         ScoredObject(GeometryKind(one["kind"]), tuple(one["bins"]), one["desc"], one["score"])
         for one in objects
@@ -356,7 +357,7 @@ def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]
 
 
 def table(results: Path) -> list[str]:
-    """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
+    """Return the lines of a Markdown table: means over the seeds, intervals of named F1@0.5."""
     lines = [
         (
             "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft` |"
@@ -371,11 +372,11 @@ def table(results: Path) -> list[str]:
         runs.setdefault(facts["arm"], {})[facts["seed"]] = facts
     starts = {facts["start"] for seeds in runs.values() for facts in seeds.values()}
     if len(starts) > 1:
-        sys.exit(f"results of {len(starts)} starts, {sorted(starts)}, are no table: remove some")
+        sys.exit(f"results of {len(starts)} starts, {sorted(starts)}: remove all but one start")
     for name in ARMS:
         if name not in runs:
             continue
-        rng = np.random.default_rng(0)  # so that a row is the same whatever else has been run
+        rng = np.random.default_rng(0)  # so a row does not depend on the other rows
         seeds = runs[name]
         counts = np.array(
             [seeds[seed]["pictures"] for seed in sorted(seeds)]
@@ -404,7 +405,7 @@ def difference(
     base: Mapping[int, dict[str, Any]],
     rng: np.random.Generator,
 ) -> str:
-    """Return what `f1_named` is above the base's with the interval, over the seeds of both."""
+    """Return the difference of `f1_named` to the base, with its interval, over common seeds."""
     common = sorted(set(seeds) & set(base))
     if not common or seeds is base:
         return "-"
@@ -415,7 +416,7 @@ def difference(
 
 
 def f1_named(counts: np.ndarray) -> float:
-    """Return the class-aware F1 at IoU 0.5 over all runs and pictures: counts are [..., 7]."""
+    """Return the class-aware F1 at IoU 0.5 over all runs and images: counts are [..., 7]."""
     sums = counts.reshape(-1, len(FIGURES)).sum(axis=0)
     return float(2 * sums[FIGURES.index("named50")] / (sums[0] + sums[1]))
 
@@ -423,8 +424,9 @@ def f1_named(counts: np.ndarray) -> float:
 def interval(
     counts: np.ndarray, other: np.ndarray | None, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Return the 2.5th and 97.5th percentile of `f1_named`, or of what it is above another's, over
-    resampled seeds and pictures: [runs, pictures, 7]; pictures and seeds are paired.
+    """Return the bootstrap 95% interval of `f1_named`, or of its difference to `other`.
+
+    Counts are [runs, images, 7]. Seeds and images are resampled, paired in both.
     """
     values = []
     for _ in range(NUM_RESAMPLES):

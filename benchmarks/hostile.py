@@ -1,10 +1,10 @@
-"""Damaged runs, lost terminals, full disks, hostile bodies and files: what holds, by area.
+"""Count passed robustness tests by area: damaged runs, lost terminals, full disks, hostile input.
 
     python -m benchmarks.hostile [AREA ...]
 
-Each try is a case of a test that breaks something on purpose. A try holds if what the user is
-promised happens: the run continues or ends with a checkpoint, the damage is named before anything
-is changed, nothing of a file or a caller is executed, nobody gets in. Exit status 1 if one falls.
+Each case is a test that breaks something on purpose. It passes if the promised behaviour happens:
+the run continues or ends with a checkpoint, damage is reported before anything is changed, no code
+from files or callers is executed, no unauthorised caller gets access. Exit status 1 if one fails.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRIES = {
     ),
     "data": ("tests/shared/test_limits.py", f"{LAUNCH}/tools/import_data/test_hostile_sources.py"),
 }
-"""Tests by area; a file stands for all of its tests."""
+"""Tests by area. A file means all of its tests."""
 
 
 class Outcomes:
@@ -91,7 +91,7 @@ class Outcomes:
 def main() -> None:
     areas = sys.argv[1:] or list(TRIES)
     if unknown := set(areas) - TRIES.keys():
-        sys.exit(f"{', '.join(sorted(unknown))}: no area; give some of {', '.join(TRIES)}")
+        sys.exit(f"{', '.join(sorted(unknown))}: unknown area; use {', '.join(TRIES)}")
     outcomes = Outcomes()
     root = Path(__file__).resolve().parents[1]
     tests = [str(root / test) for area in areas for test in TRIES[area]]

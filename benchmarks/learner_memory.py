@@ -1,12 +1,12 @@
-"""The estimate of a learner rank's memory (`launch/checks/learner_memory.py`) beside what it took.
+"""Compare the estimated memory of a learner rank (`launch/checks/learner_memory.py`) with the peak.
 
-`python -m benchmarks.learner_memory` (CPU, a quarter of a minute of one core for each case): the
-learner's own loading, rows and update on a random Qwen3-VL of some 7 million parameters. A short
-row and an update, so that there are moments; a short row, so that there are gradients; a row of
-`global_max_length` tokens, and the update. The peak is that of torch's allocator, of tensors and of
-kernels' workspaces, which `torch.profiler` records one by one, over the weights that were there
-before. It is exact, and is without what a process needs beside its tensors, so that all cases
-of one rank run in one; a case of two has processes of its own.
+`python -m benchmarks.learner_memory` (CPU, 15 seconds of one core per case) uses the learner's own
+loading, rows and update on a random Qwen3-VL of about 7 million parameters. A short row and an
+update create the moments, another short row the gradients. Then come a row of `global_max_length`
+tokens and the update. The peak is the peak of torch's allocator (tensors and workspaces of kernels,
+recorded by `torch.profiler`) plus the weights that exist before. It is exact and excludes all other
+memory of the process. So cases with one rank share a process, and cases with two ranks use separate
+processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shared.config.pipeline import Channel
 from shared.weight_sync.transports import TransportKind
 
 SHORT = 64
-"""Tokens of a row that makes moments and gradients."""
+"""Tokens of the row that creates moments and gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Sizes:
     tokens: int = 1024
     segment: int = 256
     image: int = 10
-    """Side of a segment's image in tokens; 0: none."""
+    """Side of a segment's image in tokens; 0: no image."""
 
 
 USUAL = Sizes()
 
 
 class Case(NamedTuple):
-    """A measured setting: sizes that are not the usual ones, and keys of the configuration."""
+    """A measured setting: sizes that differ from `USUAL`, and keys of the configuration."""
 
     sizes: Mapping[str, int] = MappingProxyType({})
     keys: Mapping[str, Any] = MappingProxyType({})
@@ -109,7 +109,7 @@ CASES: Mapping[str, Case] = {
 
 
 def make_checkpoint(folder: Path, sizes: Sizes) -> Path:
-    """Write a random model with the demo's tokenizer, whose embeddings have rows to spare."""
+    """Write a random model with the demo's tokenizer and spare rows in its embeddings."""
     tokenizer = make_tokenizer("")
     text = {
         "vocab_size": max(sizes.vocabulary, len(tokenizer)),
@@ -143,7 +143,7 @@ def make_checkpoint(folder: Path, sizes: Sizes) -> Path:
 
 def make_run(folder: Path, sizes: Sizes, keys: Mapping[str, Any]) -> RunConfig:
     pipeline = PIPELINE.model_dump(mode="json", exclude_none=True)
-    # As in the experiments: coord logits at positions of text would be a tenth of such small rows.
+    # As in the experiments. Coord logits at text positions would take a tenth of such small rows.
     pipeline["objective"][1]["config"]["text_gate_weight"] = 0.0
     values: dict[str, Any] = {
         "model": {"path": str(folder)},
@@ -168,7 +168,7 @@ def make_run(folder: Path, sizes: Sizes, keys: Mapping[str, Any]) -> RunConfig:
 
 
 def segment_maker(loaded: LoadedModel) -> Callable[[int, int, int], Segment]:
-    """Return what makes a segment of a number, a length and the side of its image."""
+    """Return a function that makes a segment from a number, a length and its image's side."""
     ids = loaded.tokenizer.convert_tokens_to_ids(["<|vision_start|>", IMAGE_PAD, "<|vision_end|>"])
 
     def make(number: int, length: int, image: int) -> Segment:
@@ -185,7 +185,7 @@ def segment_maker(loaded: LoadedModel) -> Callable[[int, int, int], Segment]:
 
 
 def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
-    """Return the most bytes of torch's allocator during the steps of a learner rank."""
+    """Return the peak bytes of torch's allocator during the steps of a learner rank."""
     loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
         config.rollout_matching.pipeline,
@@ -225,7 +225,7 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
 def measure_rank(
     place: RankTopology, rendezvous: Rendezvous | None, config: RunConfig, sizes: Sizes
 ) -> int:
-    """Return what `measure` does, of one of several ranks, all of which come here."""
+    """Join the ranks and return `measure` of this one. Every rank calls it."""
     device = LearnerDevice(torch.device("cpu"))
     limit_s = config.timeouts.learn_s
     ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, sums_in_backward=True)
@@ -233,7 +233,7 @@ def measure_rank(
 
 
 def measure_two(config: RunConfig, sizes: Sizes) -> int:
-    """Return the peak of the first of two ranks, whose peer has a process of its own."""
+    """Return the peak of the first of two ranks. The second has a separate process."""
     rendezvous = Rendezvous("127.0.0.1")
     first, second = (
         RankTopology(
@@ -249,7 +249,7 @@ def measure_two(config: RunConfig, sizes: Sizes) -> int:
 
 
 def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunConfig, Sizes]:
-    """Return the run of a case, and its sizes; `folder` has the checkpoint."""
+    """Return a case's configuration and sizes. `folder` has the checkpoint."""
     sizes = replace(usual, **case.sizes)
     return make_run(folder, sizes, case.keys), sizes
 
@@ -263,14 +263,14 @@ def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
 def measure_case(config: RunConfig, sizes: Sizes) -> int:
     if not config.learner.is_sharded:
         return measure(config, sizes, Ranks())
-    # torch knows a group of ranks by its name, of which a process has one.
+    # torch names groups of ranks, and a process can use the name only once.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure_two, config, sizes).result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="cases with this in their name")
+    parser.add_argument("--only", help="run only cases with this text in their name")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'case':36} estimate MB  measured MB  ratio")

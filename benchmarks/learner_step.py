@@ -1,11 +1,10 @@
-"""The learner's step on one packed row, beside a step that computes the logits of every position at
-once.
+"""Compare the learner's step on one packed row with a step that computes all logits at once.
 
 `python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000
---device cuda --dtype bfloat16`. Random weights, segments with an image each. Both steps must give
-the same loss and gradient; printed are seconds, their ratio, tokens per second and, on a GPU, the
-peak memory. Then a whole step as a run takes it: some rows and AdamW's update, in bfloat16 with
-float32 masters. Not run on a GPU.
+--device cuda --dtype bfloat16`. The weights are random, and each segment has an image. Both steps
+must give the same loss and gradient. Printed are the seconds, their ratio, tokens per second and,
+on a GPU, the peak memory. Then a whole step is measured as in a run: some rows and AdamW's update,
+in bfloat16 with float32 master weights. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_segment(number: int, length: int, vocabulary: int) -> Segment:
-    """An image of 8 x 8 merged patches, and `length` tokens in all."""
+    """Return a segment of `length` tokens with an image of 8 x 8 merged patches."""
     return random_segment(
         number,
         length,
@@ -135,7 +134,7 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
 
 
 def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) -> float:
-    """The obvious step: logits of the whole row in float32, all losses on them."""
+    """Take the simple step: logits of the whole row in float32, all losses on them."""
     inputs = row.inputs
     logits_TV = model(
         input_ids=inputs.input_ids,
@@ -157,7 +156,7 @@ def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) ->
 def measure(
     model: Any, step: Callable[[], float], repeats: int, device: torch.device
 ) -> tuple[float, float, float, torch.Tensor]:
-    """(median seconds, peak bytes, loss, the gradient of the last layer's norm)."""
+    """Return median seconds, peak bytes, loss, and the gradient of the last layer's norm."""
     seconds = []
     for _ in range(repeats + 1):  # the first is a warm-up
         model.zero_grad(set_to_none=True)
@@ -181,7 +180,7 @@ def measure(
 def measure_update(
     model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace
 ) -> tuple[float, float, float]:
-    """(median seconds of the rows, of the update alone, peak bytes) of whole steps."""
+    """Return median seconds of the rows and of the update, and peak bytes, of whole steps."""
     config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
     updater = Optimizer(model, config, Ranks())
@@ -189,10 +188,10 @@ def measure_update(
         torch.cuda.reset_peak_memory_stats()
     rows_s = []
     update_s = []
-    for step in range(arguments.repeats + 1):  # in the first the moments are made
+    for step in range(arguments.repeats + 1):  # the first one creates the moments
         started = time.perf_counter()
         for _ in range(arguments.rows):
-            # waits for the device: it reads the loss
+            # reads the loss, so it waits for the device
             train_row(model, row, objectives, Normalizer())
         learned = time.perf_counter()
         updater.update(step, arguments.rows * len(row.segments))
@@ -266,7 +265,7 @@ def main() -> None:
         f" {tokens_per_s:.0f} tokens/s{memory}"
     )
     print(
-        f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 for each"
+        f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 FLOP per"
         " parameter and token"
     )
 

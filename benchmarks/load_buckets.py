@@ -1,9 +1,9 @@
-"""The time of vLLM's loader for the weights of one sync, by the size of their buckets.
+"""Measure how long vLLM loads the weights of one sync, by bucket size.
 
 `python -m benchmarks.load_buckets [--mib 4 16 64 256 1024 100000] [--rounds 3]`. One engine on CPU,
-in this process. The model has the names and the number of layers of Qwen3-VL-4B and very small
-matrices, so that what is measured is what each call of `load_weights` costs whatever it brings: it
-walks the whole model first. The buckets are cut by the sizes of the real matrices.
+in this process. The model has the names and layers of Qwen3-VL-4B but very small matrices. So the
+benchmark measures the fixed cost of each `load_weights` call, which first walks the whole model.
+The buckets are cut by the sizes of the real matrices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.weight_sync.transports import Device, TransportKind
 TEXT_LAYERS = 36
 VISION_LAYERS = 24
 DEEPSTACK = [5, 11, 17]
-"""Qwen3-VL-4B's."""
+"""As in Qwen3-VL-4B."""
 REAL_TEXT = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -46,8 +46,9 @@ REAL_VISION = {
 
 
 def make_model(folder: Path) -> tuple[TensorSpec, ...]:
-    """Write a small checkpoint of 4B's names. Returns those tensors in their order, with the shapes
-    and bytes of the real ones."""
+    """Write a small checkpoint with the names of the 4B model.
+
+    Returns the tensors in order, with the shapes and bytes of the real model."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -76,7 +77,7 @@ def _change(section: Any, values: Mapping[str, Any]) -> None:
 
 
 def start_engine(folder: Path) -> Any:
-    """vLLM's `LLM` over the small checkpoint."""
+    """Return vLLM's `LLM` with the small checkpoint."""
     settings = EngineSettings(
         str(folder),
         "float32",
@@ -99,7 +100,7 @@ def start_engine(folder: Path) -> Any:
 def load_s(
     model: Any, model_config: Any, weights: dict[str, Any], cut: list[tuple[TensorSpec, ...]]
 ) -> float:
-    """Seconds of the calls of `load_weights` in one update."""
+    """Return the seconds of all `load_weights` calls in one update."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -128,8 +129,8 @@ def main() -> None:
         weights = load_file(folder / "model.safetensors")
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         print(
-            f"{len(specs)} tensors, {sum(spec.num_bytes for spec in specs) / 2**30:.2f} GiB were"
-            " they real"
+            f"{len(specs)} tensors, {sum(spec.num_bytes for spec in specs) / 2**30:.2f} GiB in the"
+            " real model"
         )
         for mib in options.mib:
             cut = list(buckets(specs, mib << 20))

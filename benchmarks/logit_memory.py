@@ -1,13 +1,12 @@
-"""Peak memory of the logits pass of a long row: forward and backward of the head, with every loss,
-in chunks and all at once.
+"""Measure peak memory of the logits pass of a long row, in chunks and all at once.
 
-`python -m benchmarks.logit_memory` (some minutes on two cores): 12,000 positions, 8,000 text and
-4,000 coord slots, all of them compared with an engine's log-probabilities, over a vocabulary of
-152,000 with a small hidden size. Each case runs in a process of its own and reports what its
-largest resident set exceeds the one before the pass by, in MB and in float32 copies of a chunk's
-logits. A last case compares each position's 20 most probable tokens with a reference's too
-(`reference_kl`, `estimator: top`). All logits at once are measured on a shorter row, and computed
-for the long one. Before that, losses and gradients of all chunk sizes must agree on a short row.
+`python -m benchmarks.logit_memory` (some minutes on two cores) runs forward and backward of the
+head with every loss. The row has 12,000 positions (8,000 text and 4,000 coord slots), all compared
+with an engine's log-probabilities, over a vocabulary of 152,000 with a small hidden size. Each case
+runs in a separate process. It reports how much the pass raises the peak resident set, in MB and in
+float32 copies of a chunk's logits. A last case also compares each position's 20 most probable
+tokens with a reference (`reference_kl`, `estimator: top`). All logits at once are measured on a
+shorter row and extrapolated. First, all chunk sizes must agree in losses and gradients.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ PIPELINE = PipelineSection.model_validate(
 
 
 def make_row(num_positions: int, vocabulary: int) -> PackedRow:
-    """A row whose every position is needed: two text tokens, a coord slot, and so on."""
+    """Return a row that needs every position: two text tokens, a coord slot, and so on."""
     draw = torch.Generator().manual_seed(0)
     at = torch.arange(num_positions)
     text_at = at[at % 3 != 2]
@@ -112,7 +111,7 @@ def make_row(num_positions: int, vocabulary: int) -> PackedRow:
 def plain_values(
     logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Tensor, banned: tuple[int, ...]
 ) -> RowValues:
-    """The obvious version at temperature 1, everything from logits that are all there."""
+    """Compute the row's values in the simple way, from all logits at once, at temperature 1."""
     text_at = row.supervision.text.at
     coord_at = row.supervision.coord.at
     coord_logits_SC = logits_NV[coord_at][:, coord_ids_C]
@@ -142,7 +141,7 @@ def loss_of(values: RowValues, row: PackedRow, objectives: ChannelObjectives) ->
 
 
 class Case:
-    """A head, hidden states and a row; `chunk` None: all logits at once."""
+    """A head, hidden states and a row. `chunk` None: all logits at once."""
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class Case:
         *,
         has_top: bool = False,
     ) -> None:
-        """`has_top`: every position is also compared with a reference, by its top tokens."""
+        """`has_top`: the reference's top tokens are also compared at every position."""
         torch.manual_seed(0)
         self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
         self.hidden_ND = torch.randn(num_positions, hidden, requires_grad=True)
@@ -195,8 +194,8 @@ class Case:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return by how much the resident set at its largest exceeds the one before. On Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets what was largest so far, as in imports
+    """Return how much `work` raises the peak resident set. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status_bytes("VmRSS")
     work()
     return _status_bytes("VmHWM") - before
@@ -204,14 +203,14 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def _status_bytes(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "every process of Linux has one"
+    assert found is not None, "every Linux process has this line"
     return int(found[1]) * 1024
 
 
 def measure(
     num_positions: int, vocabulary: int, hidden: int, chunk: int | None, *, has_top: bool = False
 ) -> tuple[int, float]:
-    """(peak bytes, seconds) in a process of its own."""
+    """Return peak bytes and seconds, measured in a separate process."""
     arguments = [
         str(value)
         for value in (
@@ -242,14 +241,14 @@ def run_case(
 ) -> None:
     Case(
         24, 2000, hidden, chunk, has_top=has_top
-    ).backward()  # what torch loads on first use is no part of the pass
+    ).backward()  # so torch's first-use memory is not counted
     case = Case(num_positions, vocabulary, hidden, chunk, has_top=has_top)
     started = time.perf_counter()
     print(peak_bytes(case.backward), time.perf_counter() - started)
 
 
 def check(chunks: list[int]) -> None:
-    """Losses and gradients agree on a short row."""
+    """Check that losses and gradients of all chunk sizes agree on a short row."""
     plain = Case(100, 3000, 16, None)
     loss = plain.backward()
     for chunk in [7, *chunks]:
@@ -275,7 +274,7 @@ def main() -> None:
         "--plain-positions",
         type=int,
         default=1000,
-        help="length of the row whose logits exist all at once",
+        help="length of the row for all logits at once",
     )
     parser.add_argument(
         "--case",

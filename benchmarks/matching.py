@@ -1,10 +1,9 @@
-"""Matching of 60 predictions with 60 ground truths at the defaults, beside a slow obvious version,
-on one core.
+"""Compare matching of 60 predictions and 60 ground truths with a slow simple version.
 
-`python -m benchmarks.matching`. Three kinds of scene: boxes, polygons of 12 points, and both mixed.
-Sizes are log-uniform, small shapes (fewer than 16 canvas pixels) among them; predictions are ground
-truths with moved coordinates. Both versions must give the same pairs and IoUs. Printed are the
-medians in milliseconds, their ratio and the bound of the project.
+`python -m benchmarks.matching` uses one core and the default settings. Three kinds of scene: boxes,
+polygons of 12 points, and both mixed. Sizes are log-uniform and include small shapes (fewer than 16
+canvas pixels). Predictions are ground truths with moved coordinates. Both versions must give the
+same pairs and IoUs. Printed are the medians in milliseconds, their ratio and the project's limit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TOP_K = 10
 GATE = 0.3
 SMALL = 16
 RADII = (5.0, 200.0)
-"""Of the shapes, in bins."""
+"""Range of the shapes' radius, in bins."""
 JITTER = 0.08
 """Standard deviation of a prediction's coordinates, in radii."""
 BOUNDS_MS = {"boxes": 3.0, "polygons": 20.0, "mixed": 20.0}
@@ -104,8 +103,9 @@ def to_bins(values: list[float]) -> tuple[int, ...]:
 def slow_match(
     predictions: list[ParsedObject], ground_truth: list[GroundTruthObject]
 ) -> tuple[list[tuple[int, int, float]], int]:
-    """The pairs and the number of rejections by the text of decision 34: a full canvas per shape,
-    every pixel tested, pair after pair.
+    """Return the pairs and the number of rejections, as decision 34 defines them.
+
+    Each shape has a full canvas, every pixel is tested, and pairs are compared one by one.
     """
     masks_a = [slow_mask(shape) for shape in predictions]
     masks_b = [slow_mask(shape) for shape in ground_truth]
@@ -132,7 +132,7 @@ def slow_match(
 
 
 def slow_mask(shape: Shape) -> np.ndarray:
-    """bool [R, R], in integers: the unit is 1 / 1998 of a pixel."""
+    """Return the mask, bool [R, R]. Integer arithmetic in units of 1 / 1998 of a pixel."""
     ring = [(x * 2 * (RESOLUTION - 1), y * 2 * (RESOLUTION - 1)) for x, y in vertices(shape)]
     x, y = np.meshgrid(*[(2 * np.arange(RESOLUTION) + 1) * 999] * 2)
     inside = np.zeros((RESOLUTION, RESOLUTION), dtype=bool)
@@ -159,7 +159,7 @@ def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) ->
 
 
 def slow_area_iou(a: list[Point], b: list[Point]) -> float:
-    """Sum in fractions, slab after slab between the ordinates of all ends and crossings."""
+    """Return the exact IoU. The area is summed over slabs between all vertices and crossings."""
     rings = [
         [
             (p, q) if p[1] < q[1] else (q, p)

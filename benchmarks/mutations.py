@@ -1,16 +1,17 @@
-"""Faults put into the code one at a time, to see whether the tests notice.
+"""Mutation testing: put one fault at a time into the code, and check that the tests fail.
 
-`python -m benchmarks.mutations`: each mutant is one line of a copy of the tree, in which the tests
-run; the working tree is not touched. A stage is tried on the mutants that the one before let by:
+`python -m benchmarks.mutations`. Each mutant changes one place in a copy of the tree, and the tests
+run in this copy. The working tree is not changed. Each stage runs on the mutants that survived the
+stage before:
 
     own        the mutant's own tests, without engines, Ray and processes
     all        every unit test
     marked     the mutant's own tests with engines, Ray and processes (not the `long`)
 
-Before each stage its tests have to pass with nothing changed. `--out` keeps what is known so far,
-of one state of the tree, and a later call goes on from there. `--check` runs no test: it says
-which mutants no longer fit the code. The mutants were written down before any test was changed
-for them; one that a test is written for stays, and further ones are welcome.
+Before each stage its tests must pass without a mutant. `--out` saves the results for one state of
+the tree, and a later call continues from them. `--check` runs no tests and prints the mutants that
+no longer fit the code. The mutants were written before any test was changed for them. Mutants stay
+after a test is written for them, and new ones are welcome.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = "not engine and not ray and not processes"
 MARKED = "(engine or ray or processes) and not long"
 ABOUT_MUTANTS = "tests/benchmarks/test_mutations.py"
-"""Fails wherever one has been put in, and proves nothing by it."""
+"""Fails with every mutant, so it is excluded."""
 NOTHING_COLLECTED = 5
-"""Of pytest's exit codes, as where all tests of a file are marked."""
+"""pytest's exit code if no test was collected, for example if all tests of a file are marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One line of the code, wrong."""
+    """A fault in one place of the code."""
 
     name: str
     """What the fault does, in a few words."""
     path: str
     old: str
-    """Occurs exactly once in the file; more than the line where the line alone does not."""
+    """The text to replace. It occurs exactly once in the file and may span several lines."""
     new: str
     tests: tuple[str, ...]
-    """Files that should notice, the cheapest first."""
+    """Test files that should fail, the cheapest first."""
 
     def applied_to(self, text: str) -> str:
-        """Put the fault into the file's text. Raises ValueError where it does not fit."""
+        """Return the file's text with the fault. Raises ValueError if `old` does not fit."""
         if text.count(self.old) != 1:
             times = text.count(self.old)
             raise ValueError(f"{self.name}: {self.old!r} is {times} times in {self.path}")
@@ -63,18 +64,18 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Some of the tests, tried on the mutants that the stage before let by."""
+    """A set of tests that runs on the mutants that survived the stage before."""
 
     name: str
     marks: str
     limit_s: float
-    """Of one mutant, or twice what the tests take with nothing changed, where that is more and they
-    are the same for all. What takes longer is taken for a hang, which is noticed too."""
+    """Time limit of one mutant. With `on_all_files` it is at least twice the time of the tests
+    without a mutant. A mutant that exceeds it hangs, and counts as caught."""
     on_all_files: bool = False
-    """With all cores; else on the mutant's own files."""
+    """Run all test files on all cores, instead of the mutant's own files."""
 
     def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
-        """Give pytest's arguments for these mutants together."""
+        """Return pytest's arguments for these mutants together."""
         if self.on_all_files:
             return [
                 "-m",
@@ -95,22 +96,22 @@ STAGES = (
     Stage("marked", MARKED, limit_s=600.0),
 )
 SOUND_LIMIT_S = 2400.0
-"""Of a stage with nothing changed, on the tests of all its mutants at once."""
+"""Time limit of a stage's tests without a mutant, for all its mutants together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The stages that a mutant went through so far."""
+    """The result of a mutant so far."""
 
     verdict: str
-    """`caught`, `survived`, or `invalid` where no test could even be collected."""
+    """`caught`, `survived`, or `invalid` if the tests could not be collected."""
     by: str
-    """The first test that failed, or `timeout`; empty: none."""
+    """The first test that failed, or `timeout`; empty if no test failed."""
     stages: tuple[str, ...]
-    """Those tried; the last one is that of the verdict."""
+    """The stages that ran. The verdict is from the last one."""
     seconds: float
     of: tuple[str, ...]
-    """The mutant it was: another fault, or other tests, are to be tried anew."""
+    """The `identity` of the mutant. If it changes, the mutant runs again."""
 
 
 INTAKE = (
@@ -362,7 +363,7 @@ MUTANTS = (
 
 
 def problems() -> list[str]:
-    """Name every mutant that does not fit the working tree, does not compile, or has no tests."""
+    """Return a line for every mutant that does not fit the tree, does not compile or lacks tests."""
     found = []
     names = [mutant.name for mutant in MUTANTS]
     for mutant in MUTANTS:
@@ -373,12 +374,12 @@ def problems() -> list[str]:
         lost = [path for path in mutant.tests if not (ROOT / path).exists()]
         found += [f"{mutant.name}: no {path}" for path in lost]
         if names.count(mutant.name) > 1:
-            found.append(f"{mutant.name}: is the name of several")
+            found.append(f"{mutant.name}: is the name of several mutants")
     return found
 
 
 def copy_tree(revision: str | None, folder: Path) -> None:
-    """Copy the files that git knows or would add; with a revision, those of that one."""
+    """Copy the files that git tracks or would add, or the files of a revision."""
     git = ["git", "-C", str(ROOT)]
     if revision is not None:
         archive = subprocess.run([*git, "archive", revision], stdout=subprocess.PIPE, check=True)
@@ -387,18 +388,19 @@ def copy_tree(revision: str | None, folder: Path) -> None:
     listing = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, stdout=subprocess.PIPE, check=True, text=True).stdout
     for name in names.split("\0"):
-        if name and (ROOT / name).is_file():  # it may be deleted and still be known
+        if name and (ROOT / name).is_file():  # git lists deleted files too
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
 
 
 def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Run pytest in a tree: a verdict, and by which test. The tree's own packages are found first,
-    before those of the editable install, in pytest and in all processes that it starts."""
+    """Run pytest in a tree; return a verdict and the test that decided it.
+
+    PYTHONPATH puts the tree before the editable install, in pytest and in its child processes."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     variables = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as log:
-        # A session of its own, so that what the tests have started and left ends here.
+        # In a new session, so that all processes that the tests leave can be killed.
         run = subprocess.Popen(
             command,
             cwd=folder,
@@ -420,9 +422,9 @@ def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[s
     if code in (0, NOTHING_COLLECTED):
         return "survived", ""
     bad = [line for line in lines if line.startswith(("FAILED tests", "ERROR tests"))]
-    # An id may have blanks in it; behind it stands the error.
+    # A test id may contain blanks. The error follows after it.
     failed = [line.partition(" ")[2].partition(" - ")[0] for line in bad]
-    # A file that cannot be collected is named without a test: the fault is no fault but a ruin.
+    # A file that cannot be collected is listed without a test, so the mutant is invalid.
     if code != 1 or not failed or "::" not in failed[0]:
         return "invalid", failed[0] if failed else "".join(lines[-1:])
     return "caught", failed[0]
@@ -431,10 +433,10 @@ def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[s
 def tested(
     mutant: Mutant | None, arguments: Sequence[str], limit_s: float, revision: str | None
 ) -> tuple[str, str]:
-    """Run tests in a copy of the tree in which the mutant, if there is one, is applied.
+    """Run tests in a copy of the tree with the mutant (None: without a change).
 
-    A test that fails has to fail again by itself, or it is left out: some measure time, which on a
-    busy machine proves nothing.
+    A failing test must fail again when it runs separately, else it is deselected. Some tests
+    measure time and can fail on a busy machine.
     """
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
@@ -450,9 +452,9 @@ def tested(
 
 
 def run_stage(stage: Stage, mutants: Sequence[Mutant], notes: Notes, options: Namespace) -> None:
-    """Try a stage on those of the mutants that have survived so far and not been tried on it.
+    """Run a stage on the mutants that have survived so far and have not run in it.
 
-    Ends the program where the stage's tests fail with nothing changed: they would prove nothing.
+    Ends the program if the stage's tests fail without a mutant.
     """
     todo = [mutant for mutant in mutants if notes.wants(mutant, stage)]
     if not todo:
@@ -461,7 +463,7 @@ def run_stage(stage: Stage, mutants: Sequence[Mutant], notes: Notes, options: Na
     verdict, by = tested(None, stage.arguments(todo), SOUND_LIMIT_S, options.revision)
     sound_s = time.monotonic() - began
     if verdict != "survived":
-        raise SystemExit(f"with nothing changed, stage {stage.name} is {verdict} by {by}")
+        raise SystemExit(f"without a mutant, stage {stage.name} is {verdict} by {by}")
     limit_s = max(stage.limit_s, 2 * sound_s) if stage.on_all_files else stage.limit_s
 
     def tried(mutant: Mutant) -> None:
@@ -474,10 +476,10 @@ def run_stage(stage: Stage, mutants: Sequence[Mutant], notes: Notes, options: Na
 
 
 class Notes:
-    """The verdicts on the mutants so far, in a file where there is one."""
+    """The results of the mutants so far, saved to a file if `path` is given."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read what an earlier call has noted of mutants that are still the same."""
+        """Read an earlier call's results for mutants that have not changed."""
         self._path = path
         self._lock = Lock()
         known = json.loads(path.read_text()) if path is not None and path.exists() else {}
@@ -489,12 +491,12 @@ class Notes:
                 self.found[name] = found
 
     def wants(self, mutant: Mutant, stage: Stage) -> bool:
-        """Tell whether the stage is still to be tried on the mutant."""
+        """Return whether the mutant still has to run in the stage."""
         found = self.found.get(mutant.name)
         return found is None or (found.verdict == "survived" and stage.name not in found.stages)
 
     def add(self, mutant: Mutant, stage: Stage, verdict: str, by: str, seconds: float) -> None:
-        """Note, print and write down what a stage has found."""
+        """Store, print and save the result of a stage."""
         with self._lock:
             before = self.found.get(mutant.name)
             stages, earlier_s = ((), 0.0) if before is None else (before.stages, before.seconds)
@@ -506,28 +508,28 @@ class Notes:
                 self._path.write_text(json.dumps(found, indent=1))
 
     def row(self, mutant: Mutant) -> str:
-        """Write a line of the table."""
+        """Return a mutant's line of the table."""
         one = self.found[mutant.name]
         where = f"{one.verdict:8} {one.stages[-1]:6} {one.seconds:6.0f} s"
         return f"{mutant.name:50} {where}  {one.by}"
 
 
 def identity(mutant: Mutant) -> tuple[str, ...]:
-    """Tell a mutant from one that has been changed since."""
+    """Return the fields of a mutant that make its result invalid when they change."""
     return (mutant.path, mutant.old, mutant.new, *mutant.tests)
 
 
 def main() -> int:
-    """Run the command line; 1 where a mutant survived or was none."""
+    """Run the command line; return 1 if a mutant survived or was invalid."""
     names = [mutant.name for mutant in MUTANTS]
     stages = [stage.name for stage in STAGES]
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=stages, default=stages)
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--revision", help="of git: that tree, in place of the working one")
-    parser.add_argument("--out", type=Path, help="JSON: keeps the results, and is gone on from")
-    parser.add_argument("--check", action="store_true", help="run no test: do the mutants fit?")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants in parallel")
+    parser.add_argument("--revision", help="git revision to test instead of the working tree")
+    parser.add_argument("--out", type=Path, help="JSON file that keeps the results")
+    parser.add_argument("--check", action="store_true", help="only check that the mutants fit")
     options = parser.parse_args()
     if options.check:
         print("\n".join(problems()) or f"{len(MUTANTS)} mutants fit")

@@ -1,8 +1,8 @@
-"""The gain of the queue between generation and learning, in three schedules of scripted rounds.
+"""Measure the gain of the queue between generation and learning, with three schedules.
 
 `python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`.
-Generation is a `ScriptedBackend` of fixed latency, learning and syncing are sleeps: what is
-measured is the queue alone. All schedules must give the same rollouts in the same order.
+Generation is a `ScriptedBackend` with fixed latency. Learning and syncing are sleeps, so only the
+queue is measured. All schedules must give the same rollouts in the same order.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Engine:
 def run_steps(
     queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """(seconds of all steps, the responses in the order they were learned). The queue of rounds
-    runs on over the steps of a stretch.
+    """Return the seconds of all steps, and the responses in training order.
+
+    The queue of rounds continues across the steps of one window.
     """
     engine = Engine(takes.generate)
     learned: list[tuple[int, ...]] = []
@@ -74,7 +75,7 @@ def run_steps(
             for done in rounds.of_next_step():
                 time.sleep(takes.learn)
                 learned += [rollout.response_token_ids for rollout in done]
-            wait(engine.running)  # as a sync does: engines take weights between rounds
+            wait(engine.running)  # as in a sync: engines receive weights between rounds
             time.sleep(takes.sync)
     return time.perf_counter() - started, learned
 

@@ -1,10 +1,9 @@
-"""Rows over the lower bound `ceil(sum / capacity)`, for whole steps and for the streaming windows
-of decision 7.
+"""Compare packing methods by their number of rows, relative to `ceil(sum / capacity)`.
 
-`python -m benchmarks.packing`. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each way
-packs the same draws; every segment must be packed exactly once and no row may exceed the capacity.
-Printed are the averages of rows over the bound, and what streaming costs: its rows over those of
-the whole step.
+`python -m benchmarks.packing`. It compares whole steps with the streaming windows of decision 7 and
+other methods. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each method packs the
+same draws. Every segment must be packed exactly once, and no row may exceed the capacity. Printed
+are the average ratios to the bound, and the rows of streaming relative to the whole step.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ WINDOW = 8
 MEANS = (800, 2_000)
 COUNTS = (32, 64, 128)
 LIMIT = 1.03
-"""Of the average of a whole step packed at once, in every cell."""
+"""Upper limit of the average ratio when a whole step is packed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment by its number and its tokens."""
+    """A segment, given by its number and its length in tokens."""
 
     index: int
     length: int
@@ -57,7 +56,7 @@ def streaming(pieces: Sequence[Piece]) -> Rows:
 
 
 def fifo(pieces: Sequence[Piece]) -> Rows:
-    """Row after row: in order, what still fits."""
+    """Fill one row after another with the remaining segments that fit, in order."""
     rows = []
     left = list(pieces)
     while left:

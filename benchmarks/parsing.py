@@ -1,10 +1,9 @@
-"""Tokens per second of `parse_rollout` on one core, beside a parser that goes character by
-character (`slow_parser`), in the same run.
+"""Compare the speed of `parse_rollout` with a character-by-character parser (`slow_parser`).
 
 `python -m benchmarks.parsing [--repetitions 40] [--responses 2000] [--tokenizer
-outputs/demo/model]`. Before anything is timed, both must give the same answer, field by field, on
-well-formed responses and on randomly mutated ones, for every tokenizer: the given one where it is
-there, and two that are trained here, split as Qwen's are and not split at all.
+outputs/demo/model]` uses one core. First, both must give the same result, field by field, on
+well-formed responses and on randomly mutated ones. This is checked with every tokenizer: the given
+one if it exists, and two that are trained here, with Qwen's splitting and without splitting.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.vocabulary import TokenCodec
 
-# of Qwen2 and Qwen3
+# The regex of Qwen2 and Qwen3.
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,8 +72,9 @@ SCRAPS = [
 
 
 def trained(num_merges: int, splitter: Any) -> Any:
-    """A byte-level BPE tokenizer with `num_merges` merges, learned from responses and from the text
-    of this repository's pages.
+    """Train a byte-level BPE tokenizer with `num_merges` merges.
+
+    The training texts are responses and this repository's Markdown pages.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter
@@ -92,7 +92,7 @@ def trained(num_merges: int, splitter: Any) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=len(alphabet) + num_merges, initial_alphabet=alphabet, show_progress=False
     )
-    # Coord tokens are cut out before a tokenizer splits anything.
+    # Tokenizers cut out coord tokens before they split text.
     tokenizer.train_from_iterator(
         [part for text in responses for part in text.split("<|coord_0|>")] + pages, trainer
     )
@@ -104,7 +104,7 @@ def trained(num_merges: int, splitter: Any) -> Any:
 def objects(
     generator: random.Random, count: int, kind: GeometryKind, descs: list[str], *, zero: bool = True
 ) -> list[GroundTruthObject]:
-    """`zero`: every bin is 0, so that all coord tokens are the same text."""
+    """Return random objects. `zero`: every bin is 0, so all coord tokens have the same text."""
     found = []
     for _ in range(count):
         bins = generator.choices(
@@ -155,7 +155,7 @@ def mutated(generator: random.Random, codec: TokenCodec) -> list[int]:
 
 
 def check(codec: TokenCodec, well_formed: list[list[int]], num_responses: int) -> dict[str, int]:
-    """Compares both parsers on all responses; how many of the random ones came to what."""
+    """Compare both parsers on all responses; return counts of the random responses' results."""
     generator = random.Random(17)
     seen = {"objects": 0, "dropped": 0, "fallback": 0}
     for ids in well_formed:
@@ -179,8 +179,9 @@ def tokens_per_s(
     codec: TokenCodec,
     repetitions: int,
 ) -> float:
-    """The median of several repetitions, in processor time of this thread: what others do on the
-    machine counts as little as can be.
+    """Return the median speed of several repetitions.
+
+    It is measured in processor time of this thread, so other processes hardly change it.
     """
     seconds = []
     for _ in range(repetitions):

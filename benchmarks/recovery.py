@@ -1,12 +1,11 @@
-"""What a fault costs: seconds that a run loses to each kind, beside a restart of the whole job.
+"""Measure how many seconds a run loses to each kind of fault, and to a restart of the whole job.
 
     python -m benchmarks.recovery [--steps 16] [section.key=value ...]
 
-Runs `experiment=stage2_3v1` once undisturbed and once for each kind of fault, which strikes after
-half of the steps. A run's loss is its wall time less that of the undisturbed one; its losses and
-rollouts have to be those of the undisturbed one, to the bit (`rollmatch diff-runs`), or the exit
-status is 1. On CPU the figures are those of one run each, on a machine with
-nothing else to do.
+Runs `experiment=stage2_3v1` once without a fault and once for each kind of fault, which happens
+after half of the steps. The lost time is the difference of the wall times. Training losses and
+rollouts must be identical to the bit (`rollmatch diff-runs`), else the exit status is 1. The
+figures on CPU come from one run each, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from launch.run_folder.ledger import LEDGER
 STALL_S = 10.0
 LIMIT_S = 900.0
 RUN = "ROLLMATCH_BENCHMARK_RUN"
-"""Environment variable of all processes of a run: its folder."""
+"""Environment variable that all processes of a run have: the run's folder."""
 Strike = Callable[[psutil.Process], None]
 
 
 def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> Strike:
-    """Return what sends the signal to a process of the run with this in its command line.
+    """Return a fault that sends a signal to a process of the run with `name` in its command line.
 
-    `busy`: Ray shows this instead of the name while the process does something.
+    `busy`: the name that Ray shows while the process executes a method.
     """
     names = [name] if busy is None else [name, busy]
 
     def strike(command: psutil.Process) -> None:
-        # Not by descent: whoever started the warm server, whose forks actors are, may have ended.
+        # Not searched by parent: the process that started the actors' warm server may have ended.
         run = command.environ()[RUN]
         deadline = time.monotonic() + LIMIT_S
         found: list[psutil.Process] = []
-        while not found:  # as where it is being started again
+        while not found:  # it may be restarting
             found = [one for one in psutil.process_iter() if _is_one(one, names, run)]
             if command.status() == psutil.STATUS_ZOMBIE or time.monotonic() > deadline:
                 sys.exit(f"no process of the run is called {name}")
@@ -56,7 +55,7 @@ def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> St
 
 
 def end_all(command: psutil.Process) -> None:
-    """Kill the driver, with which the system ends all others."""
+    """Kill the driver. The system then ends all other processes of the run."""
     command.kill()
 
 
@@ -80,14 +79,14 @@ def _is_one(process: psutil.Process, names: Sequence[str], run: str) -> bool:
 
 
 def start(folder: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the command of a run in this folder, whose processes faults can find."""
+    """Start a run's command, and mark its processes so that faults can find them."""
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, env=os.environ | {RUN: str(folder.resolve())}
     )
 
 
 def job(folder: Path, steps: int, *overrides: str) -> list[str]:
-    """Return the command of a run that goes on where it was, however often it is given."""
+    """Return the command of a run, which resumes the run if it is repeated."""
     return [
         *(sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "resume=auto"),
         f"telemetry.run_dir={folder}",
@@ -101,7 +100,7 @@ def job(folder: Path, steps: int, *overrides: str) -> list[str]:
 
 
 def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | None) -> float:
-    """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
+    """Run to the end, with the fault after half of the steps; return the wall time in seconds."""
     command = job(folder, steps, *overrides)
     started_s = time.monotonic()
     process = start(folder, command)
@@ -122,22 +121,24 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
 
 
 def compare(run: Path, other: Path) -> tuple[list[str], bool]:
-    """Return lines about two runs, and whether they, or the bytes of their ledgers, part."""
+    """Return lines about two runs, and whether the runs or the bytes of their ledgers differ."""
     lines, parts = diff_runs(run, other)
     if (run / LEDGER).read_bytes() != (other / LEDGER).read_bytes():
-        return [*lines, f"{LEDGER} of the two differ"], True
+        return [*lines, f"{LEDGER} differs between the two runs"], True
     return lines, parts
 
 
 def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
-    """Return when the run in the folder has written so many steps."""
+    """Wait until the run in the folder has written `steps` steps."""
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + LIMIT_S
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if process.poll() is not None or time.monotonic() > deadline:
             error = folder / "error.txt"
             why = error.read_text() if error.exists() else "and no error.txt"
-            sys.exit(f"{metrics} has not {steps} lines: exit status {process.returncode}, {why}")
+            sys.exit(
+                f"{metrics} has fewer than {steps} lines: exit status {process.returncode}, {why}"
+            )
         time.sleep(0.05)
 
 

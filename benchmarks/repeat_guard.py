@@ -1,10 +1,10 @@
-"""The cost of the repeat guard: its share of the time in which a vLLM engine generates.
+"""Measure the repeat guard's share of a vLLM engine's generation time.
 
 `python -m benchmarks.repeat_guard [--sequences 256] [--tokens 128] [--rounds 3]`. One engine on
-CPU, in this process. Every round generates the same sequences twice: guarded, and not (requests
-without a stop token are not guarded), which must give the same tokens: the thresholds are out of
-reach, which saves the guard nothing. The share is measured inside the guarded rounds, by the
-guard's own clock: two rounds differ by more than it costs.
+CPU, in this process. Every round generates the same sequences with and without the guard (requests
+without a stop token are not guarded). Both must give the same tokens, because the thresholds are
+never reached. This saves the guard no work. Its share is measured inside the guarded rounds,
+because two rounds differ by more than the guard costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
-    """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
+    """Return vLLM's `LLM` and the class of its guard, which counts `spent_s` and `num_steps`."""
     engine = EngineSettings(
         str(folder),
         "float32",
@@ -76,11 +76,11 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
 def generate(
     llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool
 ) -> tuple[float, list[list[int]]]:
-    """(seconds, the tokens of each sequence)."""
+    """Return the seconds, and the tokens of each sequence."""
     from vllm import SamplingParams, TokensPrompt
 
     params = [
-        # The stop token is out of reach too, so that all sequences have one length.
+        # The stop token is never sampled either, so all sequences have the same length.
         SamplingParams(
             temperature=1.0,
             seed=i,
@@ -131,7 +131,7 @@ def main() -> None:
             rule.first_repetition(token_ids)
         read_s = time.perf_counter() - started
         print(
-            f"reading the answers again, outside the engine, for what was forced: {read_s:.3f} s,"
+            f"finding forced tokens in the answers, outside the engine: {read_s:.3f} s,"
             f" {read_s / guarded_s:.2%}"
         )
 

@@ -1,10 +1,10 @@
-"""How long a run waits for a full checkpoint of a 219-million-parameter model, written in the
-foreground and in the background (`checkpoint.background`).
+"""Measure how long a run waits for a full checkpoint of a 219-million-parameter model.
 
 `python -m benchmarks.save [--layers 24] [--saves 3] [--dtype float32] [--folder FOLDER]`. A learner
-of the demo's scenes takes steps of channel A on the CPU, without engines. Of each kind of save it
-prints the seconds that the run waits, and for the one in the background also those until it is
-whole, and of the steps beside it. The two checkpoints of an update must have the same bytes.
+takes steps of channel A on the demo's scenes on the CPU, without engines. It saves in the
+foreground and in the background (`checkpoint.background`), and prints how long the run waits. For
+background saves it also prints the time until the checkpoint is complete, and the duration of
+concurrent steps. Both checkpoints of an update must have the same bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def learn(learner: Learner, plans: Iterator[StepPlan]) -> float:
-    """Take a step; return its seconds."""
+    """Take a step; return its duration in seconds."""
 
     def step() -> None:
         learner.next_requests(next(plans))
@@ -64,10 +64,10 @@ def learn(learner: Learner, plans: Iterator[StepPlan]) -> float:
 
 
 def require_same(one: Path, other: Path) -> int:
-    """Compare all files of two folders; return their bytes."""
+    """Compare all files of two folders; return their total size in bytes."""
     files = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
     others = {path.relative_to(other) for path in other.rglob("*") if path.is_file()}
-    assert files == others, f"files of one checkpoint alone: {files ^ others}"
+    assert files == others, f"files in only one checkpoint: {files ^ others}"
     for file in files:
         assert filecmp.cmp(one / file, other / file, shallow=False), f"{file} differs"
     return sum((one / file).stat().st_size for file in files)
@@ -79,7 +79,7 @@ def run(folder: Path, options: argparse.Namespace) -> None:
     config = configured(folder, options.dtype, num_steps=100)
     learner = Learner(config, RankTopology(TransportKind.GLOO, (ReceiverGroup(1),)))
     plans = iter(RunSchedule(config).plans())
-    learn(learner, plans)  # the moments are there behind it
+    learn(learner, plans)  # creates the moments
     quiet = [learn(learner, plans) for _ in range(options.saves)]
     foreground, waits, writes, busy = [], [], [], []
     for _ in range(options.saves):
@@ -100,15 +100,16 @@ def run(folder: Path, options: argparse.Namespace) -> None:
         writes.append(time.perf_counter() - started)
         size = require_same(one, other)
         print(
-            f"{size / 1e9:.2f} GB, the same bytes: the run waits {foreground[-1]:.2f} s in the"
-            f" foreground, {wait:.2f} s in the background"
+            f"{size / 1e9:.2f} GB, identical files: the run waits {foreground[-1]:.2f} s for the"
+            f" foreground save, {wait:.2f} s for the background save"
         )
     learner.close()
     medians = [statistics.median(times) for times in (foreground, waits, writes, quiet, busy)]
     waited, waited_beside, whole, step, step_beside = medians
     print(
         f"{options.dtype}, medians: foreground {waited:.2f} s; background {waited_beside:.2f} s,"
-        f" whole after {whole:.2f} s; a step takes {step:.2f} s, beside a write {step_beside:.2f} s"
+        f" complete after {whole:.2f} s; a step takes {step:.2f} s, during a write"
+        f" {step_beside:.2f} s"
     )
 
 
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--folder", type=Path, help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
     options = parser.parse_args()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="rollmatch-", dir=options.folder) as folder:

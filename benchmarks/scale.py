@@ -1,16 +1,16 @@
-"""The wait of engines for a step's requests: with pictures in each, and each picture sent once.
+"""Measure how long engines wait for a step's requests, for two ways to send images.
 
-`python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. A learner
-rank's shell, the driver's end of it, the pool and the engines' shells as a run has them, without a
-model: engines answer at once with what they got, a checksum for each picture. More actors than
-processes share those. Each rollout shows a picture of 150 kB from disk; with `--per-picture 8` so
-many show the same one. Both ways take two steps over the same pictures, in turn; the answers must
-be the same.
+`python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. It uses the
+run's Ray actors of learner rank and engines, the driver's clients and the engine pool, without a
+model. Engines answer immediately with their requests, and a checksum instead of each image. If
+there are more actors than processes, actors share processes. Each rollout has an image of 150 kB
+from disk; with `--per-picture 8`, eight rollouts share an image. Both ways take two steps with the
+same images, alternating. The answers must be the same.
 
-- each in its request: as it was. The rank reads all pictures and puts every request by itself
-  before the driver hears of any.
-- once: `shared.sent_requests`. The first step finds no picture sent, the second all that the shelf
-  holds.
+- each in its request: the old way. The rank reads all images and stores every request separately
+  before the driver receives any.
+- once: `shared.sent_requests`. In the first step no image has been sent, in the second step all
+  images on the shelf are reused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def write_pictures(folder: Path, number: int) -> list[ImageRef]:
 
 
 class Rank(LearnerActor):
-    """A rank over a learner that makes the requests of a step, each with the picture of its
-    place."""
+    """A learner rank that makes a step's requests, each with the image of its position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class Rank(LearnerActor):
 
 
 class Echo:
-    """An engine that answers with what it was asked."""
+    """An engine that answers with its requests."""
 
     process = ""
     is_dead = False
@@ -113,7 +112,7 @@ class Engine(EngineActor):
     async def generate_each(
         self, *objects: SentRequests, places: range, attempt: int
     ) -> tuple[list[Any], int]:
-        """Send requests that bring their pictures, as it was."""
+        """Answer requests that contain their images (the old way)."""
         answers = await Echo().generate([request for one in objects for request in one.requests])
         return answers, len(answers)
 
@@ -124,10 +123,10 @@ def main() -> None:
     )
     parser.add_argument("--actors", type=int, nargs="+", default=[3, 16, 64])
     parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--processes", type=int, default=12, help="engine processes at most")
+    parser.add_argument("--processes", type=int, default=12, help="most engine processes")
     parser.add_argument("--decode-batch-size", type=int, default=4)
     parser.add_argument(
-        "--per-picture", type=int, default=1, help="rollouts in a row that show the same picture"
+        "--per-picture", type=int, default=1, help="consecutive rollouts with the same image"
     )
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -181,7 +180,7 @@ def compare(
     }
     answers: list[list[Any]] = []
     num_rounds = 0
-    # The first repeat warms processes and files.
+    # The first repetition is a warm-up.
     for repeat in range(repeats + 1):
         ray.get(rank.forget_pictures.remote())
         for way, step in seconds:
@@ -206,7 +205,7 @@ def compare(
             if repeat:
                 seconds[way, step].append((first_s, made_s, all_s))
             del refs, rounds, done
-    assert all(answer == answers[0] for answer in answers), "the engines got other requests"
+    assert all(answer == answers[0] for answer in answers), "the engines' requests differ"
     for (way, step), of_way in seconds.items():
         first, created, whole = zip(*of_way, strict=True)
         spread = f"{statistics.median(first):.3f} ({min(first):.3f}, {max(first):.3f})"

@@ -1,4 +1,4 @@
-"""A backend that answers from a script after a fixed time, for order and timing of a run."""
+"""A backend that returns scripted answers after a fixed time, to test a run's order and timing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 Script = Callable[[RolloutRequest], Sequence[int]]
-"""Gives the token ids of an answer, its stop token included where it has one."""
+"""Returns the token ids of an answer, including its stop token if there is one."""
 
 
 class ScriptedBackend:
-    """A `RolloutBackend` without an engine; one `generate` of any size takes `latency_s`."""
+    """A `RolloutBackend` without an engine. Each `generate` takes `latency_s`."""
 
     def __init__(self, name: str, script: Script, *, latency_s: float = 0.0) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class ScriptedBackend:
         rollouts = []
         for request in requests:
             token_ids = list(self._script(request))[: request.decode.max_new_tokens]
-            logprobs = [0.0] * len(token_ids)  # a script is certain of its tokens
+            logprobs = [0.0] * len(token_ids)  # scripted tokens have probability 1
             answer = Completion.up_to_stop(
                 request.prompt_token_ids, token_ids, logprobs, request.decode
             )
@@ -42,7 +42,7 @@ class ScriptedBackend:
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Take the version alone: there are no weights."""
+        """Take only the version, because there are no weights."""
         self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 

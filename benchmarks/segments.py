@@ -15,11 +15,11 @@ from shared.tokens.vocabulary import NUM_BINS
 PATCH = 16
 MERGE = 2
 NUM_WORDS = 20
-"""Tokens of a prompt beside its image."""
+"""Tokens of a prompt without its image."""
 
 
 class ImageIds(NamedTuple):
-    """The tokens around an image, and that of each of its places."""
+    """The tokens before and after an image, and its placeholder token."""
 
     start: int
     pad: int
@@ -35,12 +35,12 @@ def random_segment(
     words: range,
     coord_ids: Sequence[int],
 ) -> Segment:
-    """Return a segment of `length` tokens, of whose target an eighth are coord slots.
+    """Return a segment of `length` tokens. An eighth of its target are coord slots.
 
     Args:
-        number: the seed, and the segment's own number.
-        image: side of its image in tokens; 0: none.
-        words: what the ids of all other tokens are drawn from.
+        number: the seed, and the segment's position.
+        image: side of its image in tokens; 0: no image.
+        words: range of all other token ids.
         coord_ids: the ids of the `NUM_BINS` coord tokens.
     """
     draw = np.random.default_rng(number)

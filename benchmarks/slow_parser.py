@@ -1,8 +1,7 @@
-"""`parse_rollout` written out character by character, as decision 32 tells it: what the fast one is
-measured against and compared with.
+"""A character-by-character version of `parse_rollout`, following decision 32.
 
-Nothing here is shared with the parser but the types of its answer. The text is a string with one
-character per byte.
+It is the reference for tests and benchmarks of the fast parser. Both share only the types of the
+result. The text is a string with one character per byte.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ SPACE = " \t\n\r"
 
 @dataclass
 class Symbol:
-    """One thing at the container's top level: a string, a nested object, a punctuation mark or a
-    word.
-    """
+    """A symbol at the container's top level: string, nested object, punctuation mark or word."""
 
     kind: str
     start: int
@@ -30,25 +27,25 @@ class Symbol:
 
 @dataclass
 class Leaf:
-    """A string, an unquoted coord token, or anything else that is no array and no object."""
+    """A string, an unquoted coord token, or another value that is not an array or object."""
 
     start: int
     end: int
     quoted: bool
     coord: int | None
-    """Token position, where this is a coord token."""
+    """Token position, if this is a coord token."""
 
 
 @dataclass
 class Tokens:
-    """Token ids with what every token and every byte belongs to."""
+    """Token ids with their text, the token of every byte, and the coord tokens."""
 
     ids: list[int]
     text: str
     owner: list[int]
-    """[byte]: its token."""
+    """The token of each byte."""
     coords: dict[tuple[int, int], int]
-    """Byte span of each coord token: its position."""
+    """Byte span of each coord token, with its position."""
 
     @classmethod
     def of(cls, ids: list[int], codec: TokenCodec) -> Tokens:
@@ -91,7 +88,7 @@ def slow_parse(
 
 
 def count_shapes(text: str, start: int) -> int:
-    """Count the keys of geometries from `start` on."""
+    """Count the geometry keys from `start` on."""
     number = 0
     for kind in GeometryKind:
         key = f'"{kind}"'
@@ -102,8 +99,9 @@ def count_shapes(text: str, start: int) -> int:
 
 
 def read_symbols(text: str) -> tuple[list[Symbol], bool]:
-    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and
-    False, where other text came first.
+    """Return the container's symbols including its braces, and whether it is closed.
+
+    If other text comes first, it returns an empty list and False.
     """
     symbols: list[Symbol] = []
     depth = 0
@@ -154,7 +152,7 @@ class Entry:
     index: int
     key: Symbol
     sound: bool
-    """What stands in front of the key and between it and the value is as it has to be."""
+    """Whether the symbols before the key, and between key and value, are valid."""
     value: Symbol | None
 
 
@@ -190,7 +188,7 @@ def read_entries(text: str, symbols: list[Symbol]) -> list[Entry]:
 
 
 def find_keys(text: str, symbols: list[Symbol]) -> list[tuple[int, int]]:
-    """(symbol, n) of every `object_{n}` key at the top level."""
+    """Return the symbol index and n of every `object_{n}` key at the top level."""
     keys: list[tuple[int, int]] = []
     brackets = 0
     for i, symbol in enumerate(symbols):
@@ -225,15 +223,16 @@ def key_index(quoted: str) -> int | None:
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Tell whether the last symbol opens, or is a comma behind neither an opening nor a comma."""
+    """Return whether a key may follow: after the opening brace, or after a valid comma."""
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")
 
 
 class Reader:
-    """Strict JSON by recursive descent, in which coord tokens may stand without quotes. Every
-    method leaves `at` behind what it read, or raises.
+    """A strict recursive-descent JSON reader that accepts unquoted coord tokens.
+
+    Every method moves `at` past the text that it read, or raises.
     """
 
     def __init__(self, text: str, offset: int, tokens: Tokens) -> None:
@@ -244,7 +243,7 @@ class Reader:
         self.num_objects = 0
 
     def read_object(self) -> list[tuple[str, object]] | None:
-        """The members of the object that the whole text is; None where it is not sound."""
+        """Return the members, if the whole text is one valid object, else None."""
         try:
             members = self.members()
         except ValueError:
@@ -252,7 +251,7 @@ class Reader:
         return members if self.at == len(self.text) else None
 
     def skip(self) -> str:
-        """The next character that is no space."""
+        """Skip spaces; return the next character."""
         while self.at < len(self.text) and self.text[self.at] in SPACE:
             self.at += 1
         return self.text[self.at] if self.at < len(self.text) else ""
@@ -327,7 +326,7 @@ class Reader:
         return self.leaf(start, self.at - 1, quoted=True)
 
     def bare(self) -> Leaf:
-        """A number, a word or a coord token: up to what cannot be part of one."""
+        """Read a number, a word or a coord token."""
         start = self.at
         while self.at < len(self.text) and self.text[self.at] not in SPACE + '",:[]{}':
             self.at += 1
@@ -365,8 +364,9 @@ def is_utf8(text: str) -> bool:
 def cut_tokens(
     tokens: Tokens, text: str, cut: int, codec: TokenCodec
 ) -> tuple[list[int], int] | None:
-    """The prefix and how much of it is unchanged; None where the token that the cut falls into
-    cannot be shortened.
+    """Return the prefix's tokens and how many are unchanged.
+
+    None if the token at the cut cannot be shortened.
     """
     last = tokens.owner[cut - 1]
     if cut == len(tokens.owner) or tokens.owner[cut] != last:
@@ -428,7 +428,7 @@ def answer(
 
 
 def nested_indices(text: str) -> list[int]:
-    """The n of every string `object_{n}`, unescaped as it is, with a colon behind it; at any
+    """Return the n of every string `object_{n}` without escapes that precedes a colon, at any
     depth."""
     indices: list[int] = []
     start: int | None = None

@@ -1,8 +1,8 @@
-"""The start of a run over many pictures: seconds and memory of a process that loads its data.
+"""Measure seconds and memory of loading the data at the start of a run with many images.
 
-`python -m benchmarks.start`. What the driver does before a run, and each learner rank again, in a
-process of its own each time: once with nothing kept, once with what the start before has kept, for
-a tenth of the records and for all of them. The samples must be the same.
+`python -m benchmarks.start` loads the data as the driver and each learner rank do at the start,
+each time in a separate process: once without a cache and once with the cache of the first time,
+for a tenth of the records and for all of them. The samples must be the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CONFIG = Path(__file__).parents[1] / "tests/data/minimal_config.yaml"
 WIDTH = 64
 HEIGHT = 48
 LINKS = 10_000
-"""Names of one file; ext4 has 65,000 at most."""
+"""Hard links to one file; ext4 allows 65,000."""
 OBJECTS = 7.3
-"""Mean of a picture, as COCO's."""
+"""Mean number of objects per image, as in COCO."""
 NAMES = ("person", "car", "dining table", "traffic light", "sports ball", "potted plant")
 
 
 def write_data(folder: Path, num_records: int) -> None:
-    """Write records with a file each, all of them one small picture: nobody asks for pixels."""
+    """Write records with one file each. All files are the same small image."""
     drawn = random.Random(num_records)
     folder.mkdir()
     (folder / "images").mkdir()
@@ -55,14 +55,14 @@ def write_data(folder: Path, num_records: int) -> None:
 
 
 def memory_mb(line: str) -> float:
-    """Read a figure of this process's memory, in MB."""
+    """Read a memory value of this process from `/proc/self/status`, in MB."""
     status = Path("/proc/self/status").read_text()
     (value,) = (row.split()[1] for row in status.splitlines() if row.startswith(line))
     return int(value) / 1000
 
 
 def start(folder: Path, model: Path) -> dict[str, object]:
-    """Load the data as a run does; return what it took and a digest of what was loaded."""
+    """Load the data as a run does; return times, memory and a digest of the samples."""
     from learner.data.fitting import require_train_lengths
     from learner.data.samples import load_samples
     from learner.model.loading import load_tokens
@@ -124,7 +124,7 @@ def main() -> None:
                     f" {found['peak_mb']:5.0f} MB",
                     flush=True,
                 )
-            assert len(digests) == 1, "other samples"
+            assert len(digests) == 1, "the samples differ"
     print("Both ways gave the same samples.")
 
 

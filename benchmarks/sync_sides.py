@@ -1,6 +1,4 @@
-"""The two sides of `benchmarks.weight_sync`: a learner and engines, either of which can leave out
-its part of the verification.
-"""
+"""Learner and engines of `benchmarks.weight_sync`. Each can skip its part of the verification."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ NUM_GREEDY_TOKENS = 12
 
 
 class Part(StrEnum):
-    """A part of verification, beside the comparison of names and numbers."""
+    """A part of the verification, in addition to the comparison of names and counts."""
 
     LEARNER_CHECKSUMS = "learner's checksums"
     ENGINE_CHECKSUMS = "engines' checksums"
@@ -46,7 +44,7 @@ ALL_PARTS = frozenset(Part)
 
 
 def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
-    """219 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
+    """Save a model with all files that vLLM needs (219 million parameters with 24 layers)."""
     tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
     config = make_config(tokenizer)
     text = config.text_config
@@ -74,9 +72,7 @@ class EngineSpec(VllmEngineSpec):
 
 
 class Engine(EngineActor):
-    """An ordinary actor that can also reload a checkpoint, receive one tensor wrongly, and take
-    weights unverified.
-    """
+    """An engine actor that can also reload a checkpoint, corrupt a tensor or skip verification."""
 
     _engine: Any
 
@@ -84,21 +80,21 @@ class Engine(EngineActor):
         await self._engine.collective_rpc("reload_weights", None, folder)
 
     async def exchange_elements(self, name: str) -> None:
-        """Two of this tensor, in the next sync."""
+        """Exchange two elements of this tensor in the next sync."""
         await self._engine.collective_rpc("arm", "exchange", name)
 
     async def cpu_s(self) -> float:
-        """Processor time of its processes since their start."""
+        """Return the processor time of the actor's processes since their start."""
         return time.process_time() + sum(await self._engine.collective_rpc("cpu_s"))
 
     async def set_parts(self, parts: Collection[Part]) -> None:
-        """Choose the parts of the syncs from now on."""
+        """Set the parts of verification for the next syncs."""
         self._engine.parts = parts
         await self._engine.collective_rpc("set_parts", sorted(parts))
 
 
 class UnverifiedWeights(ChecksummedWeights):
-    """Weights that zeros follow in place of checksums."""
+    """Weights that are sent with zeros instead of checksums."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights
@@ -110,7 +106,7 @@ class UnverifiedWeights(ChecksummedWeights):
 
 
 class Sender(WeightSender):
-    """An ordinary sender that can leave out the checksums."""
+    """A weight sender that can skip the checksums."""
 
     parts: Collection[Part] = ALL_PARTS
 
@@ -122,7 +118,7 @@ class Sender(WeightSender):
 
 
 class Learner:
-    """A model that changes between syncs, the sender of its weights, and their canary."""
+    """A model that changes between syncs, with the sender of its weights and the canary."""
 
     offers_adapter = False
 
@@ -192,6 +188,6 @@ class Learner:
 
 
 def set_parts(parts: Collection[Part], learner: Learner, actors: Sequence[Any]) -> None:
-    """Choose the parts of both sides in the syncs from now on."""
+    """Set the parts of verification of both sides for the next syncs."""
     learner.sender.parts = parts
     ray.get([actor.set_parts.remote(parts) for actor in actors])

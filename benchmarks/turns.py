@@ -1,12 +1,12 @@
-"""Processor time of a turn, beside the published package `verifiers`.
+"""Compare the processor time of a turn with the published package `verifiers`.
 
-`python -m benchmarks.turns --beside /path/of/its/own/venv/bin/python [--rollouts 1000] [--turns 3]
-[--rounds 7]`. That interpreter has `verifiers==0.1.8` and nothing of this repository. The same
-script runs under both, in processes that take turns (here, there, here, there): an environment of
-several turns, a client in the same process that answers at once with tokens, and one reward
-function, asynchronous or plain. What counts is the process's own processor time of `generate`, of
-one call after two that warm it up, and the ratio of two neighbours. Rewards, completions and tokens
-have to be the same in both.
+`python -m benchmarks.turns --beside /path/to/verifiers/venv/bin/python [--rollouts 1000]
+[--turns 3] [--rounds 7]`. That interpreter has `verifiers==0.1.8` and nothing of this repository.
+The same script runs with both interpreters in alternating processes. It has an environment of
+several turns, a client in the same process that answers immediately with tokens, and one reward
+function, asynchronous or plain. Measured is the processor time of one `generate` call after two
+warm-up calls, and the ratio of consecutive processes. Rewards, completions and tokens must be the
+same in both.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ IDS = list(range(100, 116))
 SAID = "the answer is 4"
 WARM_UP = 2
 RARELY = (50_000, 20, 100)
-"""The setting of the garbage collector in an environment actor
+"""Garbage collector thresholds of an environment actor
 (`rollout_actors.environments.training.actor`).
 """
 
 
 def response() -> Any:
-    """Make an answer of vLLM's as openai's library reads it."""
+    """Return a vLLM answer as parsed by the openai library."""
     from openai.types.chat import ChatCompletion
 
     choice = {
@@ -61,7 +61,7 @@ def response() -> Any:
 
 
 class Client:
-    """`chat.completions.create` of openai's clients, which answers everyone the same, at once."""
+    """A client with openai's `chat.completions.create` that always returns the same answer."""
 
     def __init__(self) -> None:
         self._response = response()
@@ -80,7 +80,7 @@ def ends_well_plainly(completion: Any, answer: str) -> float:
 
 
 def environment(library: str, num_turns: int, reward: Any) -> Any:
-    """One of either library, whose names are the same."""
+    """Return the environment, made with either library. Their names are the same."""
     if library == "rollmatch":
         from rollout_actors import environments as vf
     else:
@@ -92,7 +92,7 @@ def environment(library: str, num_turns: int, reward: Any) -> Any:
 
     from datasets import Dataset
 
-    # one of them refuses to be without
+    # verifiers refuses an environment without a dataset
     dataset = Dataset.from_list([{"question": "2 + 2", "answer": "4"}])
     return Talk(dataset=dataset, max_turns=num_turns, rubric=vf.Rubric(funcs=[reward]))
 
@@ -100,7 +100,7 @@ def environment(library: str, num_turns: int, reward: Any) -> Any:
 def measure(
     library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool
 ) -> dict[str, Any]:
-    """Milliseconds of processor time per turn, and a digest of the results."""
+    """Return the milliseconds of processor time per turn, and a digest of the results."""
     talk = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
     rows = [
         {
@@ -125,7 +125,7 @@ def measure(
         gc.freeze()
         gc.set_threshold(*RARELY)
     spent_s, results = asyncio.run(timed())
-    # one of them returns them as they end
+    # one library returns them in the order of completion
     states = sorted(results["state"], key=lambda state: state["example_id"])
     found = [
         [
@@ -149,7 +149,7 @@ def measure(
 def in_process(
     python: str, library: str, options: argparse.Namespace, flags: list[str]
 ) -> dict[str, Any]:
-    """`measure` in a process of this interpreter."""
+    """Run `measure` in a new process of this interpreter."""
     root = Path(__file__).resolve().parents[1]
     command = [
         python,
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--collects-rarely",
         action="store_true",
-        help="with --library: the garbage collector as environment actors have it",
+        help="with --library: use the garbage collector settings of environment actors",
     )
     options = parser.parse_args()
     if options.library is not None:
@@ -209,8 +209,8 @@ def main() -> None:
         return
     if options.beside is None:
         parser.error(
-            "--beside: give an interpreter with verifiers==0.1.8 in a virtual environment of"
-            " its own"
+            "--beside: missing; give the interpreter of a separate virtual environment with"
+            " verifiers==0.1.8"
         )
     kinds = {"asynchronous": ([], 0.9), "plain": (["--plain"], 1.0)}
     settings = {"as Python sets it": [], "as in environment actors": ["--collects-rarely"]}
@@ -226,10 +226,10 @@ def main() -> None:
         ratios = [one["ms"] / other["ms"] for one, other in zip(here, theirs, strict=True)]
         print(
             f"{name} reward function, collector {collector}:"
-            f" {statistics.median(one['ms'] for one in here):.4f} ms of processor time a turn here,"
-            f" {statistics.median(one['ms'] for one in theirs):.4f} in verifiers:"
-            f" {statistics.median(ratios):.2f} of it ({min(ratios):.2f} to {max(ratios):.2f}; asked"
-            f" for: {bound} at most)",
+            f" {statistics.median(one['ms'] for one in here):.4f} ms of processor time per turn,"
+            f" {statistics.median(one['ms'] for one in theirs):.4f} in verifiers, ratio"
+            f" {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; limit"
+            f" {bound})",
             flush=True,
         )
 

@@ -1,4 +1,5 @@
-"""The engines' side of `benchmarks.weight_sync` where a sync goes unverified, or verified in part.
+"""Engines of `benchmarks.weight_sync` that skip the verification of a sync, or parts of it.
+
 Imported inside the engines' processes.
 """
 
@@ -17,7 +18,7 @@ from shared.weight_sync.offer import CANARY, CHECKSUMS
 
 
 class UnverifiedWatch(SpoilingWatch):
-    """Computes no checksums, and says that the sender's are right."""
+    """Accepts the sender's checksums without computing its own."""
 
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -32,7 +33,7 @@ class UnverifiedWatch(SpoilingWatch):
 
 
 class UncomparedWatch(SpoilingWatch):
-    """Computes checksums, and says that the sender's, who computes none, are the same."""
+    """Computes checksums without comparing them, because the sender computes none."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)
@@ -45,7 +46,7 @@ class UnverifiedWorker(SpoilingWorker):
         return time.process_time()
 
     def set_parts(self, parts: Collection[str]) -> None:
-        """Choose the parts of the syncs from now on."""
+        """Set the parts of verification for the next syncs."""
         if Part.ENGINE_CHECKSUMS not in parts:
             self.watch_class = UnverifiedWatch
         else:
@@ -53,7 +54,7 @@ class UnverifiedWorker(SpoilingWorker):
 
 
 class UnverifiedEngine(VllmEngine):
-    """An ordinary engine until it is told to agree with every canary without a look at it."""
+    """An engine that can accept every canary without computing it."""
 
     parts: Collection[Part] = ALL_PARTS
 

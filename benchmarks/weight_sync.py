@@ -1,23 +1,22 @@
-"""A verified weight sync of a 219-million-parameter model to running engines, beside the raw
-broadcast and beside save + reload, all in one run.
+"""Compare a verified weight sync of a 219-million-parameter model with other ways to send weights.
 
 `python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16]
-[--layers 24] [--by-part]`. The model is a random Qwen3-VL, fp32, with tied embeddings; learner and
-engines share this machine's cores, all at the same priority.
+[--layers 24] [--by-part]`. The model is a random Qwen3-VL, fp32, with tied embeddings. Learner and
+engines share this machine's cores with the same priority.
 
-- raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to
-  as many processes over loopback (the sync's own bytes pass through shared memory, as they do
-  wherever learner and engines are on one machine);
-- sync: from the offer until every engine serves the new version; the phases are the slowest
+- raw: one gloo broadcast of the same number of bytes, between touched memory, to as many processes
+  over loopback (the sync's own bytes pass through shared memory, as always when learner and
+  engines are on one machine);
+- sync: from the offer until every engine serves the new version. The phases are the slowest
   engine's, or the learner's;
-- unverified: the same, alternating with it, without checksums and canary on either side: what
-  verification costs is the difference;
-- reload: `save_pretrained`, then vLLM's own `reload_weights` on every engine at once, through a
-  folder on disk and through one in memory.
+- unverified: the same without checksums and canary on either side, alternating with verified
+  syncs. The difference is the cost of verification;
+- reload: `save_pretrained`, then vLLM's own `reload_weights` on all engines concurrently, through a
+  folder on disk and a folder in memory.
 
-The engines' greedy tokens are compared with the learner's, after verified syncs and after
-unverified ones. A sync of which two elements arrive exchanged has to fail, and an unverified one
-must not notice.
+The engines' greedy tokens are compared with the learner's, after verified and after unverified
+syncs. If two elements arrive exchanged, a verified sync must fail and an unverified sync must
+succeed.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ TIMEOUTS = RolloutTimeouts.for_actors(
     TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
 )
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"
-# Ray gives its workers the lowest priority but one, unless it is told not to.
+# Ray lowers the priority of its workers by default.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -73,9 +72,7 @@ ENVIRONMENT = {
 
 
 def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> float:
-    """Seconds of the median broadcast. Its processes are those of the engines' machine, without
-    anything else to do.
-    """
+    """Return the median seconds of a raw broadcast between idle processes on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
@@ -109,7 +106,7 @@ def _raw_rank(
         group.barrier().wait()
         started = time.perf_counter()
         group.broadcast([data], options).wait()
-        group.barrier().wait()  # until the last receiver has it
+        group.barrier().wait()  # until the last receiver has the data
         if seconds is not None:
             seconds.append(time.perf_counter() - started)
 
@@ -123,15 +120,15 @@ class TimedSync:
 
     @property
     def verify_s(self) -> float:
-        """The seconds of the slowest engine: checksums, names and canary.
+        """The slowest engine's verification in seconds: checksums, names and canary.
 
-        The learner's run beside the engines' loading.
+        The learner's part is excluded, because it runs while the engines load.
         """
         return self.report.phase_s["verify"] + self.report.phase_s["canary"]
 
     @property
     def verify_of_all_s(self) -> float:
-        """The learner's added, although they overlap."""
+        """The sum of the engine's and the learner's verification, although they overlap."""
         return (
             self.verify_s + self.report.phase_s["send_verify"] + self.report.phase_s["send_canary"]
         )
@@ -147,13 +144,13 @@ class TimedSync:
 def print_target(what: str, value: float, target: float, *, at_most: bool = False) -> None:
     met = value <= target if at_most else value >= target
     print(
-        f"{what}: {value:.2f}, asked for {'at most' if at_most else 'at least'} {target:g}:"
+        f"{what}: {value:.2f}, target {'at most' if at_most else 'at least'} {target:g}:"
         f" {'met' if met else 'missed'}"
     )
 
 
 def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> None:
-    """Every engine's greedy tokens are the learner's."""
+    """Check that every engine generates the learner's greedy tokens."""
     decode = DecodeSettings(
         DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False
     )
@@ -173,8 +170,9 @@ def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> Non
 
 
 def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any]) -> None:
-    """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing
-    else, and the next sync is sound.
+    """Check that only verification detects two exchanged elements, and that the next sync succeeds.
+
+    The two elements are neighbours in one tensor.
     """
     set_parts((), learner, actors)
     ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
@@ -188,12 +186,12 @@ def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any
         noticed = error
     assert noticed is not None, "two exchanged elements went unnoticed"
     assert noticed.quantity == "bucket checksums", noticed
-    print(f"two exchanged elements are noticed: {noticed}")
+    print(f"two exchanged elements are detected: {noticed}")
     sync_weights(learner, pool)
 
 
 def reload_s(learner: Learner, actors: Sequence[Any], folder: Path) -> tuple[float, float]:
-    """(seconds of saving, seconds until every engine has reloaded), of the median of three."""
+    """Return the seconds to save, and to reload on every engine: the median of three."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -230,7 +228,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[RolloutClient, list[An
 
 
 def timed_sync(learner: Learner, pool: RolloutClient) -> TimedSync:
-    """Sync new weights."""
+    """Change the weights, sync them and measure the time."""
     learner.learn()
     cpu_s = _cpu_s(pool)
     started = time.perf_counter()
@@ -279,7 +277,7 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     for kind, several in timed.items():
         seconds = statistics.median(sync.total_s for sync in several)
         cpu_s = statistics.median(sync.cpu_s for sync in several)
-        print(f"of verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
+        print(f"verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
     syncs = timed["all"]
     unverified = timed["none"]
     set_parts(ALL_PARTS, learner, actors)
@@ -289,26 +287,26 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     check_served(learner, pool, options.engines)
     check_corruption(learner, pool, actors)
     total_s = statistics.median(sync.total_s for sync in syncs)
-    print(f"of {len(syncs)} syncs, medians: {total_s:.3f} s")
+    print(f"median of {len(syncs)} syncs: {total_s:.3f} s")
     print_target(
-        "rate of the wire, to the raw rate",
+        "transfer rate / raw broadcast rate",
         statistics.median(raw_s / sync.report.phase_s["wire"] for sync in syncs),
         0.7,
     )
     without_s = statistics.median(sync.total_s for sync in unverified)
-    print(f"of as many unverified ones: {without_s:.3f} s")
+    print(f"median of as many unverified syncs: {without_s:.3f} s")
     print_target(
-        "what verification adds, of the whole", (total_s - without_s) / total_s, 0.25, at_most=True
+        "verification's share of the time", (total_s - without_s) / total_s, 0.25, at_most=True
     )
     cpu_s, cpu_without_s = (
         statistics.median(sync.cpu_s for sync in several) for several in (syncs, unverified)
     )
-    print(f"  of the processor time: {(cpu_s - cpu_without_s) / cpu_s:.2f} of {cpu_s:.3f} s")
+    print(f"  share of processor time: {(cpu_s - cpu_without_s) / cpu_s:.2f} of {cpu_s:.3f} s")
     of_slowest = statistics.median(sync.verify_s / sync.total_s for sync in syncs)
     of_all = statistics.median(sync.verify_of_all_s / sync.total_s for sync in syncs)
     print(
-        f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's,"
-        " which run beside the engines' loading"
+        f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's"
+        " phases, which run while the engines load"
     )
     for medium, root in (("disk", disk), ("memory", folder)):
         save_s, load_s = reload_s(learner, actors, root / "saved")
@@ -317,11 +315,9 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
             f" {save_s + load_s:.3f} s"
         )
         if medium == "disk":
-            print_target(
-                "save + reload through the disk, to a sync", (save_s + load_s) / total_s, 2.0
-            )
+            print_target("save + reload through the disk / sync", (save_s + load_s) / total_s, 2.0)
         else:
-            print(f"save + reload through memory, to a sync: {(save_s + load_s) / total_s:.2f}")
+            print(f"save + reload through memory / sync: {(save_s + load_s) / total_s:.2f}")
     pool.close()
     learner.sender.close()
 
@@ -331,17 +327,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--syncs", type=int, default=9, help="of each kind")
+    parser.add_argument("--syncs", type=int, default=9, help="measured syncs of each kind")
     parser.add_argument(
         "--warm-up",
         type=int,
         default=5,
-        help="syncs before those: until every process has the memory it needs",
+        help="syncs before the measured ones, so that every process has its memory",
     )
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument(
-        "--by-part", action="store_true", help="also syncs that leave out one part of verification"
+        "--by-part", action="store_true", help="also run syncs that skip one part of verification"
     )
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)

@@ -1,8 +1,8 @@
-"""All probes of the GPU path, one after the other, each in a process of its own.
+"""Run all probes of the GPU path one after another, each in a separate process.
 
-`python -m benchmarks.gpu --device cuda --out DIR` on a card, `--device cpu --toy` in CI. A probe
-that fails leaves its error in its log and does not end the others. `DIR/probes.jsonl` has a line
-for each, `DIR/NAME.log` all that it said. The exit status is 1 where one failed.
+`python -m benchmarks.gpu --device cuda --out DIR` on a GPU, `--device cpu --toy` in CI. The other
+probes continue if one fails. `DIR/probes.jsonl` has one line per probe, `DIR/NAME.log` its output.
+The exit status is 1 if a probe failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBES = (
     "sharded",
     "learner_step",
 )
-"""Modules of this folder, in the order of what a first hour on a card should show."""
+"""Modules of this folder, in the order of the runs on a new GPU."""
 
 
 def main() -> int:

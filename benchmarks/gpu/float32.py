@@ -1,6 +1,6 @@
-"""float32 on a GPU: how far products and convolutions are from float64, by default and in full.
+"""Measure float32 errors on a GPU against float64, with default and with full precision.
 
-cuDNN's convolutions use TF32 by default. Behind `LearnerDevice.use_full_float32` a convolution, a
+cuDNN's convolutions use TF32 by default. After `LearnerDevice.use_full_float32` a convolution, a
 matrix product and attention must each be within 1e-5 of float64, relative to the largest value.
 """
 

@@ -1,10 +1,9 @@
-"""20 syncs to another process on the same device by `packed_buckets`, as an engine beside the
-learner takes them.
+"""Test 20 weight syncs to another process on the same device with `packed_buckets`.
 
-Each sync shares one buffer, into which bucket after bucket is copied. The other process maps it
-once in a sync, as vLLM's consumer does, and copies every bucket out before it asks for the next.
-All sums must be those of what was sent, and the memory of the sender may not grow. On a CPU the
-buffer is in shared memory.
+An engine on the learner's device receives its weights this way. Each sync copies all buckets
+through one shared buffer. The receiver maps the buffer once per sync, as vLLM's consumer does, and
+copies each bucket before it requests the next one. The sums of all tensors must arrive unchanged,
+and the sender's memory must not grow. On a CPU the buffer is in shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LIMIT_S = 120.0
 
 
 class HostDevice:
-    """Host memory in the place of a GPU's: a `CudaDevice` without CUDA."""
+    """A `CudaDevice` replacement that uses host memory."""
 
     uuid = "host"
 
@@ -40,7 +39,7 @@ class HostDevice:
 
 
 def mapped(arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Find the buffer that a process has shared."""
+    """Return the buffer that the sender shared."""
     if isinstance(arguments[0], torch.Tensor):
         return arguments[0]
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -54,7 +53,7 @@ def sum_of(bytes_N: torch.Tensor) -> int:
 
 
 def receive(connection: Connection) -> None:
-    """Answer each bucket with the sums of its tensors; None ends a sync."""
+    """Answer each bucket with the sums of its tensors. None ends a sync."""
     for _ in range(NUM_SYNCS):
         buffer = None
         while (bucket := connection.recv()) is not None:
@@ -67,7 +66,7 @@ def receive(connection: Connection) -> None:
                 sums.append(sum_of(buffer[begin : begin + size].clone()))
                 begin += size
             connection.send(sums)
-        del buffer  # or the sender could not give its memory back
+        del buffer  # so the sender can free its memory
 
 
 def main() -> None:
@@ -97,7 +96,7 @@ def main() -> None:
             assert here.poll(LIMIT_S), f"the receiver did not answer in {LIMIT_S:g} s"
             for name, total in zip(bucket["names"], here.recv(), strict=True):
                 if name.startswith("w"):
-                    assert total == next(expected), f"sync {number}: {name} arrived as another"
+                    assert total == next(expected), f"sync {number}: {name} arrived changed"
             num_buckets += 1
         here.send(None)
         assert num_buckets == 3
@@ -109,9 +108,9 @@ def main() -> None:
     receiver.join(LIMIT_S)
     assert receiver.exitcode == 0, receiver.exitcode
     gigabytes = sum(spec.num_bytes for spec in specs) / 1e9
-    print(f"{NUM_SYNCS} of {NUM_SYNCS} syncs of {gigabytes:.3f} GB arrived as they were sent")
-    print(f"{seconds:.4f} s each, {gigabytes / seconds:.1f} GB/s, checksums and sums included")
-    # One buffer may wait for the receiver's last reference.
+    print(f"{NUM_SYNCS} of {NUM_SYNCS} syncs of {gigabytes:.3f} GB arrived unchanged")
+    print(f"{seconds:.4f} s each, {gigabytes / seconds:.1f} GB/s, including checksums and sums")
+    # One buffer may still be referenced by the receiver.
     largest = 2 * 2 * specs[0].num_bytes
     growth = max(allocated, default=0) - min(allocated, default=0)
     assert growth <= largest, f"memory grew: {allocated}"

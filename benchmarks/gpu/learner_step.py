@@ -1,4 +1,4 @@
-"""`benchmarks.learner_step` at the sizes of a first run: 4B, rows of 12,000 tokens, bfloat16."""
+"""Run `benchmarks.learner_step` with realistic sizes: 4B, rows of 12,000 tokens, bfloat16."""
 
 from __future__ import annotations
 

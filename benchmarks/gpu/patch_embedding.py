@@ -1,7 +1,8 @@
-"""The patch embedding as a matrix product, beside transformers' `Conv3d`, in bfloat16.
+"""Compare the patch embedding as a matrix product with transformers' `Conv3d`, in bfloat16.
 
-Values and gradients must agree with float64 as well as the convolution's do, or better. Printed
-are the seconds of a forward and backward of both; where cuDNN cannot do one, what it says.
+The output must agree with float64, and the gradients with the gradients of the convolution. The
+script prints the seconds of a forward and backward of both, or cuDNN's error if the convolution
+fails.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
     print(f"product     {ours_s:.5f} s forward and backward")
     try:
         plain_s = median_s(lambda: step(plain), device)
-    except RuntimeError as error_of_cudnn:  # what this probe is here to find out
+    except RuntimeError as error_of_cudnn:  # a possible result of this probe
         print(f"convolution failed: {error_of_cudnn}")
         return
     difference = largest_difference(step(ours)[1], step(plain)[1])

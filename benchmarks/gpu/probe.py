@@ -1,4 +1,4 @@
-"""Options that all probes have, and times of a device that works later than it is told."""
+"""Common options of all probes, and timing of work that a device runs asynchronously."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """`device` (torch.device) and `toy` (small sizes); says where it runs."""
+    """Parse `device` (torch.device) and `toy` (small sizes), and print the device's name."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--toy", action="store_true", help="small sizes, for a CPU")
@@ -27,7 +27,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """The median seconds of `work`, after one run that is not counted."""
+    """Return the median seconds of `work`, after one warm-up run."""
     seconds = []
     for _ in range(repeats + 1):
         synchronize(device)

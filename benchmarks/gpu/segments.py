@@ -1,7 +1,7 @@
-"""Attention of a packed row by its segments, beside the masked one: value, gradient, time, memory.
+"""Compare attention by segments with masked attention: values, gradients, time and memory.
 
-In bfloat16 on a GPU, where one flash kernel takes all segments; in float32 on a CPU. A row of
-12,000 tokens in segments of 1,700, with the heads of a 4B model.
+It runs in bfloat16 on a GPU, with one flash kernel for all segments, and in float32 on a CPU. The
+row has 12,000 tokens in segments of 1,700, and the heads of a 4B model.
 """
 
 from __future__ import annotations

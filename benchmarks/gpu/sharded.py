@@ -1,7 +1,7 @@
-"""A row on a model that FSDP2 holds in parts, world size 1, beside the same row on the whole model.
+"""Compare a row on an FSDP2-sharded model (world size 1) with the same row on the whole model.
 
-Loss, gradient and what a sync would send must agree; a second forward and backward must too, since
-the root gives its weights back after each.
+Loss, gradient and the tensors of a weight sync must agree. A second forward and backward must agree
+too, because the root module releases its weights after each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights that another stream reads: of this step only where the update was waited for.
+"""Check that another stream reads updated weights only after waiting for the update.
 
-An update is queued behind a long computation, and a side stream copies the weights at once, as a
-sync packs them. With `LearnerDevice.wait` before the copy they must be new. Without it they should
-be old on a GPU: that shows that the probe would see the fault. On a CPU both are new.
+An update is queued after a long computation, and a side stream copies the weights immediately, as a
+weight sync does. With `LearnerDevice.wait` before the copy the weights must be new. Without it they
+should be old on a GPU, which shows that the probe can detect the error. On a CPU both are new.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from learner.model.ranks import LearnerDevice
 
 
 def copied(device: torch.device, num_products: int, *, waits: bool) -> float:
-    """The weight that a side stream reads: 0 before the update, 1 after it."""
+    """Return the weight that a side stream reads: 0 before the update, 1 after it."""
     size = 4096 if device.type == "cuda" else 64
     weights = torch.zeros(1024, device=device)
     factor = torch.full((size, size), 1.0 / size, device=device)
@@ -38,11 +38,11 @@ def main() -> None:
     num_products = 4 if arguments.toy else 400
     for _ in range(20):
         assert copied(arguments.device, num_products, waits=True) == 1.0, "old weights were read"
-    print("20 of 20 copies behind LearnerDevice.wait had the new weights")
+    print("20 of 20 copies after LearnerDevice.wait had the new weights")
     without = [copied(arguments.device, num_products, waits=False) for _ in range(20)]
     num_old = sum(value == 0.0 for value in without)
-    print(f"{num_old} of 20 copies without it had the old ones")
-    assert num_old or arguments.device.type != "cuda", "the probe could not have seen the fault"
+    print(f"{num_old} of 20 copies without it had the old weights")
+    assert num_old or arguments.device.type != "cuda", "the probe cannot detect the error"
 
 
 if __name__ == "__main__":

@@ -1,36 +1,36 @@
-"""Advantages: by how much each sampled token is credited, and how much it counts in the loss.
+"""The advantage of each sampled token, and its weight in the loss.
 
     advantage = (reward - baseline(group)) / (std(group) + epsilon)   the division: `advantage_std`
 
-Environments send rewards; all of this is computed here. A further baseline is a function and a line
-of `BASELINES`. Advantages that an environment gives itself are marked (`token_is_relative` 0) and
-taken as they are.
+Environments send rewards, and this module computes the advantages. To add a baseline, write a
+function and add it to `BASELINES`. Advantages that an environment sets itself are marked
+(`token_is_relative` 0) and used unchanged.
 
 With a teacher (`environment.teacher`) a sampled token's advantage is
 
     reward_weight * advantage + weight * (log p_teacher - log p_learner)
 
-whose second part is minus the estimate, from that one token, of the divergence KL(learner ||
-teacher) of its place: on-policy distillation (Agarwal et al. 2023, GKD). The objective adds it
-(`policy_gradient.advantages`), with the learner's own log-probability at that moment, detached:
-with the engine's, several updates of one batch would go past the teacher.
+The log ratio is minus the one-token estimate of KL(learner || teacher) at this position: on-policy
+distillation (Agarwal et al. 2023, GKD). The objective adds it (`policy_gradient.advantages`) and
+uses the learner's current log-probability, detached. With the engine's log-probability, several
+updates on one batch would overshoot the teacher.
 
 The loss of a step is the weighted sum over its sampled tokens, divided at the step's end by the
-number of its rollouts: known before the first of them arrives (decision 6), failed and empty ones
-included. `normalize` decides the weight of a token in that sum:
+number of its rollouts. This number includes failed and empty rollouts, so it is known before the
+first rollout arrives (decision 6). `normalize` sets the weight of a token in that sum:
 
-    step      1 / sampled tokens of its call of the model: each call weighs 1
+    step      1 / sampled tokens of its model call: each call weighs 1
     rollout   1 / sampled tokens of its rollout: each rollout weighs 1
     constant  1 / `rollout_matching.max_new_tokens`: each token weighs the same
     batch     1, and the sum is divided by the step's sampled tokens over all ranks, which are known
               at its end (Yu et al. 2025, DAPO): each token weighs the same
 
-So with `step` a rollout of k calls weighs k times as much as one of a single call. None of them
-depends on which calls share an example.
+So with `step` a rollout of k calls weighs k times as much as a rollout of one call. The weights do
+not depend on which calls share an example.
 
 Example: a rollout with calls of 1 and 3 sampled tokens. `step`: 1, 1/3, 1/3, 1/3, whether the calls
 were merged or not. `rollout`: 1/4 each. `constant` with `max_new_tokens` 8: 1/8 each. `batch`: 1
-each, and beside another rollout of 6 tokens the step's divisor is 10.
+each, and if the step's only other rollout has 6 tokens, the divisor is 10.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample, has_signal
 
 Baseline = Callable[[float, Sequence[float]], float]
-"""Returns the reward of a rollout less the baseline of its group, whose rewards have a signal."""
+"""Returns a rollout's reward minus its group's baseline. The group's rewards are not all equal."""
 
 
 def less_mean(reward: float, rewards: Sequence[float]) -> float:
@@ -57,18 +57,18 @@ def less_mean(reward: float, rewards: Sequence[float]) -> float:
 def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
     """Subtract the mean reward of the group's other rollouts (Ahmadian et al. 2024, RLOO).
 
-    It is n / (n - 1) times the reward less the mean of all n.
+    The result is n / (n - 1) times the reward minus the mean of all n.
     """
     return less_mean(reward, rewards) / ((len(rewards) - 1) / len(rewards))
 
 
 BASELINES: dict[str, Baseline] = {"mean": less_mean, "leave_one_out": less_mean_of_others}
-"""By the value of `advantage_baseline`."""
+"""Baseline functions by the value of `advantage_baseline`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """The sampled tokens of a target, one column per field. Shape legend: M of them.
+    """The M sampled tokens of a target, one column per field.
 
     Example:
         Tokens 0 and 1 of a target were sampled in one call, token 2 came from a tool, token 3 was
@@ -81,11 +81,11 @@ class TokenAdvantages:
     engine_logprobs: tuple[float, ...]
     """[M], under the probabilities that the engine sampled from."""
     advantages: tuple[float, ...]
-    """[M], of the rewards."""
+    """[M], computed from the rewards."""
     weights: tuple[float, ...]
-    """[M], of each token in the step's sum."""
+    """[M], the weight of each token in the step's sum."""
     calls: tuple[int, ...]
-    """[M], ascending from 0: the call of the model, among those with a learned token."""
+    """[M], ascending from 0: the model call, counting only calls with a learned token."""
     teacher_logprobs: tuple[float, ...] | None = None
     """[M]; None without a teacher."""
     teacher_weight: float = 0.0
@@ -100,24 +100,24 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Credits the tokens of an example, as `policy_gradient` is configured."""
+    """Computes advantages and weights of an example's tokens as `policy_gradient` says."""
 
     config: PolicyGradientConfig
     max_new_tokens: int
     """The divisor of `normalize: constant`."""
     teacher: TeacherSection | None = None
-    """The weights of teacher and reward; None: no teacher."""
+    """The weights of teacher and reward, or None without a teacher."""
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
     ) -> TokenAdvantages:
-        """Credit the example's learned tokens, all of which are at `start` or later.
+        """Return the advantages and weights of the learned tokens, which are at `start` or later.
 
         Args:
-            num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
+            num_of_rollout: learned tokens in all examples of its rollout.
 
         Raises:
-            ValueError: the example was not scored, or has numbers that nothing can be learned from.
+            ValueError: the example was not scored, or a number is not finite.
         """
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
@@ -130,7 +130,7 @@ class AdvantageEstimator:
         if self.teacher is not None:
             advantages = [self.teacher.reward_weight * advantage for advantage in advantages]
             teacher_logprobs = require_teacher(example)
-        # Only learned tokens: others may have any number, which nothing reads.
+        # Only learned tokens are checked: the numbers of other tokens are never read.
         for index in positions:
             advantage = advantages[index]
             logprob = example.logprobs[index]
@@ -176,11 +176,11 @@ def token_advantages(
     """Return the advantage of each token, 0 outside the mask: [L].
 
     Args:
-        std_epsilon, baseline: of `group_advantage`. They do not change an advantage that an
-            environment gave itself, which is in no units of the rewards.
+        std_epsilon, baseline: see `group_advantage`. They do not change an advantage that an
+            environment set itself, because its unit is not the unit of the rewards.
 
     Raises:
-        ValueError: nothing was scored.
+        ValueError: the example's rollouts were not scored.
     """
     own, is_relative = own_advantages(example)
     if example.advantage is None and not all(is_relative):
@@ -199,7 +199,7 @@ def token_advantages(
 
 
 def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool | int]]:
-    """Return the advantages that came with the example, and which are the group's instead: [L]."""
+    """Return the example's own advantages, and which tokens take the group's instead: both [L]."""
     length = len(example.token_ids)
     own = example.token_advantages or [example.advantage or 0.0] * length
     return own, example.token_is_relative or [bool(example.group_rewards)] * length
@@ -211,14 +211,14 @@ def group_advantage(
     """Return the advantage of a rollout with this reward in a group with these rewards.
 
     Args:
-        std_epsilon: divide by the standard deviation of the rewards plus this; None: do not divide.
+        std_epsilon: divide by the standard deviation of the rewards plus this. None: do not divide.
         baseline: a key of `BASELINES`.
 
     Example:
         >>> group_advantage(1.0, [1.0, 0.0], std_epsilon=None)
         0.5
     """
-    # Exactly 0 for all if the rewards differ only by rounding.
+    # If the rewards differ only by rounding, every advantage is exactly 0.
     if not has_signal(rewards):
         return 0.0
     advantage = BASELINES[baseline](reward, rewards)
@@ -229,32 +229,32 @@ def teacher_log_ratios(example: TrainingExample) -> list[float]:
     """Return `log p_teacher - log p_engine` of each token, 0 outside the mask: [L], in nats.
 
     Raises:
-        ValueError: no teacher has scored it.
+        ValueError: no teacher has scored the example.
     """
     columns = zip(require_teacher(example), example.logprobs, example.mask, strict=True)
     return [teacher - engine if is_learned else 0.0 for teacher, engine, is_learned in columns]
 
 
 def require_teacher(example: TrainingExample) -> list[float]:
-    """Return the teacher's log-probabilities, [L]. ValueError if no teacher has scored it."""
+    """Return the teacher's log-probabilities, [L]. Raises ValueError if there are none."""
     if example.teacher_logprobs is None:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"
-            " and environment.teacher is set"
+            " although environment.teacher is set"
         )
     return example.teacher_logprobs
 
 
 def _deviation(rewards: Sequence[float]) -> float:
-    """Return the standard deviation of a sample of at least two."""
-    # As verl, TRL, OpenRLHF and SkyRL. Not by `statistics.stdev`, which computes in fractions and
-    # takes a hundred times as long.
+    """Return the sample standard deviation of at least two rewards."""
+    # The same formula as in verl, TRL, OpenRLHF and SkyRL. `statistics.stdev` computes in fractions
+    # and takes a hundred times as long.
     mean = fmean(rewards)
     return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
 
 
 def learned_by_call(example: TrainingExample) -> list[list[int]]:
-    """List the positions of the learned tokens, one list per call of the model.
+    """List the positions of the learned tokens, one list per model call.
 
     Example:
         Two calls with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.

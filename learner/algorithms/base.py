@@ -1,7 +1,7 @@
-"""An algorithm: which rollouts a step asks for, and which segments their answers become.
+"""Interface of a training algorithm: the rollouts a step requests, and the segments made of them.
 
-What its segments are made of is prepared by a thread (`Ahead`): none of it needs the weights, and
-the results do not depend on when they are made.
+A thread (`Ahead`) prepares prompts and targets. They do not need the weights, and the results do
+not depend on when they are made.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NUM_AHEAD = 16
-"""Items that are prepared before they are asked for: two windows of rows
-(`training.packing_window`). A prompt with a picture of one megapixel takes 25 MB.
+"""Number of items prepared in advance: two windows of rows (`training.packing_window`).
+A prompt with an image of one megapixel takes 25 MB.
 """
 
 
 class AlgorithmStep(ABC):
-    """One rank's part of one step: what it asks for, and what is learned of the answers.
+    """One rank's part of one step: its requests, and the segments made from the answers.
 
-    Everything is in the order of positions. What becomes of the answers is counted in `metrics`.
+    Everything is in the order of positions. The step counts its answers in `metrics`.
 
     Example (rollout matching, channel B, positions 4..7): `requests()` -> 4 RolloutRequests;
     `segments(2 rollouts)` twice -> 2 Segments each; `ground_truth()` -> nothing.
@@ -46,73 +46,73 @@ class AlgorithmStep(ABC):
         self.metrics = metrics
 
     def requests(self) -> list[Any]:
-        """Return the requests to the engines or environments; none on channel A."""
+        """Return the requests to the engines or environments. Channel A has no requests."""
         return []
 
     def generation_spans(self, answers: Sequence[Any]) -> list[Span]:  # noqa: ARG002
-        """Return who generated these answers, and when."""
+        """Return which actors generated these answers, and when, as timeline spans."""
         return []
 
     def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:  # noqa: ARG002
-        """Yield the segments of the next answers; `version` is of the weights that learn.
+        """Yield the segments of the next answers. `version` is the learner's weight version.
 
-        Raises RolloutError where engine and learner disagree.
+        Raises RolloutError if engine and learner disagree.
         """
         return iter(())
 
     def ground_truth(self) -> Iterator[Segment]:
-        """Yield the segments that need no answers: all of a channel-A step, none of others."""
+        """Yield the segments that need no answers: all segments of a step on channel A."""
         return iter(())
 
     @abstractmethod
     def require_complete(self) -> None:
-        """Check that every position was answered, before the rows of `finish_step`.
+        """Check that every position was answered. Called before the rows of `finish_step`.
 
-        Raises RolloutError where nothing came of any, on any rank: every rank calls it once.
+        Raises RolloutError if all rollouts of all ranks failed. A collective: every rank calls it.
         """
 
 
 class Algorithm(ABC):
-    """The source of a rank's steps. Every rank has the same one, and takes its share."""
+    """The source of a rank's steps. Every rank has the same algorithm and takes its share."""
 
     fixed: Segment
-    """A segment that stays the same.
+    """A segment that stays the same for the whole run.
 
-    Every weight sync is proved by it, and a rank without a row runs it next to the others.
+    It is the canary of weight syncs. A rank without a row runs it while other ranks run theirs.
     """
     fixed_images: tuple[ImageRef, ...] = ()
     """The images of the fixed segment's prompt."""
 
     def __init__(self, log: StepLog | None = None) -> None:
-        """`log`: of rollouts; None: none is kept."""
+        """`log` receives the rollouts. None: rollouts are not logged."""
         self.log = log
         self.ahead = Ahead()
 
     @abstractmethod
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
-        """Draw the step's samples or examples."""
+        """Draw the step's samples or examples, and return the step."""
 
     @abstractmethod
     def move_to(self, num_samples: int) -> None:
-        """Continue after the first `num_samples` of the run, which earlier steps have drawn."""
+        """Continue after the first `num_samples` of the run, which earlier steps drew."""
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """Return digests of the data, by their keys in the configuration."""
+        """Return digests of the data, by configuration key."""
 
     def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
         """Return this rank's share of the held-out requests, in order."""
         return []
 
     def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002
-        """Score the answers to them, in order."""
+        """Score the answers to the held-out requests, in order."""
         return []
 
     def require_same(self) -> None:  # noqa: B027 - environments have their data elsewhere
-        """Raise ConfigError where the ranks do not have the same data. A collective."""
+        """Raise ConfigError if the ranks do not have the same data. A collective."""
 
     def close(self) -> None:
-        """Stop preparing, and end the log of rollouts."""
+        """Stop the preparing thread and close the log of rollouts."""
         self.ahead.close()
         if self.log is not None:
             self.log.close()
@@ -125,7 +125,7 @@ def generation_span(
     rollouts: Sequence[Rollout] | Sequence[EnvironmentRollout],
     **counts: int,
 ) -> Span:
-    """Return from when to when `actor` generated these rollouts, for the timeline."""
+    """Return the timeline span in which `actor` generated these rollouts."""
     start_s = min(rollout.started_s for rollout in rollouts)
     end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
     first = rollouts[0].position
@@ -135,19 +135,19 @@ def generation_span(
 
 
 class Ahead:
-    """One thread beside the learner's, which prepares items in order."""
+    """A thread that prepares items in order while the learner's thread works."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare-rows")
 
     def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-        """Return `map(prepare, items)`, and begin with the first items now.
+        """Return `map(prepare, items)`, and start to prepare the first items immediately.
 
-        An exception of `prepare` is raised in its item's place.
+        An exception of `prepare` is raised by the `next` that asks for this item.
 
         Example:
-            `prompts = ahead.map(encoder.encode, samples)` encodes 16 prompts; `next(prompts)` gives
-            the first and has the 17th encoded.
+            `prompts = ahead.map(encoder.encode, samples)` starts to encode 16 prompts.
+            `next(prompts)` returns the first one and submits the 17th.
         """
         waiting = iter(items)
         pending = deque(self._thread.submit(prepare, item) for item in islice(waiting, NUM_AHEAD))
@@ -156,16 +156,16 @@ class Ahead:
     def _in_order(
         self, prepare: Callable[[S], T], pending: deque[Future[T]], waiting: Iterator[S]
     ) -> Iterator[T]:
-        # A generator of its own: `map` has to begin before the first `next`.
+        # A separate generator, because `map` has to submit items before the first `next`.
         try:
             while pending:
                 result = pending.popleft().result()
                 pending.extend(self._thread.submit(prepare, item) for item in islice(waiting, 1))
                 yield result
-        finally:  # also of a step that is left
+        finally:  # also if the step is abandoned
             for future in pending:
                 future.cancel()
 
     def close(self) -> None:
-        """Stop: nothing further is prepared."""
+        """Stop the thread and cancel the items that it has not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,13 +1,13 @@
 """Targets of rollout matching: `Y_train` of a sample, from its ground truth and its rollout.
 
-Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own
-rollout, the unmatched ground truth appended, closed, EOS (spec rollout-matching-sft: one canonical
-teacher-forced target sequence; decision 37). Options beyond the specification change which part of
-the rollout is kept, what of it is supervised, and which token is taught: docs/objectives.md.
+Channel A: the serialised ground truth with its closing brackets, then EOS. Channel B: the kept
+prefix of the model's own rollout, the appended unmatched ground truth, closing brackets, EOS (spec
+rollout-matching-sft: one canonical teacher-forced target sequence; decision 37). Options beyond
+the specification change what is kept, supervised and taught: docs/objectives.md.
 
-If our text meets the rollout's inside a token, both are encoded together (decision 33). A
-vocabulary such as Qwen's has `}}` and `},` as tokens; encoded apart, every target would teach the
-model to split them at the very place where it decides to stop or go on.
+If the appended text meets the rollout's text inside a token, both are encoded together (decision
+33). A vocabulary such as Qwen's has `}}` and `},` as tokens. Encoded separately, every target would
+teach the model to split these tokens exactly where it decides to stop or to continue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.tokens.vocabulary import TokenCodec
 
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSettings) -> Target:
-    """Make the target of channel A: the sample's objects in record order."""
+    """Return the target of channel A: the sample's objects in record order."""
     answer_format = settings.answer_format.of(sample)
     text = answer_format.layout_objects(sample.objects)
     draft = _Draft(codec.encode(text.text), codec, answer_format)
@@ -44,9 +44,9 @@ def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSetti
 def rollout_target(
     rollout: Rollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Make the target of channel B.
+    """Return the target of channel B.
 
-    Matched slots are aimed at the ground truth; objects that were missed are appended.
+    Matched coord slots are trained towards the ground truth. Missed objects are appended.
     """
     parsed = parse_rollout(
         rollout.response_token_ids,
@@ -58,7 +58,7 @@ def rollout_target(
     if rollout.logprobs is None:
         return target
     assert target.reading is not None
-    # EOS is the target's own and teacher-forced, whether or not the rollout's was forced.
+    # The target's EOS is always teacher-forced, so it is not compared with the rollout's.
     num_sampled = min((target.reading.num_kept, *rollout.forced_positions))
     return replace(target, compared_logprobs=rollout.logprobs[:num_sampled])
 
@@ -66,10 +66,10 @@ def rollout_target(
 def parsed_target(
     parsed: ParsedRollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Make the target of a rollout that was parsed already.
+    """Return the target of a rollout that was already parsed.
 
-    A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
-    its ground truth is appended.
+    A matched prediction whose slots cannot be supervised is excluded: its tokens are not trained,
+    and its ground truth is appended.
     """
     answer_format = settings.answer_format.of(sample)
     match = match_objects(parsed.objects, sample.objects, **asdict(settings.matching))
@@ -77,7 +77,7 @@ def parsed_target(
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
         if not answer_format.coord_tokens:
-            # Digits have no slots to aim: their tokens are taught.
+            # Coordinates in digits have no slots. Their tokens are taught as text.
             if _is_canonical(parsed.prefix_token_ids[slice(*prediction.span)], codec):
                 supervised[pair] = ()
         elif _has_certain_slots(prediction, parsed, codec):
@@ -95,7 +95,7 @@ def parsed_target(
             geometry=settings.geometry,
             answer_format=answer_format,
         )
-    # An excluded pair's ground truth is appended like a missed one: nothing goes untaught.
+    # The ground truth of an excluded pair is appended like a missed one, so every object is taught.
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
@@ -113,7 +113,7 @@ def parsed_target(
             draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
     prefix_bytes = b"".join(map(codec.piece_bytes, kept.prefix_token_ids))
     num_prefix_bytes = len(prefix_bytes)
-    # The fallback's brace is our text like all that follows it.
+    # In the fallback the opening brace is appended text too.
     num_prefix = draft.add_ours(0 if kept.fallback else num_prefix_bytes)
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
     if settings.supervises_separators:
@@ -148,32 +148,32 @@ def parsed_target(
 
 
 def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
-    """Write prefix and append as tokens; return them and how many are the rollout's own."""
+    """Encode prefix and append; return the tokens and how many of them the rollout sampled."""
     prefix = list(parsed.prefix_token_ids)
     num_kept = parsed.num_unchanged
     begin = num_kept
     while begin and codec.coord_bin(prefix[begin - 1]) is None:
         begin -= 1
     sampled = prefix[begin:num_kept]
-    # All text behind the last coord token, which is a token under any circumstances, is encoded as
-    # one, as long as the rollout's tokens there are the tokenizer's. They mostly stay; but one that
-    # writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on before the cut.
+    # A coord token never fuses with other text. So the text after the last coord token is encoded
+    # together with the append, if the tokenizer would write the rollout's tokens the same way. Most
+    # tokens stay the same. But a tokenizer that writes `"]` `]},` and `"]]` `}}` decides between
+    # stopping and continuing before the cut.
     if codec.encode(_text_of(sampled, codec)) == sampled:
         joint = codec.encode(_text_of(prefix[begin:], codec) + append)
         pairs = zip(sampled, joint, strict=False)
         num_same = next((n for n, (old, new) in enumerate(pairs) if old != new), len(sampled))
         return [*prefix[:begin], *joint], begin + num_same
-    # Where the rollout wrote its text in other tokens, these stay; only the kept text of the cut
-    # token is encoded with the append.
+    # If the tokenizer would write the text differently, the rollout's tokens stay. Only the kept
+    # text of the cut token is encoded with the append.
     if num_kept < len(prefix):
         cut_and_append = codec.encode(_text_of(prefix[num_kept:], codec) + append)
         return [*prefix[:num_kept], *cut_and_append], num_kept
-    # A last token that was not cut is encoded anew too where the tokenizer would join its text with
-    # the append.
+    # If no token was cut, the last token is encoded again if it would fuse with the append.
     last = _text_of(prefix[-1:], codec)
     joint = codec.encode(last + append)
     ends = [end for _, end in piece_spans(joint, codec)]
-    # A token that begins inside a character has no text of its own to encode.
+    # A token that begins inside a character cannot be encoded separately.
     if last.encode() == codec.piece_bytes(prefix[-1]) and len(last.encode()) not in ends:
         return [*prefix[:-1], *joint], num_kept - 1
     return [*prefix, *codec.encode(append)], num_kept
@@ -184,9 +184,9 @@ def _text_of(token_ids: Sequence[int], codec: TokenCodec) -> str:
 
 
 class _Draft:
-    """A target in the making: its tokens without EOS, and their supervision.
+    """An unfinished target: its tokens without EOS, and the role of each token.
 
-    Spans count the bytes of its text.
+    Spans are byte offsets in its text.
     """
 
     def __init__(
@@ -203,49 +203,49 @@ class _Draft:
         self._label_overrides: list[LabelOverride] = []
 
     def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
-        """Supervise the text of a prefix's matched objects, which are indices into its objects."""
+        """Supervise the text of a prefix's matched objects. `matched` are indices of objects."""
         for number in matched:
             value = self._overlapping(parsed.objects[number].value)
             self._roles[value] = TokenRole.MATCHED_STRUCTURE
-        # Neutral is a token that holds a description, or any of an object that is not matched.
+        # Tokens of a description and of unmatched objects are neutral.
         for number, prediction in enumerate(parsed.objects):
             value = self._overlapping(prediction.value)
             if number not in matched:
                 self._roles[value] = TokenRole.NEUTRAL
                 continue
-            # So is one that reaches past a matched object, as `},` does: to teach only those
-            # separators of the prefix that turned out right would teach too many. (The option to
-            # teach them all the same is `add_separators`.)
+            # A token that ends after the matched object, such as `},`, is neutral too. Only correct
+            # separators would be taught, so the model would continue too often. (The option
+            # `add_separators` teaches them nevertheless.)
             last = value.stop - 1
             if self._spans[last][1] > prediction.value[1]:
                 self._roles[last] = TokenRole.NEUTRAL
             self._roles[self._overlapping(prediction.desc_value)] = TokenRole.NEUTRAL
-        # An id beyond the vocabulary has no text to be supervised for.
+        # A token id beyond the vocabulary has no text, so it is neutral.
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
 
     def add_separators(self, parsed: ParsedRollout, choices: Sequence[int]) -> None:
-        """Supervise the choice to go on to each of a prefix's matched objects."""
-        # `choices` are the bytes where the closing bracket could have been: the comma before an
-        # entry, the first character of the first. With `},` in one token it is all of the token,
-        # whatever object that closes.
+        """Supervise the decision to continue with each of a prefix's matched objects."""
+        # `choices` are the offsets at which the answer could have ended instead: the comma before
+        # an entry, or the first character of the first entry. If `},` is one token, the whole token
+        # is supervised, although its `}` closes the object before.
         for choice in choices:
             self._roles[self._overlapping((choice, choice + 1))] = TokenRole.SEPARATOR
-        # A name that a token holds the end of would be taught with it.
+        # A separator token that contains the end of a name would teach that name: make it neutral.
         for prediction in parsed.objects:
             desc = self._overlapping(prediction.desc_value)
             is_separator = self._roles[desc] == TokenRole.SEPARATOR
             self._roles[desc][is_separator] = TokenRole.NEUTRAL
 
     def correct_name(self, parsed: ParsedRollout, number: int, name: str, num_prefix: int) -> None:
-        """Teach `name` at the first token at which that of a prefix's object differs from it."""
-        # A token is taught after the text that the model wrote before it, so no other token of the
-        # right name can be. If the model's tokens are not the tokenizer's, none is; nor in the
-        # place of our own text, which begins at position `num_prefix`.
+        """Teach `name` at the first token at which the object's sampled name differs from it."""
+        # The context of a token is the sampled text before it, so later tokens of the correct name
+        # cannot be taught. No token is taught if the tokenizer would write the sampled text
+        # differently, or at or after position `num_prefix`, where the appended text begins.
         prediction = parsed.objects[number]
         if prediction.desc == name:
             return
-        # Tokens depend on the text around them: on that up to the nearest coord tokens at most,
-        # which never fuse; where there are none, an object's is enough of it.
+        # Tokens depend on the text around them, at most up to the nearest coord tokens, because
+        # these never fuse. Without coord tokens the text of the object is enough.
         if self._has_coord_tokens:
             tokens = self._overlapping(prediction.desc_value)
             first = tokens.start
@@ -267,7 +267,7 @@ class _Draft:
         right = text[:start] + escaped(name).encode() + text[end:]
         corrected = self._codec.encode(right.decode())
         pairs = zip(written, corrected, strict=False)
-        # The texts differ at the quote behind the shorter name at the latest, so the tokens do.
+        # There is a difference, at the latest at the quote after the shorter name.
         position, token_id = next(
             (n, new) for n, (old, new) in enumerate(pairs, first) if old != new
         )
@@ -279,15 +279,15 @@ class _Draft:
     def add_digits(
         self, parsed: ParsedRollout, number: int, right: Sequence[str], num_prefix: int
     ) -> None:
-        """Teach the coordinates of a prefix's matched object; `right` has the true digits."""
-        # As far as a coordinate is right it is taught as it stands. At the first token at which it
-        # differs from `right`, that of the right number is taught; what the model wrote after it is
-        # no context for the rest.
+        """Teach the coordinates of a prefix's matched object. `right` has the true digits."""
+        # The correct first tokens of a coordinate are taught. At the first token that differs from
+        # `right`, the token of the correct number is taught. Later tokens are not taught, because
+        # their context is wrong.
         prediction = parsed.objects[number]
         for span in prediction.coord_spans:
             self._roles[self._overlapping(span)] = TokenRole.NEUTRAL
-        # Tokens depend on the text around them; an object's, with what its outer tokens hold beside
-        # it, is enough of it where it is written as the tokenizer writes it.
+        # Tokens depend on the text around them. The text of all tokens that overlap the object is
+        # enough if the tokenizer writes it in the same tokens.
         region = self._overlapping(prediction.value)
         written = self._token_ids[region]
         if not _is_canonical(written, self._codec):
@@ -308,14 +308,14 @@ class _Draft:
             self._roles[tokens.start : position] = TokenRole.DIGITS
             if position < num_prefix:
                 overrides.setdefault(position, LabelOverride(position, token_id, number))
-        # Last, and one for a token that holds parts of two coordinates.
+        # Set last. A token with parts of two coordinates gets one override.
         self._roles[list(overrides)] = TokenRole.CORRECTED_DIGITS
         self._label_overrides += overrides.values()
 
     def add_slots(
         self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool
     ) -> None:
-        """Supervise coord slots. `is_box`: the targets are a box's own, not optimal transport's."""
+        """Supervise coord slots. `is_box`: the targets come from a box, not from transport."""
         if is_box:
             self._box_slots.append(len(self._coord_positions))
         self._roles[list(positions)] = TokenRole.COORD
@@ -323,7 +323,7 @@ class _Draft:
         self._coord_targets.extend(targets)
 
     def add_ours(self, start: int) -> int:
-        """Supervise each token with text from `start` on; return the position of the first."""
+        """Supervise all tokens that end after byte `start`; return the position of the first."""
         first = bisect_right(self._spans, start, key=lambda span: span[1])
         self._roles[first:] = TokenRole.STRUCTURE
         return first
@@ -331,11 +331,11 @@ class _Draft:
     def add_serialized(
         self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int
     ) -> None:
-        """Supervise the serialised `objects`, whose text begins at `offset`."""
+        """Supervise the serialised `objects`. Their text begins at `offset`."""
         end = offset + len(text.text.encode())
         written = self._spans[-1][1] if self._spans else 0
         assert written == end, "encoding the target changed its text"
-        # In the order of the text: objects of one phrase stand together.
+        # In the order of the text, which groups objects with the same phrase.
         placed = sorted(zip(text.objects, objects, strict=True), key=lambda pair: pair[0].value)
         for layout, object_ in placed:
             self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
@@ -362,9 +362,9 @@ class _Draft:
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
-        """Find the tokens whose bytes overlap `span`, which is counted from `offset`.
+        """Return the tokens whose bytes overlap `span`, which is relative to `offset`.
 
-        None of an empty span at the beginning of a token.
+        The result is empty for an empty span at the beginning of a token.
         """
         start = offset + span[0]
         stop = offset + span[1]
@@ -373,21 +373,21 @@ class _Draft:
 
 
 def _is_canonical(token_ids: Sequence[int], codec: TokenCodec) -> bool:
-    """Tell whether the tokenizer writes the text of these tokens as they do."""
+    """Return whether the tokenizer encodes the text of these tokens as the same tokens."""
     return codec.encode(_text_of(token_ids, codec)) == list(token_ids)
 
 
 def _is_capped(
     prediction: ParsedObject, truth: GroundTruthObject, settings: TargetSettings
 ) -> bool:
-    """Tell whether the pair is transported, and with an epsilon that the cap has lowered."""
+    """Return whether the pair uses optimal transport with an epsilon that the cap lowers."""
     is_transported = GeometryKind.POLY in (prediction.kind, truth.kind)
     transport = settings.transport
     return is_transported and transport.epsilon_of(truth) < transport.epsilon
 
 
 def _has_certain_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
-    """Tell whether the positions are one coord token for each bin, in order, inside the object."""
+    """Return whether the positions hold one coord token per bin, in order, inside the object."""
     positions = prediction.coord_positions
     start, stop = prediction.span
     return (

@@ -1,20 +1,20 @@
-"""Rollout matching: the model's own rollouts, corrected by the ground truth, are what it learns.
+"""Rollout matching: the model learns from its own rollouts, corrected by the ground truth.
 
     sample -> request -> rollout -> parsed and matched -> target -> segment
 
 Example: a sample with a cat at [100, 100, 300, 300] and a dog. The model answers with one object at
-[110, 90, 310, 290]: it is matched with the cat (mask IoU over `maskiou_gate`), so its four coord
-slots are taught to point at 100, 100, 300, 300; the dog was missed, so its entry is appended to the
+[110, 90, 310, 290]. It is matched with the cat (mask IoU over `maskiou_gate`), so its four coord
+slots are trained towards 100, 100, 300, 300. The dog was missed, so its entry is appended to the
 kept answer and taught as text. On channel A there is no rollout: the target is the ground truth.
 
-With `policy_gradient` on channel B a rollout is learned twice in the same step: as that target, and
-as what was sampled, by its advantage among the `rollouts_per_sample` rollouts of its sample. That
-is a second segment: the target leaves out what the rollout wrote behind its last whole object, and
-the token with which it stopped. The step's loss and gradient are the sums of the two alone, since
-both are divided by the rollouts of the step.
+With `policy_gradient` on channel B a rollout is learned twice in the same step: as the corrected
+target, and as it was sampled, with its advantage among the `rollouts_per_sample` rollouts of its
+sample. The second form is a separate segment, because the corrected target drops the sampled text
+after the last complete object and the sampled stop token. The step's loss and gradient are the sums
+of both parts, since both are divided by the number of rollouts of the step.
 
-A thread encodes prompts and makes targets before the device needs them (`Ahead`);
-what is counted and logged stays with the learner's own thread, in the order of positions.
+A thread encodes prompts and makes targets before the device needs them (`Ahead`). The learner's
+own thread counts and logs, in the order of positions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RolloutMatching(Algorithm):
     def __init__(
         self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks
     ) -> None:
-        """Read the files of `data`. Raises ConfigError and RecordError for what is wrong there."""
+        """Read the files of `data`. Raises ConfigError or RecordError if they are invalid."""
         super().__init__(StepLog.of_run(config.telemetry, config.timeouts, ranks.rank))
         self.config = config
         self.tokens = tokens
@@ -76,7 +76,7 @@ class RolloutMatching(Algorithm):
             for source in self._sources
         ]
         self.train = [fitting.samples for fitting in self._fittings]
-        """A data set for each file of `data.train`."""
+        """One dataset for each file of `data.train`."""
         self.held_out: HeldOut | None = None
         if held_out := [load_samples(config, source) for source in config.data.sources("val")]:
             self.held_out = HeldOut(config, held_out, tokens)
@@ -93,7 +93,7 @@ class RolloutMatching(Algorithm):
             augmenter = Augmenter(config.data.augment, config.training.seed, fits)
             self._augmented = AugmentedAhead(partial(self._shown, augmenter=augmenter))
         first = self.train[0][0]
-        # Not drawn: the stream of samples stays the same with and without it.
+        # The first row is read without a draw, so the stream of samples does not change.
         self.fixed = Segment(
             0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.settings)
         )
@@ -114,7 +114,7 @@ class RolloutMatching(Algorithm):
                 metrics.totals.add("augment/num_unchanged", float(one.augmentation is None))
                 metrics.totals.add("augment/num_dropped_objects", one.num_dropped)
             if plan.step + 1 < self._schedule.max_steps:
-                # Made while engines and device are at work on this step.
+                # The next step's samples are augmented while this step runs.
                 _, coming = self._draws(
                     self._schedule.plan(plan.step + 1), copy.deepcopy(self._stream)
                 )
@@ -122,8 +122,8 @@ class RolloutMatching(Algorithm):
         return RolloutMatchingStep(self, plan, share, [shown[draw] for draw in draws], metrics)
 
     def _draws(self, plan: StepPlan, stream: MixedStream) -> tuple[range, list[Draw]]:
-        """Take a step's draws; return this rank's positions, and the draws of these."""
-        # Rollouts of one sample have the same draw.
+        """Take a step's draws; return this rank's positions and their draws."""
+        # All rollouts of one sample have the same draw.
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         size = 1
         if plan.channel is Channel.B:
@@ -132,17 +132,18 @@ class RolloutMatching(Algorithm):
         return share, [draws[position // size] for position in share]
 
     def _shown(self, draw: Draw, augmenter: Augmenter | None) -> Augmented:
-        """Return the drawn sample as engines and learner are shown it."""
+        """Return the drawn sample as engines and learner receive it."""
         sample = self.train[draw.source][draw.row]
         shown = Augmented(sample, None, 0) if augmenter is None else augmenter(sample, draw)
-        # An image is read where it is sent and where it is encoded, and its digest compared. One
-        # without a digest (`data.check_images` is off) is read here: both get the same bytes.
+        # An image file is read twice, to send it and to encode it, and its digest is compared. An
+        # image without a digest (`data.check_images` is off) is read here, so both get the same
+        # bytes.
         if all(image.sha256 for image in shown.sample.images):
             return shown
         return shown._replace(sample=shown.sample.with_image_data())
 
     def held_out_requests(self, step: int) -> list[RolloutRequest]:
-        assert self.held_out is not None, "there is a report only with data.val"
+        assert self.held_out is not None, "held-out requests need data.val"
         share = rank_share(len(self.held_out.samples), self._ranks.world_size, self._ranks.rank)
         return self.held_out.requests(step, share)
 
@@ -161,11 +162,11 @@ class RolloutMatching(Algorithm):
         }
 
     def require_same(self) -> None:
-        """Each rank reads the data from its own node's disk."""
+        """Compare digests, because each rank reads the data from its own node's disk."""
         if self._ranks.world_size == 1:
             return
         fingerprints = self.fingerprints()
-        # 63 bits of each.
+        # The ranks compare 63 bits of each digest.
         numbers = [int(digest[:16], 16) >> 1 for digest in fingerprints.values()]
         differing = self._ranks.first_difference(numbers)
         if differing is not None:
@@ -173,8 +174,8 @@ class RolloutMatching(Algorithm):
             sources = self.config.data.sources("train" if key == "data.train" else "val")
             files = ", ".join(str(source.path) for source in sources)
             raise ConfigError(
-                f"{key}: the learner ranks read different samples from {files}; make the file and"
-                " its images the same on every node"
+                f"{key}: the learner ranks read different samples from {files}; copy the same files"
+                " and images to every node"
             )
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class RolloutMatching(Algorithm):
 
 
 def _digest(sources: Sequence[DataSource], fittings: Sequence[Fitting]) -> str:
-    """Digest everything in the samples but the paths of their images, and how files are mixed."""
+    """Return a digest of the samples (without the paths of images) and of the mixture weights."""
     digests = [fitting.measures.digest for fitting in fittings]
     if not fittings:
         return hashlib.sha256().hexdigest()
@@ -198,7 +199,7 @@ def _digest(sources: Sequence[DataSource], fittings: Sequence[Fitting]) -> str:
 
 
 class _Scored(NamedTuple):
-    """A rollout that waits for the others of its sample."""
+    """A rollout that waits for the other rollouts of its sample."""
 
     rollout: Rollout
     prompt: EncodedPrompt
@@ -206,7 +207,7 @@ class _Scored(NamedTuple):
 
 
 class RolloutMatchingStep(AlgorithmStep):
-    """One step of one rank: `shown[i]`, and `samples[i]`, is at position `share[i]`."""
+    """One rank's part of a step. `shown[i]` and `samples[i]` have the position `share[i]`."""
 
     def __init__(
         self,
@@ -227,8 +228,8 @@ class RolloutMatchingStep(AlgorithmStep):
         self._settings = algorithm.settings.with_gate(gate)
         self._num_targets = 0
         self._group: list[_Scored] = []
-        """Rollouts of the sample whose rollouts have not all come, in the order of positions."""
-        # Encoded while the engines generate.
+        """Rollouts of the sample that is still incomplete, in the order of positions."""
+        # The prompts are encoded while the engines generate.
         self._prompts = algorithm.ahead.map(algorithm.encoder.encode, self.samples)
 
     def requests(self) -> list[RolloutRequest]:
@@ -260,7 +261,7 @@ class RolloutMatchingStep(AlgorithmStep):
         return spans
 
     def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
-        # Whatever is wrong with a rollout is found in here, where no rank waits for this one.
+        # All checks of rollouts happen here, when no other rank waits for this one.
         algorithm = self._algorithm
         section = algorithm.config.rollout_matching
         max_staleness = section.max_staleness
@@ -275,7 +276,7 @@ class RolloutMatchingStep(AlgorithmStep):
             assert rollout.position == position, (
                 f"expected position {position}, got {rollout.position}: rounds arrive in order"
             )
-            # Prompts were begun with the step, targets with this round: both in position order.
+            # Prompts are prepared per step, targets per round, both in the order of positions.
             prompt = next(self._prompts)
             check_prompt(rollout, prompt)
             self.metrics.record(
@@ -303,7 +304,7 @@ class RolloutMatchingStep(AlgorithmStep):
                 yield from self._compared()
 
     def _target_and_reward(self, rollout: Rollout, sample: Sample) -> tuple[Target, float | None]:
-        """Make the target of a rollout, and score it where it is learned by its reward too."""
+        """Return a rollout's target, and its reward if `policy_gradient` is used (else None)."""
         algorithm = self._algorithm
         target = rollout_target(rollout, sample, algorithm.tokens.codec, self._settings)
         assert target.reading is not None
@@ -317,8 +318,8 @@ class RolloutMatchingStep(AlgorithmStep):
         return target, f1(found, len(objects), len(sample.objects))
 
     def _compared(self) -> Iterator[Segment]:
-        """Yield what each rollout of a sample sampled, with its advantage, once all have come."""
-        # A group of equal rewards has nothing to learn, and would cost its forwards.
+        """Yield the policy-gradient segments of a sample when its last rollout has arrived."""
+        # A group with equal rewards has advantages of 0, so its forward passes are saved.
         algorithm = self._algorithm
         assert algorithm.estimator is not None
         if len(self._group) < algorithm.config.stage2_ab.channel_b.rollouts_per_sample:
@@ -332,8 +333,8 @@ class RolloutMatchingStep(AlgorithmStep):
             rollout = scored.rollout
             if rollout.logprobs is None:
                 message = (
-                    f"sample {rollout.sample_id}: came without the log-probabilities of its tokens,"
-                    " which policy_gradient needs; use engines that return them"
+                    f"sample {rollout.sample_id}: its rollout has no log-probabilities, which"
+                    " policy_gradient needs; use engines that return them"
                 )
                 raise RolloutError(message, actor=rollout.actor, phase="check")
             token_ids = list(rollout.response_token_ids)
@@ -345,7 +346,7 @@ class RolloutMatchingStep(AlgorithmStep):
             number = len(token_ids)
             if not number:
                 continue
-            # Of the response alone: nothing of the prompt is credited.
+            # The example contains only the response: prompt tokens have no advantage.
             example = TrainingExample(
                 token_ids,
                 logprobs,
@@ -355,7 +356,7 @@ class RolloutMatchingStep(AlgorithmStep):
                 group_rewards=rewards,
             )
             credit = algorithm.estimator.estimate(example, start=0, num_of_rollout=number)
-            # Compared already, in the segment of its matched target.
+            # Its log-probabilities are compared in the segment of the matched target.
             target = AdvantageTarget(rollout.sample_id, tuple(token_ids), credit)
             yield Segment(
                 rollout.position,
@@ -384,7 +385,7 @@ class RolloutMatchingStep(AlgorithmStep):
         )
 
     def _log_next(self, target: Target, rollout: Rollout | None) -> None:
-        """Count and write the next position's sample, and go on to the position after it."""
+        """Count and log the next position's sample, then advance by one position."""
         index = self._num_targets
         self._num_targets += 1
         if (source := self.samples[index].source) is not None:

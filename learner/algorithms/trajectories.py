@@ -1,20 +1,19 @@
-"""Trajectories: rollouts of an environment, learned by their advantage.
+"""Trajectories: policy-gradient training on rollouts of an environment.
 
     environment request -> rollouts with their own tokens and rewards -> examples -> segments
 
-The environment runs elsewhere (`rollout_actors.environments.training.runner`) and has the data;
-which of its rows a step takes is decided here. A rollout brings its tokens, log-probabilities and
-rewards: nothing is encoded or parsed.
+`rollout_actors.environments.training.runner` runs the environment, which has the dataset. This
+module decides which of its rows a step takes. A rollout contains its tokens, log-probabilities and
+rewards, so nothing is encoded or parsed here.
 
-Example: `rollouts_per_example` 2, rewards 1 and 0. The first rollout has two calls of the model
-that extend each other: one example, one segment, whose sampled tokens have the advantage 0.5. The
-second has two calls that do not: two segments with -0.5.
+Example: `rollouts_per_example` 2, rewards 1 and 0. In the first rollout the second model call
+extends the first: one example, one segment, and its sampled tokens have the advantage 0.5. In the
+second rollout the calls do not extend each other: two segments with -0.5.
 
-With `environment.refill_rounds` a step is generated in further rounds: a group without signal
-gives its place to the rollouts of another example, whose positions are those of the place plus the
-round times the step's rollouts. So their seeds are new ones, and which example a place gets in a
-round follows from the seed, the step and the round alone, whatever other places need and
-whatever rank has them.
+With `environment.refill_rounds` a step has further rounds, in which rollouts of another example
+replace a group without signal (equal rewards). The new position is the old one plus the round times
+the step's rollouts, so the seeds are new. The example of a place depends only on the seed, the step
+and the round. It does not depend on other places or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ from shared.trajectory import (
 )
 
 ExampleRollouts = Sequence[EnvironmentRollout]
-"""The answer to one request, in the order of positions: in training the rollouts of one example."""
+"""The answer to one request, by position. In training these are the rollouts of one example."""
 
 _NUM_FIXED = 40
-"""Tokens of the fixed sequence: enough to pass every layer and the head."""
+"""Length of the fixed token sequence."""
 _FIXED_SIDE = 64
 """Pixels of the fixed image's width and height."""
 
@@ -75,17 +74,17 @@ _FIXED_SIDE = 64
 def trajectory_target(
     example: TrainingExample, estimator: AdvantageEstimator, *, num_of_rollout: int
 ) -> tuple[tuple[int, ...], AdvantageTarget] | None:
-    """Split an example where learning begins; None where no token of it is learned.
+    """Split an example into prompt and target; None if no token of it is learned.
 
-    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
-    the tokens (7, 8). Between the turns of a merged example a target holds tokens that are only
-    read.
+    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] give the prompt (5, 6) and a target with
+    the tokens (7, 8). The target of a merged example also contains the tokens between its turns,
+    which are not learned.
 
     Args:
-        num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
+        num_of_rollout: learned tokens in all examples of its rollout.
 
     Raises:
-        ValueError: the first token is to be learned, which no model predicts, or what
+        ValueError: the first token is to be learned, but no token precedes it. Also what
             `AdvantageEstimator.estimate` raises.
     """
     learned = np.flatnonzero(example.mask)
@@ -96,7 +95,7 @@ def trajectory_target(
     if start == 0:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: its first token is to be"
-            " learned, and is predicted from nothing; make examples with mask_prompts=True"
+            " learned, but no token precedes it; make examples with mask_prompts=True"
         )
     credit = estimator.estimate(example, start=start, num_of_rollout=num_of_rollout)
     target = AdvantageTarget(
@@ -151,14 +150,15 @@ class Trajectories(Algorithm):
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
-        """Return all examples in the order in which a step draws again.
+        """Return all examples in the order in which refill rounds of a step draw them.
 
-        A permutation by the run's seed and the step, in which those that the step has `drawn` come
-        last. Place `g` of `G` gets number `(round - 1) G + g`, from the beginning again at the end.
+        The order is a permutation that depends on the run's seed and the step. Examples that the
+        step has `drawn` come last. Place `g` of `G` gets number `(round - 1) G + g`, modulo
+        their number.
         """
         seed = self.config.training.seed
-        # Three numbers: the orders of epochs are of two (`SampleStream`), for which a third of 0
-        # would be the same.
+        # Epoch orders use a seed of two numbers (`SampleStream`). The third number must not be 0,
+        # because a seed with a third number 0 gives the same order.
         generator = np.random.Generator(np.random.PCG64((seed, plan.step, 1)))
         order = generator.permutation(self._num_examples)
         is_drawn = np.isin(order, drawn)
@@ -168,14 +168,14 @@ class Trajectories(Algorithm):
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
         share = rank_share(self._num_held_out, self.ranks.world_size, self.ranks.rank)
         groups = [ExampleGroup(index, range(index, index + 1)) for index in share]
-        # As many rollouts in each request as in training, so that the rounds are as large.
+        # Each request has as many rollouts as in training, so the rounds have the same size.
         size = self.environment.rollouts_per_example
         chunks = [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]
         seed = self.config.training.seed
         return [EnvironmentRequest(step, chunk, greedy, seed, is_held_out=True) for chunk in chunks]
 
     def score(self, answers: Sequence[ExampleRollouts]) -> list[EnvironmentRollout]:
-        """Return the rollouts themselves: they come with their rewards."""
+        """Return the rollouts, which already have rewards."""
         rollouts = list(itertools.chain.from_iterable(answers))
         for rollout in rollouts:
             _require_reward(rollout)
@@ -189,7 +189,7 @@ class Trajectories(Algorithm):
 
 
 class TrajectoryBatch(AlgorithmStep):
-    """One step of one rank: the rollouts that have the positions of `share`."""
+    """One rank's part of a step: the rollouts at the positions of `share`."""
 
     def __init__(
         self,
@@ -199,17 +199,17 @@ class TrajectoryBatch(AlgorithmStep):
         drawn: list[int],
         metrics: StepMetrics,
     ) -> None:
-        """`drawn`: the examples of the step, of all ranks."""
+        """`drawn` are the examples of the step on all ranks."""
         super().__init__(plan, metrics)
         self._algorithm = algorithm
         self._share = share
         self._drawn = drawn
         self._refill_round = 0
-        """Rounds in which groups were drawn again, so far."""
+        """Number of refill rounds so far."""
         self._without_signal: list[int] = []
-        """Places, by the position in the step of their first rollout, that are to be refilled."""
+        """Places to refill: the position in the step of the group's first rollout."""
         self._positions = list(share)
-        """Positions of the rollouts that were asked for."""
+        """Positions of the requested rollouts."""
         self._num_taken = 0
         self._num_failed = 0
         self._first_failure: EnvironmentRollout | None = None
@@ -220,7 +220,7 @@ class TrajectoryBatch(AlgorithmStep):
         return [self._request(position, self._drawn[position // size]) for position in places]
 
     def refill_requests(self) -> list[EnvironmentRequest]:
-        """Return a request for another example in each place of a group without signal."""
+        """Return one request for another example for each group without signal."""
         algorithm = self._algorithm
         size = algorithm.environment.rollouts_per_example
         places = self._without_signal
@@ -230,7 +230,7 @@ class TrajectoryBatch(AlgorithmStep):
         order = algorithm.refill_order(self.plan, self._drawn) if places else []
         requests = []
         for place in places:
-            # Of the same environment of a mixture, whose shares stay exact.
+            # The new example is of the same environment, so the shares of a mixture stay exact.
             alike = algorithm.rows.alike(self._drawn[place // size], order)
             example = alike[(first + place // size) % len(alike)]
             position = self._refill_round * self.plan.num_samples + place
@@ -262,16 +262,15 @@ class TrajectoryBatch(AlgorithmStep):
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
-        """Yield the segments of each rollout's examples; a failed rollout has none."""
-        # The whole round is checked at once: it is of one version, whichever environments and
-        # engines it came from.
+        """Yield the segments of each rollout's examples. A failed rollout has no segments."""
+        # The whole round is checked together, across all environments and engines.
         sampled = []
         for rollout in itertools.chain.from_iterable(answers):
             sampled += [_sampled(rollout, example) for example in rollout.examples]
             _require_reward(rollout)
         max_staleness = self._algorithm.config.rollout_matching.max_staleness
         check_weight_versions(sampled, version, max_staleness=max_staleness)
-        # A group of equal rewards has advantages of 0: its rows would cost a forward for nothing.
+        # A group with equal rewards has advantages of 0, so its forward passes can be saved.
         drops_equal = self._algorithm.environment.drop_equal_groups
         drops_truncated = self._algorithm.environment.drop_truncated
         refill_rounds = self._algorithm.environment.refill_rounds
@@ -304,9 +303,9 @@ class TrajectoryBatch(AlgorithmStep):
             for rollout in group:
                 self._take(rollout, version)
                 masked = drops_truncated and _is_cut(rollout)
-                # A group that is left out has its tokens in the step's divisor, as it has its
-                # rollouts: whether its rows are computed may not change the policy gradient. One
-                # that is replaced is not of the step.
+                # The tokens and rollouts of a skipped group stay in the step's divisor, because
+                # skipping its rows must not change the policy gradient. A replaced group does not
+                # belong to the step, so its tokens are not counted.
                 num_tokens = sum(example.num_learned for example in rollout.examples)
                 num_credited = 0 if masked or replaced else num_tokens
                 self.metrics.add_credited(num_credited, is_masked=masked and not replaced)
@@ -317,7 +316,7 @@ class TrajectoryBatch(AlgorithmStep):
         assert self._num_taken == len(self._positions), (
             f"{self._num_taken} of {len(self._positions)} rollouts came back"
         )
-        # Over all ranks: their number must not decide what ends a run.
+        # Summed over all ranks, so the number of ranks does not decide whether the run ends.
         num_sound = self._algorithm.ranks.sum(self._num_taken - self._num_failed)
         if num_sound:
             return
@@ -332,8 +331,8 @@ class TrajectoryBatch(AlgorithmStep):
             )
 
     def _take(self, rollout: EnvironmentRollout, version: int) -> None:
-        """Check the next rollout, count it and write it down."""
-        assert self._num_taken < len(self._positions), "no more rollouts than were asked for"
+        """Check, count and log the next rollout."""
+        assert self._num_taken < len(self._positions), "more rollouts arrived than were requested"
         expected = self._positions[self._num_taken]
         assert rollout.position == expected, (
             f"expected position {expected}, got {rollout.position}: rounds arrive in order"
@@ -348,7 +347,7 @@ class TrajectoryBatch(AlgorithmStep):
                 log_ratio = sum(teacher_log_ratios(example))
                 name = "policy/teacher_log_ratio"
                 self.metrics.totals.add_mean(name, log_ratio, example.num_learned)
-        # Not the error's own words, which may name a process or an address.
+        # Without the text of the error, which may contain a process id or an address.
         self.metrics.record(
             "rollouts",
             *(rollout.position, rollout.example, rollout.reward, rollout.error is None),
@@ -363,7 +362,7 @@ class TrajectoryBatch(AlgorithmStep):
             self.metrics.add_staleness(version - min(versions))
         if (log := self._algorithm.log) is not None:
             if self._algorithm.config.telemetry.rollout_images:
-                # Before the line that names them.
+                # Image files are written before the log line that refers to them.
                 for image in itertools.chain.from_iterable(one.images for one in rollout.examples):
                     log.keep_picture(image)
             log.write(trajectory_record(self.plan.number, rollout))
@@ -399,18 +398,18 @@ class TrajectoryBatch(AlgorithmStep):
         prompt_ids: tuple[int, ...],
         target_ids: tuple[int, ...],
     ) -> tuple[EncodedPrompt, torch.Tensor | None]:
-        """Return the prompt, and the target's modality where the example has images."""
+        """Return the encoded prompt, and the target's modality if the example has images."""
         images = self._algorithm.images
         if images is None:
             assert not example.images, "environments refuse more than max_images_per_prompt"
             return EncodedPrompt.from_text(prompt_ids), None
-        # In the forward the tokens would take another example's patches, or none.
+        # With a wrong number, the forward pass would use patches of another example or fail.
         num_places = images.num_images(example.token_ids)
         if num_places != len(example.images):
             message = (
-                f"example {rollout.example}: its tokens have places for {num_places} images, and it"
-                f" brings {len(example.images)}; an environment leaves the text of placeholders out"
-                " of its messages, and the answers in its steps as they came"
+                f"example {rollout.example}: its tokens have places for {num_places} images, but it"
+                f" has {len(example.images)}; the environment must not write placeholders as text"
+                " in its messages, and must not change the answers in its steps"
             )
             raise RolloutError(message, actor=rollout.actor, phase="check")
         if not example.images:
@@ -421,33 +420,33 @@ class TrajectoryBatch(AlgorithmStep):
             message = f"example {rollout.example}: {error}"
             actor = example.engine or rollout.actor
             raise RolloutError(message, actor=actor, phase="check") from error
-        # The prompt holds the pixels of all images up to the last token that is learned.
+        # The prompt has the pixels of all images up to the last learned token.
         pixels, grid = encoded.first(images.num_images((*prompt_ids, *target_ids)))
-        # Nobody is asked it again: both forms of the prompt are the engine's.
+        # No engine receives this prompt again, so both forms are the engine's token ids.
         prompt = EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), pixels, grid)
         return prompt, images.modality(target_ids)
 
 
 def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
-    """Say which weights sampled an example."""
+    """Return which engine and weight version sampled an example. Raises RolloutError if unknown."""
     if example.weight_version is None:
         message = (
-            f"example {rollout.example}: the engine did not say which weights sampled it; use"
-            " engines of the run"
+            f"example {rollout.example}: the engine did not report its weight version; use"
+            " engines of this run"
         )
         raise RolloutError(message, actor=rollout.actor, phase="check")
     return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
 def _is_cut(rollout: EnvironmentRollout) -> bool:
-    """Tell whether it was cut by length and did not fail."""
-    # Logs of older versions call it truncated only if the conversation was cut.
+    """Return whether the rollout was cut by a length limit and did not fail."""
+    # Logs of older versions set `is_truncated` only if the conversation was cut.
     is_cut = rollout.is_truncated or rollout.num_length_limited > 0
     return is_cut and rollout.error is None
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:
-    """Tell whether the environment gave advantages itself, other than 0."""
+    """Return whether the environment itself set an advantage other than 0."""
     for example in (one for rollout in group for one in rollout.examples):
         columns = zip(*own_advantages(example), strict=True)
         if any(own for own, is_relative in columns if not is_relative):
@@ -458,16 +457,16 @@ def _has_own_advantages(group: ExampleRollouts) -> bool:
 def _require_reward(rollout: EnvironmentRollout) -> None:
     if not math.isfinite(rollout.reward):
         message = (
-            f"example {rollout.example}, position {rollout.position}: has the reward"
-            f" {rollout.reward}; a rubric must give finite numbers"
+            f"example {rollout.example}, position {rollout.position}: the reward is"
+            f" {rollout.reward}; a rubric must return finite numbers"
         )
         raise RolloutError(message, actor=rollout.actor, phase="score")
 
 
 def _fixed_segment(prompts: Prompts, tokens: LoadedTokens, images: tuple[ImageRef, ...]) -> Segment:
-    """Make a segment of ids from all over the vocabulary, after the images, if there are any."""
-    # So a canary reads rows of the embedding that no example of the environment has. The vision
-    # tower of a model that is trained on text alone is proved by checksums.
+    """Return a segment with ids from the whole vocabulary, after the images if there are any."""
+    # So the canary also reads embedding rows that do not occur in the environment's examples. If
+    # the model is trained on text only, checksums verify the vision tower.
     size = len(tokens.tokenizer)
     spread = dict.fromkeys(size * index // _NUM_FIXED for index in range(_NUM_FIXED))
     ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]
@@ -487,7 +486,7 @@ def _fixed_segment(prompts: Prompts, tokens: LoadedTokens, images: tuple[ImageRe
 
 
 def _fixed_image() -> ImageRef:
-    """Make an image file with every shade of two colours."""
+    """Return an image that covers the shades of two colours."""
     shades = np.arange(_FIXED_SIDE, dtype=np.uint8) * (256 // _FIXED_SIDE)
     across, down = np.meshgrid(shades, shades)
     file = io.BytesIO()

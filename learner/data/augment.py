@@ -1,12 +1,12 @@
-"""Augmentation: a training sample is mirrored, cropped, scaled and recoloured when it is drawn.
+"""Augmentation: mirror, crop, scale and recolour a training sample when it is drawn.
 
-The changed picture travels as its bytes, so that engines and learner see the same pixels; what was
-done is a function of the run's seed and the draw, and stands in the log of rollouts.
+The bytes of the changed image are sent, so engines and learner see the same pixels. The changes
+depend only on the run's seed and the draw, and are written to the rollout log.
 
-Pixels are changed by torchvision's v2 functions, on Pillow's pictures, whose arithmetic is the same
-on every processor. Objects go through a map of our own: torchvision has no polygons (its key points
-are moved and never cut), and albumentations, which would be one more package, has none either. A
-crop and a mirror image are a shift and a sign; what is left to write is the cut at the border.
+torchvision's v2 functions change the pixels of Pillow images, because their arithmetic is the same
+on every processor. The objects are transformed here: torchvision does not support polygons (it
+moves key points but never cuts them), and neither does albumentations, which would be one more
+package. Cropping and mirroring are a shift and a sign, so only the cut at the border takes code.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shared.records import (
 )
 
 ATTEMPTS = 8
-"""Draws for one sample, until one fits."""
+"""Maximum number of draws for one sample, until one fits."""
 NUM_THREADS = 4
-"""Pillow works outside Python's lock."""
+"""Pillow releases the GIL."""
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
-"""Pixels: an axis of fewer has no scale."""
+"""Pixels: a shorter axis has no scale."""
 _SIDE = re.compile(r"\b(left|right)|左|右", re.IGNORECASE)
 _WINDOW = (0, 0, MAX_BIN, MAX_BIN)
 Points = list[tuple[float, float]]
@@ -57,27 +57,27 @@ class Augmentation:
     """
 
     crop: tuple[int, int, int, int]
-    """Left, top, width and height of what is kept, in the picture's pixels."""
+    """Left, top, width and height of the kept part, in the image's pixels."""
     mirrored: bool
-    """Left and right are swapped."""
+    """Whether left and right are swapped."""
     size: tuple[int, int]
-    """Width and height that it is resized to."""
+    """Width and height after resizing."""
     colour: tuple[float, float, float]
     """Factors of brightness, contrast and saturation."""
     hue: float
-    """Turn of the hue; 1 is the whole circle."""
+    """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """An object of whose area a crop leaves a smaller share, or nothing, is left out."""
+    """Objects are dropped if the crop keeps a smaller share of their area, or nothing."""
 
     @classmethod
     def draw(
         cls, section: AugmentSection, seed: int, draw: Draw, attempt: int, size: tuple[int, int]
     ) -> Augmentation:
-        """Draw one for a picture of `size` (width, height)."""
+        """Draw an augmentation for an image of `size` (width, height)."""
         generator = np.random.Generator(
             np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(*draw, attempt)))
         )
-        # All numbers are drawn, whichever are used: so one setting does not move the others.
+        # All numbers are always drawn, so one setting does not change the draws of the others.
         mirror, width, height, left, top, scale, *colours = generator.random(10).tolist()
         brightness, contrast, saturation, hue = (2 * one - 1 for one in colours)
         sides = [
@@ -107,7 +107,7 @@ class Augmentation:
         )
 
     def objects(self, sample: Sample) -> tuple[GroundTruthObject, ...]:
-        """Return the objects as they lie on the changed picture, in reading order."""
+        """Return the objects with their coordinates in the changed image, in reading order."""
         found = (self._moved(one, sample) for one in sample.objects)
         return in_reading_order([one for one in found if one is not None])
 
@@ -122,7 +122,7 @@ class Augmentation:
                 cut = _cut_box(ring, _WINDOW) if is_box else _cut_polygon(ring, _WINDOW)
             if not cut or _share(cut, ring, is_box=is_box) < self.min_visible:
                 return None
-            # Rounded as `bin_box` and `bin_points` do.
+            # The same rounding as in `bin_box` and `bin_points`.
             if is_box:
                 (x1, y1), (x2, y2) = cut
                 bins = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
@@ -143,41 +143,41 @@ class Augmentation:
         return replace(one, bins=bins)
 
     def _cut_point(self, bins: Sequence[int], moved: Points, sample: Sample) -> Points:
-        """Return a moved point; nothing where its nearest pixel is not kept."""
+        """Return a moved point, or an empty list if its nearest pixel is cropped."""
         for bin, first, kept, side in zip(
             bins, self.crop[:2], self.crop[2:], (sample.width, sample.height), strict=True
         ):
             if not first <= math.floor(bin * (side - 1) / MAX_BIN + 0.5) < first + kept:
                 return []
-        # The bin of a pixel at the border may lie beyond it.
+        # The bin of a pixel at the border may be outside.
         return [(_clamp(x), _clamp(y)) for x, y in moved]
 
     def _on_crop(self, bins: Sequence[int], sample: Sample) -> Points:
-        """Return vertices in bins of what is kept, not rounded; outside they are none of 0..999."""
+        """Return vertices in bins of the crop, unrounded. Outside it they are not in 0..999."""
         left, top, width, height = self.crop
         axes = []
         for values, first, kept, side in (
             (bins[::2], left, width, sample.width),
             (bins[1::2], top, height, sample.height),
         ):
-            if kept == side:  # which may be one pixel
+            if kept == side:  # may be one pixel
                 axes.append([float(value) for value in values])
             else:
-                # In integers but for one division: what falls on a bin falls on it exactly.
+                # Integer arithmetic with one division, so values on a bin are exact.
                 axes.append(
                     [(value * (side - 1) - MAX_BIN * first) / (kept - 1) for value in values]
                 )
         return list(zip(*axes, strict=True))
 
     def picture(self, image: ImageRef, size: tuple[int, int]) -> ImageRef:
-        """Return the changed picture with its bytes (PNG).
+        """Return the changed image with its bytes (PNG).
 
-        Raises RecordError as `decode_image` does, and where it is not of this width and height.
+        Raises RecordError as `decode_image` does, or if the image does not have this `size`.
         """
         from torchvision.transforms.v2 import functional  # takes seconds
 
         pixels = decode_image(image)
-        if pixels.size != size:  # only found here where `data.check_images` is off
+        if pixels.size != size:  # only possible if `data.check_images` is off
             problem = f"{image.path} is {pixels.size[0]} x {pixels.size[1]} pixels, the row says"
             remedy = "correct width and height, or the file; boxes are relative to this size"
             raise RecordError(f"{problem} {size[0]} x {size[1]}", field="images", remedy=remedy)
@@ -195,47 +195,47 @@ class Augmentation:
             pixels = functional.adjust_saturation(pixels, saturation)
             pixels = functional.adjust_hue(pixels, self.hue)
         file = io.BytesIO()
-        # Lossless; more effort costs ten times as long for a tenth of the bytes.
+        # Lossless. A higher level takes ten times as long and saves a tenth of the bytes.
         pixels.save(file, "PNG", compress_level=1)
         data = file.getvalue()
         return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
 
     def without_pictures(self, sample: Sample) -> Sample:
-        """Return the sample with its changed size and objects, and its pictures as they were."""
+        """Return the sample with its changed size and objects, but with unchanged images."""
         width, height = self.size
         shown = replace(sample, width=width, height=height, objects=self.objects(sample))
-        return replace(shown, annotated=(), ignore=())  # they are of the picture as it was
+        return replace(shown, annotated=(), ignore=())  # valid only for the original image
 
     def applied(self, sample: Sample) -> Sample:
-        """Return the changed sample. Raises RecordError as `picture`."""
+        """Return the changed sample. Raises RecordError as `picture` does."""
         size = (sample.width, sample.height)
         images = tuple(self.picture(image, size) for image in sample.images)
         return replace(self.without_pictures(sample), images=images)
 
 
 class Augmented(NamedTuple):
-    """A sample as it is shown."""
+    """A sample as the model sees it."""
 
     sample: Sample
     augmentation: Augmentation | None
-    """None: it is as its file has it."""
+    """None: the sample is unchanged."""
     num_dropped: int
-    """Objects of which too little is left."""
+    """Number of objects that the crop removed."""
 
 
 class Augmenter:
-    """Changes the samples that a run draws; the same draw gets the same change, on every rank."""
+    """Augments the samples that a run draws. The same draw gets the same change on every rank."""
 
     def __init__(self, section: AugmentSection, seed: int, fits: Callable[[Sample], bool]) -> None:
-        """`fits` tells whether a sample can be learned, by sizes and objects alone."""
+        """`fits` returns whether a sample can be learned. It reads only sizes and objects."""
         self._section = section
         self._seed = seed
         self._fits = fits
 
     def __call__(self, sample: Sample, draw: Draw) -> Augmented:
-        """Return the changed sample; where nothing drawn fits, the sample itself.
+        """Return the changed sample, or the unchanged sample if no drawn augmentation fits.
 
-        Raises RecordError where an image is gone, has changed or cannot be decoded.
+        Raises RecordError if an image is missing, has changed or cannot be decoded.
         """
         size = (sample.width, sample.height)
         for attempt in range(ATTEMPTS):
@@ -243,7 +243,8 @@ class Augmenter:
             if one.mirrored and _names_a_side(sample):
                 one = replace(one, mirrored=False)
             left = one.without_pictures(sample)
-            # An empty answer would be wrong about what the crop leaves of the objects.
+            # If the crop drops all objects, parts of them may still be visible, so an empty answer
+            # would be wrong.
             if self._fits(left) and (left.objects or not sample.objects):
                 changed = one.applied(sample)
                 return Augmented(changed, one, len(sample.objects) - len(changed.objects))
@@ -251,9 +252,9 @@ class Augmenter:
 
 
 class AugmentedAhead:
-    """Threads that change the samples of a step beside the step before it.
+    """Threads that augment the samples of the next step during the current step.
 
-    Those of one step wait here at most, for `take`.
+    At most the samples of one step wait for `take`.
     """
 
     def __init__(self, show: Callable[[Draw], Augmented]) -> None:
@@ -262,30 +263,30 @@ class AugmentedAhead:
         self._begun: dict[Draw, Future[Augmented]] = {}
 
     def begin(self, draws: Iterable[Draw]) -> None:
-        """Begin with these, each once."""
+        """Start to augment the samples of these draws, each once."""
         for draw in draws:
             if draw not in self._begun:
                 self._begun[draw] = self._threads.submit(self._show, draw)
 
     def take(self, draws: Sequence[Draw]) -> dict[Draw, Augmented]:
-        """Return the samples of these draws. Raises what became of them."""
+        """Return the samples of these draws. Raises the exceptions of their threads."""
         self.begin(draws)
         return {draw: self._begun.pop(draw).result() for draw in dict.fromkeys(draws)}
 
     def close(self) -> None:
-        """Stop: nothing further is changed."""
+        """Stop the threads and cancel the samples that they have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _names_a_side(sample: Sample) -> bool:
-    """Tell whether the row's own words, of question or answer, tell left from right."""
+    """Return whether the row's question or answer contains the words left or right."""
     of_question = (sample.prompt, sample.system, sample.phrase, *sample.classes)
     texts = chain(filter(None, of_question), (one.desc for one in sample.objects))
     return any(_SIDE.search(text) for text in texts)
 
 
 def _cut_box(corners: Points, window: tuple[float, float, float, float]) -> Points:
-    """Cut a box (two corners) at a window's borders; nothing where it lies outside."""
+    """Cut a box (two corners) at a window's borders. Empty if it is outside."""
     (x1, y1), (x2, y2) = corners
     left, top, right, bottom = window
     x1, y1, x2, y2 = max(x1, left), max(y1, top), min(x2, right), min(y2, bottom)
@@ -295,8 +296,8 @@ def _cut_box(corners: Points, window: tuple[float, float, float, float]) -> Poin
 def _cut_polygon(ring: Points, window: tuple[float, float, float, float]) -> Points:
     """Cut a ring at a window's borders (Sutherland and Hodgman, 1974), one border at a time.
 
-    Parts of a ring that the cut parts stay one ring, joined along the border, without area between
-    them.
+    If the cut divides a ring, the parts stay one ring. They are joined along the border, without
+    area between them.
     """
     for axis, border, inside in ((0, 0, 1), (1, 1, 1), (0, 2, -1), (1, 3, -1)):
         limit = window[border]
@@ -319,7 +320,7 @@ def _clamp(value: float) -> float:
 
 
 def _share(cut: Points, whole: Points, *, is_box: bool) -> float:
-    """Return the share of a shape's area that is left; of one without area that of its sides."""
+    """Return the kept share of a shape's area, or of its sides if it has no area."""
     areas = [_box_area(one) if is_box else _ring_area(one) for one in (cut, whole)]
     if areas[1] > 0:
         return areas[0] / areas[1]
@@ -344,7 +345,7 @@ def _ring_area(ring: Points) -> float:
 
 
 def _without_repeats(bins: Sequence[int]) -> tuple[int, ...]:
-    """Make one of neighbouring vertices on the same bin; the last and the first are neighbours."""
+    """Merge neighbouring vertices on the same bin. The last and the first are neighbours."""
     points = list(zip(bins[::2], bins[1::2], strict=True))
     kept = [point for number, point in enumerate(points) if point != points[number - 1]]
     return tuple(chain.from_iterable(kept))

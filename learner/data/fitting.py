@@ -1,7 +1,7 @@
-"""The checks that every sample passes before the start, once the tokenizer is known.
+"""Checks of every sample at the start of a run that need the tokenizer.
 
-Longest prompt + response + append must fit (decision 24), and the append, which is the ground
-truth, has to survive the tokenizer to be a target. What is measured of the rows is kept as arrays.
+The longest prompt + response + append must fit (decision 24). The append is the ground truth, and
+the tokenizer must not change its text. The measured sizes of the rows are cached as arrays.
 
 Shape legend: K rows that fit, in the order of their file.
 """
@@ -34,43 +34,43 @@ from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import NUM_BINS
 
-# Where our text meets the rollout's, both are encoded anew: a few tokens where there was one.
+# The token at which appended text meets the rollout's is encoded again and may become a few tokens.
 _CUT_SLACK = 4
 SMALL_PX = 8
-"""Pixels: a shorter side below it is less than half of an image token's."""
+"""Pixels: an object with a shorter side covers less than half of an image token's side."""
 
 
 class BadRow(NamedTuple):
-    """A row that the model cannot be shown, or taught: the parts of its RecordError."""
+    """A row that cannot be used: the parts of its RecordError."""
 
     problem: str
     field: str
     remedy: str
     line: int | None
-    """Of the file, from 1."""
+    """Line number in the file, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Sizes of a data set under one checkpoint: int64 columns, and what is bad.
+    """Sizes of a dataset's rows with one checkpoint: int64 columns, and the bad rows.
 
-    Example: of three rows, of which the tokenizer changes the second: `rows_K` is [0, 2].
+    Example: if the tokenizer changes the second of three rows, `rows_K` is [0, 2].
     """
 
     rows_K: np.ndarray
     """Indices of the rows that fit."""
     prompt_K: np.ndarray
-    """Tokens of the prompt, images expanded."""
+    """Tokens of the prompt, with expanded image placeholders."""
     text_K: np.ndarray
-    """Tokens with the end of turn: of the objects behind the longest prefix, where they are
-    taught; else of the whole answer."""
+    """Tokens of the longest append if the objects are taught, else of the whole answer. Both
+    include the end of turn."""
     objects_K: np.ndarray
     small_K: np.ndarray
-    """Objects with a side under `SMALL_PX` as the model is shown them."""
+    """Objects with a side under `SMALL_PX` in the image that the model sees."""
     shrunk_K: np.ndarray
-    """Those of them that are not so small in the file."""
+    """Small objects that are not small in the image file."""
     digest: str
-    """Digest of everything in these samples but the paths of their images."""
+    """Digest of these samples without the paths of their images."""
     bad: tuple[BadRow, ...] = ()
 
 
@@ -78,11 +78,11 @@ _COLUMNS = tuple(field.name for field in fields(Measures) if field.name.endswith
 
 
 class Fitting(NamedTuple):
-    """The samples that a model can be shown."""
+    """The samples that passed the checks."""
 
     samples: Dataset
     measures: Measures
-    """Row i is of sample i."""
+    """Row i belongs to sample i."""
     taught: bool
 
 
@@ -115,25 +115,25 @@ def require_lengths(
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
     checkpoint: Path | None = None,
 ) -> Fitting:
-    """Check that every sample fits, whatever the model answers, and can be written.
+    """Check that every sample fits with the longest possible response, and can be encoded.
 
-    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: refused where
-    `global_max_length` is 200.
+    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: raises ConfigError
+    if `global_max_length` is 200.
 
     Args:
-        max_new_tokens: longest response; 0 where no step generates.
-        taught: the objects become targets, which the tokenizer must keep. False for held-out
-            samples, whose sequences end with the response.
-        most: the number of samples that are wanted, the first ones; None: all.
-        checkpoint: folder of `encoder` and `codec`; then what is measured is kept for later starts.
+        max_new_tokens: longest response; 0 if no step generates.
+        taught: the objects become targets, so the tokenizer must not change them. False for
+            held-out samples, whose sequences end with the response.
+        most: the number of samples to return, from the first one; None: all.
+        checkpoint: folder of `encoder` and `codec`. If set, sizes are cached for later runs.
 
     Returns:
         The samples that are not skipped.
 
     Raises:
         ConfigError: a sample could exceed `global_max_length`; shows the longest.
-        RecordError: the tokenizer does not keep the text of samples, or the processor does not take
-            their images; names all of them. With `on_bad_row: skip` only where no other is left.
+        RecordError: the tokenizer changes the text of samples, or the processor refuses their
+            images; names all of them. With `on_bad_row: skip` only if no row is left.
     """
     key = ""
     if checkpoint is not None and dataset.key:
@@ -191,7 +191,7 @@ def require_lengths(
 def fits_a_row(
     config: RunConfig, encoder: PromptEncoder, codec: HFTokenCodec, sample: Sample
 ) -> bool:
-    """Tell whether a training sample fits `global_max_length`, whatever the model answers."""
+    """Return whether a training sample with the longest answer fits `global_max_length`."""
     answer_format = config.answer_format.for_pictures(encoder.picture_resize).of(sample)
     longest = config.rollout_matching.max_new_tokens if config.num_b_steps else 0
     try:
@@ -210,7 +210,7 @@ def _measure(
     taught: bool,
     most: int | None,
 ) -> Measures:
-    """Measure the rows, or the first `most` that fit. Raises ConfigError as `require_lengths`."""
+    """Measure all rows, or the first `most` good ones. Raises ConfigError as `require_lengths`."""
     resize = encoder.picture_resize
     values = array("q")
     bad = []
@@ -236,9 +236,10 @@ def _measure(
 
 
 def _content(sample: Sample) -> str:
-    """Write everything in a sample but the paths of its images.
+    """Return a text of everything in a sample except the paths of its images.
 
-    Checkpoints have digests of it: what is written of a row without a question of its own stays.
+    Checkpoints contain digests of it, so the text of rows without their own question must not
+    change.
     """
     images = [image.sha256 for image in sample.images]
     content = repr((sample.sample_id, images, sample.width, sample.height, sample.objects))
@@ -247,7 +248,7 @@ def _content(sample: Sample) -> str:
 
 
 def _checkpoint_digest(checkpoint: Path) -> str:
-    """Digest what tokenizer and processor are made of: all but the weights."""
+    """Return a digest of the tokenizer's and the processor's files."""
     digest = hashlib.sha256(repr([version("transformers"), version("tokenizers")]).encode())
     for file in sorted(checkpoint.iterdir()):
         if file.suffix in (".json", ".jinja", ".txt", ".model"):
@@ -256,9 +257,7 @@ def _checkpoint_digest(checkpoint: Path) -> str:
 
 
 def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
-    """Count the sample's objects, those shown small, and of these those that are not so in the
-    file.
-    """
+    """Count the sample's objects, the small ones, and the ones that only resizing makes small."""
     shown = resize.size_of(sample.width, sample.height)
     small = 0
     shrunk = 0
@@ -274,9 +273,9 @@ def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
 
 
 def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: PictureResize) -> str:
-    """Say how many objects are shown to the model with a side under `SMALL_PX`, and where most.
+    """Describe how many objects have a side under `SMALL_PX` in the image that the model sees.
 
-    `key` names the data in the configuration.
+    The text names the image with most of them. `key` is the data's key in the configuration.
     """
     num_objects = sum(int(one.measures.objects_K.sum()) for one in fittings)
     num_small = sum(int(one.measures.small_K.sum()) for one in fittings)
@@ -286,10 +285,10 @@ def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: Pictur
     because = ""
     if num_shrunk:
         because = (
-            f", {num_shrunk:,} of them because pictures are resized to at most"
+            f", {num_shrunk:,} of them because images are resized to at most"
             f" {resize.max_pixels:,} pixels"
         )
-    # The one that resizing costs most; where it costs nothing, the one with most small objects.
+    # The image with most objects that resizing makes small, then with most small objects.
     small_K = np.concatenate([one.measures.small_K for one in fittings])
     shrunk_K = np.concatenate([one.measures.shrunk_K for one in fittings])
     worst = int(np.lexsort((-np.arange(len(small_K)), small_K, shrunk_K))[-1])
@@ -306,17 +305,17 @@ def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: Pictur
 def describe_cut_answers(
     fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
 ) -> str | None:
-    """Say how many samples have a ground truth longer than an answer may be; None if none has."""
+    """Describe how many ground truths exceed `max_new_tokens`, or return None."""
     samples = fitting.samples
     text_K = fitting.measures.text_K
     if not fitting.taught:
         cut = text_K[text_K > max_new_tokens].tolist()
     else:
-        # The append has the same objects under longer keys: where it is short enough, so is the
-        # answer, and need not be encoded too.
+        # The append has the same objects with longer keys. If the append is short enough, the
+        # answer is too and need not be encoded.
         candidates = (samples[row] for row in np.flatnonzero(text_K >= max_new_tokens).tolist())
         texts = (answer_format.of(one).layout_objects(one.objects).text for one in candidates)
-        # With the stop token, which an answer needs to end by itself.
+        # Plus the stop token.
         lengths = (len(codec.encode(text)) + 1 for text in texts)
         cut = [length for length in lengths if length > max_new_tokens]
     if not cut:
@@ -331,7 +330,7 @@ def describe_cut_answers(
 def _append_length(sample: Sample, codec: HFTokenCodec, answer_format: AnswerFormat) -> int:
     """Count the tokens of all objects after the longest prefix, EOS included.
 
-    Raises RecordError where their text does not survive the tokenizer.
+    Raises RecordError if the tokenizer changes their text.
     """
     text = answer_format.longest_append(sample.objects)
     token_ids = codec.encode(text.text)
@@ -356,7 +355,7 @@ def _append_length(sample: Sample, codec: HFTokenCodec, answer_format: AnswerFor
 def _require_text_in_descs(
     sample: Sample, text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec
 ) -> None:
-    """Raise RecordError for a description with a token that stands for no text."""
+    """Raise RecordError if a description contains a control token or a coord token."""
     starts = [start for start, _ in piece_spans(token_ids, codec)]
     for index, layout in enumerate(text.objects):
         first = bisect_left(starts, layout.desc[0])

@@ -1,7 +1,7 @@
-"""Files that keep what a start has found about a data file, for the starts after it.
+"""Cache of the checks of a data file, for later runs.
 
-Whatever decides a result is in its key: a result of another key is not read. What took less than
-`QUICK_S` is not kept: a file would cost as much.
+The key of a result contains everything that the result depends on. A result with another key is
+not used. Results that took less than `QUICK_S` are not cached, because reading would cost as much.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from learner.model.checkpoint_folder import open_as_folder
 _LOGGER = logging.getLogger(__name__)
 
 READER_VERSION = 1
-"""Version of how rows and images are read, checked and encoded; part of every key.
+"""Version of the code that reads, checks and encodes rows and images; part of every key.
 
-Raise it whenever the same files give other samples, measures or messages.
-`tests/learner/data/test_reader_version.py` fails for most such changes; it does not see the wording
-of messages, nor how many tokens a prompt and its pictures have (`PromptEncoder`).
+Raise it if the same files give different samples, measures or messages.
+`tests/learner/data/test_reader_version.py` fails for most such changes. It does not check the
+wording of messages or the number of tokens of a prompt and its images (`PromptEncoder`).
 """
 QUICK_S = 1.0
 _REST = "rest"
 
 Fingerprint = list[int]
-"""Size in bytes, and when contents and inode last changed (which no copy can set), in ns."""
+"""Size in bytes, and the times at which contents and inode last changed, in ns."""
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Read size and times of a file; None where there is none."""
+    """Read size and times of a file, or return None if it does not exist."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
         return None
-    # The time of the inode too: a copy can set the other one, and keep the size.
+    # A copy can keep the size and set the time of the contents, but not the time of the inode.
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def digest_of(*content: object) -> str:
-    """Digest the reader's version, and values whose `repr` tells all about them."""
+    """Return a digest of the reader's version and of values with a complete `repr`."""
     return hashlib.sha256(repr((READER_VERSION, *content)).encode()).hexdigest()
 
 
 def kept_file(data_file: Path, kind: str) -> Path:
-    """Return the file for a kind of results: one per data file, so that none outgrows its data."""
-    # Without HOME, as in some containers, `expanduser` asks the list of users, which may not have
-    # this one.
+    """Return the cache file for a kind of results. Each data file has its own."""
+    # Without HOME, as in some containers, `expanduser` reads the list of users, which may not
+    # contain this user.
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
     folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     digest = hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()
@@ -63,30 +63,30 @@ def kept_file(data_file: Path, kind: str) -> Path:
 
 
 class Kept(NamedTuple):
-    """What was kept of one kind."""
+    """The content of a cache file."""
 
     arrays: dict[str, np.ndarray]
     rest: Any
-    """Values of JSON."""
+    """JSON values."""
 
 
 def read(path: Path, key: str) -> Kept | None:
-    """Read what `keep` has kept; None for another key, and if nothing can be read."""
+    """Read a file that `keep` wrote. None if its key differs or it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         kept_key, rest = json.loads(arrays.pop(_REST).tobytes())
-    # Whatever is wrong with a kept file, it is measured again and replaced.
+    # If a cache file is damaged, its data are measured again and the file is replaced.
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return Kept(arrays, rest) if kept_key == key else None
 
 
 def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, lost: str) -> None:
-    """Keep arrays and values of JSON under a key.
+    """Write arrays and JSON values to a cache file.
 
-    The file is replaced at once: several processes may read and write it. If it cannot be written,
-    a warning says that the next start does what is `lost` again.
+    The file is replaced atomically, because several processes may read and write it. If it cannot
+    be written, a warning says what the next start has to repeat (`lost`).
     """
     content = io.BytesIO()
     text = np.frombuffer(json.dumps([key, rest]).encode(), dtype=np.uint8)
@@ -94,7 +94,7 @@ def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, l
     np.savez(content, **named)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, since a file is replaced at once on its own disk only.
+        # In the same folder, because `replace` is atomic only on the same disk.
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
             try:
                 file.write(content.getvalue())

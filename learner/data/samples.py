@@ -1,12 +1,12 @@
-"""The run's data files as samples, and the image files that they name.
+"""Load the run's data files as samples, and check the image files that they name.
 
-One way to load them, so that the check before the start and the learner keep and skip the same
-rows. Imports no torch: the check runs before anything heavy is loaded.
+Preflight and learner load the files with the same function, so both keep and skip the same rows.
+This module does not import torch, because preflight runs before anything heavy is loaded.
 
-A file that was loaded before, and whose images have not changed either, is not read again: where
-its rows are is kept. Then a start asks for the size and times of each image, and nothing else
-grows with their number. Each image is decoded once, and its facts are kept for later runs, if it is
-sound: a broken one is found and reported with its row.
+If a file and its images have not changed since an earlier run, the file is not read again: the
+positions of its rows are cached. Then the start only reads size and times of each image. Each image
+is decoded once, and the facts of intact images are cached. Broken images are reported with their
+row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.prompts import on_white, open_picture, orientation_of
 from shared.records import ImageFacts, PictureSize, image_facts
 
 ReportProgress = Callable[[int, int], None]
-"""A function of the number of images checked so far, and of all."""
+"""Called with the number of images checked so far, and the number of all images."""
 
 
 def load_samples(
@@ -37,7 +37,7 @@ def load_samples(
 ) -> Dataset:
     """Load a file of `data.train` or `data.val`. Raises RecordError as `load_dataset` does.
 
-    `report` is called with the images that are being checked, where that takes long.
+    `report` is called for images that are being checked, if the check takes long.
     """
     data = config.data
     path = source.path
@@ -67,7 +67,7 @@ def load_samples(
         require=prompts.texts,
         source=source.name,
     )
-    if kept.fingerprint(path) != of_file:  # nobody knows which of the two was read
+    if kept.fingerprint(path) != of_file:  # changed while it was read
         return dataset
     if time.monotonic() - started_s >= kept.QUICK_S:
         _keep_rows(dataset, key, prints)
@@ -75,7 +75,7 @@ def load_samples(
 
 
 def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
-    """Return the data set that was kept under this key, if its images are those of then."""
+    """Return the cached dataset with this key, if its images have not changed."""
     found = kept.read(kept.kept_file(path, "rows"), key)
     if found is None:
         return None
@@ -89,9 +89,9 @@ def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
 
 
 def _with_key(dataset: Dataset, key: str) -> Dataset:
-    """Return the data set with its key: `key` is of the file and the rules by which it is read.
+    """Return the dataset with its key: a digest of `key` (file and reading rules) and the table.
 
-    What is in the images, and which rows were skipped for theirs, the table tells.
+    The table depends on the images' contents, and on the rows that were skipped.
     """
     digest = hashlib.sha256(key.encode())
     for field in fields(RowTable):
@@ -106,8 +106,8 @@ def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint
 
 
 def image_size(data: bytes) -> PictureSize:
-    """Decode an image and measure it as it is displayed. ValueError with the reason."""
-    # Decoded to its end: a header tells nothing about a truncated file.
+    """Decode an image and return its displayed size. Raises ValueError with the reason."""
+    # The whole image is decoded, because the header does not show whether the file is truncated.
     try:
         with open_picture(data) as image:
             if image.format == "PNG":  # its EXIF block may follow the pixels
@@ -115,17 +115,17 @@ def image_size(data: bytes) -> PictureSize:
             orientation = orientation_of(image)  # before a TIFF is loaded, which turns it
             return PictureSize(*on_white(image).size, orientation)
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
-        # (OSError, SyntaxError, struct.error, EOFError, ...).
+        # Every exception: on damaged files Pillow's decoders raise many kinds (OSError,
+        # SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error
 
 
 def header_size(path: Path) -> PictureSize:
-    """Measure an image file by its header alone. ValueError with the reason."""
+    """Read the size of an image file from its header. Raises ValueError with the reason."""
     try:
         with open_picture(path) as image:
             size = PictureSize(*image.size, orientation_of(image))
-            # Of a TIFF, Pillow tells the size as it is displayed; of others as it is stored.
+            # Pillow returns the displayed size of a TIFF, and the stored size of other formats.
             if image.format != "TIFF":
                 size = PictureSize(*size.stored, size.orientation)
             return size
@@ -134,7 +134,7 @@ def header_size(path: Path) -> PictureSize:
 
 
 def fingerprints(data_file: Path, names: set[str]) -> dict[str, kept.Fingerprint | None]:
-    """Return size and times of images: paths as the rows of `data_file` have; None: no file."""
+    """Return size and times of images by their path in the rows. None for a missing file."""
     return {name: kept.fingerprint(data_file.parent / name) for name in sorted(names)}
 
 
@@ -143,10 +143,10 @@ def known_images(
     prints: Mapping[str, kept.Fingerprint | None],
     report: ReportProgress | None = None,
 ) -> dict[str, ImageFacts]:
-    """Return the facts of the sound images among those of these fingerprints.
+    """Return the facts of the intact images, by path.
 
-    Only images that are new or have changed are decoded. `report` is called for every image after
-    `kept.QUICK_S`.
+    Only new or changed images are decoded. After `kept.QUICK_S`, `report` is called for every
+    image.
     """
     root = data_file.parent
     there = {name: found for name, found in prints.items() if found is not None}

@@ -1,11 +1,11 @@
-"""The interface of objectives: the supervision and values of a row, and the losses of them.
+"""Interface of objectives: the supervision and the model's values of a packed row, and the loss.
 
-Every term is a weighted sum over a row's positions. The weights already hold the means within a
-segment, so that the terms of rows add and packing cannot change a step's loss (decision 6).
+Every term is a weighted sum over a row's positions. The weights already contain the means within a
+segment, so the terms of rows add up, and packing cannot change a step's loss (decision 6).
 
 Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
-predict tokens to compare, M of them sampled tokens that are learned by their advantage, T
-tokens that the reference finds most probable, J = T + 1, B boxes, C the 1,000 coord bins.
+predict tokens to compare, M of them sampled tokens with an advantage, T most probable tokens of the
+reference, J = T + 1, B boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
@@ -19,61 +19,62 @@ import torch
 
 
 class TextSupervision(NamedTuple):
-    """Supervised text tokens, a column per field."""
+    """Supervised text tokens, one column per field."""
 
     at: torch.Tensor
     """int64 [X], into the N positions, ascending."""
     weight: torch.Tensor
     """float32 [X]: token weight / segment's sum of token weights."""
     gate_weight: torch.Tensor
-    """float32 [X]: the same without closing brace and EOS, where it is 0."""
+    """float32 [X]: the same weight, but 0 for the closing brackets and EOS."""
 
 
 class CoordSupervision(NamedTuple):
-    """Supervised coord slots, a column per field."""
+    """Supervised coord slots, one column per field."""
 
     at: torch.Tensor
     """int64 [S], into the N positions, ascending."""
     targets: torch.Tensor
-    """float32 [S], 0..999: the bin to point at; a fraction where optimal transport says so."""
+    """float32 [S], 0..999: the target bin. Optimal transport gives fractions."""
     weight: torch.Tensor
     """float32 [S]: 1 / slots of the segment."""
 
 
 class BoxSupervision(NamedTuple):
-    """Supervised boxes, a column per field."""
+    """Supervised boxes, one column per field."""
 
     slots: torch.Tensor
-    """int64 [B, 4], into the S coord slots of the row: those of x1, y1, x2, y2."""
+    """int64 [B, 4], into the S coord slots of the row: the slots of x1, y1, x2, y2."""
     weight: torch.Tensor
     """float32 [B]: 1 / boxes of the segment."""
 
 
 class TeacherSupervision(NamedTuple):
-    """What a teacher says of the sampled tokens, a column per field."""
+    """A teacher's log-probabilities of the sampled tokens, one column per field."""
 
     logprobs: torch.Tensor
     """float32 [M]"""
     weight: torch.Tensor
-    """float32 [M], of the teacher's part of the advantage."""
+    """float32 [M], the weight of the teacher's part of the advantage."""
 
 
 class LearnedSupervision(NamedTuple):
-    """Sampled tokens that are learned by their advantage, a column per field."""
+    """Sampled tokens with an advantage, one column per field."""
 
     at: torch.Tensor
     """int64 [M], into the N positions, ascending."""
     engine_logprobs: torch.Tensor
     """float32 [M], under the probabilities that the engine sampled from."""
     advantage: torch.Tensor
-    """float32 [M], of the rewards: `learner.objectives.policy_gradient.advantages` is all of it."""
+    """float32 [M], computed from the rewards. `learner.objectives.policy_gradient.advantages` adds
+    the teacher's part."""
     weight: torch.Tensor
-    """float32 [M], in the step's sum. With `normalize: step` the tokens of a call add up to 1, with
-    `rollout` those of a rollout (`learner.algorithms.advantages`)."""
+    """float32 [M], the weight in the step's sum. With `normalize: step` the weights of a call add
+    up to 1, with `rollout` the weights of a rollout (`learner.algorithms.advantages`)."""
     call: torch.Tensor
-    """int64 [M], ascending from 0 over the row: the call of the model that sampled it."""
+    """int64 [M], ascending from 0 over the row: the model call that sampled the token."""
     teacher: TeacherSupervision | None = None
-    """None: no teacher has scored the tokens."""
+    """None if no teacher scored the tokens."""
 
 
 NOTHING_LEARNED = LearnedSupervision(
@@ -86,10 +87,10 @@ NOTHING_LEARNED = LearnedSupervision(
 
 
 class Supervision(NamedTuple):
-    """Everything that supervises a row. Objectives consume it and never re-derive eligibility.
+    """The whole supervision of a packed row. Objectives do not decide what is supervised.
 
-    Example (one segment with 5 text tokens and one box): `text.weight` five times 1/5, `coord.at`
-    4 slots with `weight` 1/4, `boxes.slots` [[0, 1, 2, 3]] with `weight` [1.0].
+    Example (one segment with 5 text tokens and one box): `text.weight` is five times 1/5, `coord`
+    has 4 slots with `weight` 1/4, `boxes.slots` is [[0, 1, 2, 3]] with `weight` [1.0].
     """
 
     text: TextSupervision
@@ -100,24 +101,24 @@ class Supervision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitNeeds:
-    """The values that a module needs besides the coord logits; others are not computed.
+    """The values that a module needs in addition to the coord logits. Others are not computed.
 
-    Example: `LogitNeeds(text_ce=True) | LogitNeeds(coord_gate=0.8)` asks for both.
+    Example: `LogitNeeds(text_ce=True) | LogitNeeds(coord_gate=0.8)` requests both.
     """
 
     text_ce: bool = False
     text_gate: float | None = None
-    """The gate's temperature; None: not asked."""
+    """The gate's temperature. None: not needed."""
     coord_gate: float | None = None
-    """The gate's temperature; None: not asked."""
+    """The gate's temperature. None: not needed."""
     coord_mass: bool = False
     learned: bool = False
-    """Log-probabilities of the tokens that are learned by their advantage."""
+    """Log-probabilities of the sampled tokens with an advantage."""
     reference: bool = False
-    """The same of the weights that the run started with, which a run has that declares a
+    """Their log-probabilities under the weights that the run started with. The run needs a
     `reference_kl`."""
     reference_top: int = 0
-    """The tokens most probable to them at each sampled token, to be compared too."""
+    """Number of the reference's most probable tokens to compare at each sampled token."""
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
@@ -126,33 +127,33 @@ class LogitNeeds:
 
 
 def _either(a: Any, b: Any) -> Any:
-    # The logits are reduced once per row for all modules, so they must ask for the same gate.
+    # The logits are reduced once per row for all modules, so all gates need the same temperature.
     assert not a or not b or a == b, "a gate has one temperature per channel"
     return a or b
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceValues:
-    """The policy that the run started with, at the tokens that are learned by their advantage.
+    """Log-probabilities under the weights that the run started with (the reference).
 
-    Float32 and finite, without gradient, under what the engine sampled from.
+    Float32 and finite, without gradient, normalised like the engine's sampling.
 
     Example: one token, of probability 1/2, and `reference_top` 2: `learned_logprobs_M` [log 1/2],
     `top_ids_MT` [[7, 3]], `top_logprobs_MJ` [[log 1/2, log 3/8, log 1/8]].
     """
 
     learned_logprobs_M: torch.Tensor
-    """Log-probability of each token."""
+    """Log-probability of each sampled token with an advantage."""
     top_ids_MT: torch.Tensor | None
-    """int64: the most probable tokens in its place, the most probable first; None where
+    """int64: the most probable tokens at this position, most probable first. None if
     `reference_top` is 0."""
     top_logprobs_MJ: torch.Tensor | None
-    """Theirs, and that of all other tokens together."""
+    """Their log-probabilities, and the log-probability of all other tokens together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """The reduced logits of a row: float32, differentiable, finite; None where not needed."""
+    """The reduced logits of a row: float32, differentiable, finite. None if not needed."""
 
     text_ce_X: torch.Tensor | None
     """Cross-entropy over the whole vocabulary, in nats."""
@@ -164,18 +165,18 @@ class RowValues:
     coord_mass_S: torch.Tensor | None
     """`p_coord` at temperature 1."""
     compared_logprobs_K: torch.Tensor
-    """Log-probabilities of the tokens to compare, under what the engine sampled from."""
+    """Log-probabilities of the tokens to compare, normalised like the engine's sampling."""
     learned_logprobs_M: torch.Tensor | None = None
-    """Likewise, of the tokens that are learned by their advantage."""
+    """The same for the sampled tokens with an advantage."""
     reference: ReferenceValues | None = None
-    """The same row under the weights that the run started with."""
+    """Values of the same row under the weights that the run started with."""
     top_logprobs_MJ: torch.Tensor | None = None
-    """Log-probabilities of the reference's most probable tokens, `reference.top_ids_MT`, and that
-    of all others together."""
+    """Log-probabilities of the reference's most probable tokens (`reference.top_ids_MT`), and of
+    all other tokens together."""
 
 
 class ObjectiveLoss(NamedTuple):
-    """The loss of one objective over one row.
+    """The loss of one objective for one packed row.
 
     Example (weight 2, terms 0.5 and 0.25): `loss` 1.5, `terms` (0.5, 0.25).
     """
@@ -187,11 +188,11 @@ class ObjectiveLoss(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss over a row's values and supervision. Made of its entry's `weight` and `config`."""
+    """A loss of a row's values and supervision. Built from its entry's `weight` and `config`."""
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        """Names of the terms, which are logged as `loss/<name>`."""
+        """Names of the terms. They are logged as `loss/<name>`."""
 
     @property
     def needs(self) -> LogitNeeds: ...
@@ -200,7 +201,7 @@ class Objective(Protocol):
 
 
 class Diagnostic(Protocol):
-    """Metrics of a row of which nothing is learned."""
+    """Metrics of a packed row that do not change the loss."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -209,9 +210,9 @@ class Diagnostic(Protocol):
     def needs(self) -> LogitNeeds: ...
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        """Return a column per name: a value per slot, or per sampled token that is learned.
+        """Return one column per name, with a value per coord slot or per token with an advantage.
 
-        The step's metric is their mean over all of its rows. Called without gradient.
+        The step's metric is the mean over all of its rows. Called without gradient.
         """
 
 

@@ -1,6 +1,6 @@
-"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (decision 37).
+"""`bbox_geo`: loss between expected box coordinates and targets, both in [0, 1] (decision 37).
 
-Used only where the pipeline lists it.
+It is used only if the pipeline lists it.
 
 Shape legend: S coord slots, B boxes.
 """
@@ -16,7 +16,7 @@ from shared.tokens.vocabulary import NUM_BINS
 
 
 class BboxGeo:
-    """Smooth-L1 and CIoU, logged as one weighted loss: no training metric is an IoU of its own."""
+    """Smooth-L1 and CIoU, logged as one weighted loss. Training logs no separate IoU metric."""
 
     term_names = ("bbox_geo",)
     needs = LogitNeeds()
@@ -27,7 +27,7 @@ class BboxGeo:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         slots_B4, weight = supervision.boxes
-        # Targets are bins (0..999): divided by the last bin, both sides are in [0, 1].
+        # Targets are bins (0..999). Dividing by the last bin brings them to [0, 1].
         decoded_B4 = _boxes(coord_math.expected_coordinate(values.coord_logits_SC), slots_B4)
         targets_B4 = _boxes(supervision.coord.targets / (NUM_BINS - 1), slots_B4)
         smooth_l1 = (weight * coord_math.smooth_l1(decoded_B4, targets_B4)).sum()

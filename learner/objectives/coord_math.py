@@ -1,10 +1,10 @@
-"""Losses over logits, and every numeric fence of the project (decision 37).
+"""Losses over logits, and all numeric clamps of the project (decision 37).
 
-Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
-clamps mean the same everywhere. The parts: the whole vocabulary, the coord vocabulary, boxes.
+Training, diagnostics and evaluation call these functions, so NaN, infinities, temperature and
+clamps are treated the same everywhere. Parts: whole vocabulary, coord vocabulary, boxes.
 
-Shape legend: N positions, P positions whose coord logits are wanted, M positions where K tokens are
-picked, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
+Shape legend: N positions, P positions whose coord logits are read, M positions at which K tokens
+are picked, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.autograd.function import once_differentiable
 
 from shared.tokens.vocabulary import NUM_BINS
 
-# exp(1e4) overflows nowhere after a log-softmax in float32, and no trained logit comes near it.
+# Logits of 1e4 do not overflow in a float32 log-softmax, and trained logits are far smaller.
 _LOGIT_LIMIT = 1.0e4
 _TEMPERATURE_FLOOR = 1.0e-3
 _PROBABILITY_FLOOR = 1.0e-6
 _SIGMA_FLOOR = 1.0e-3
-# A tenth of a bin, of coordinates in [0, 1]: boxes thinner than that have no overlap and no aspect
-# that a float32 could tell.
+# A tenth of a bin, for coordinates in [0, 1]. float32 cannot represent the overlap and the aspect
+# ratio of thinner boxes.
 _SIDE_FLOOR = 1.0e-4
 _TOP = 5
 
 
 def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Copy the logits to float32, over a floored temperature.
+    """Copy the logits to float32, clamp them and divide them by a floored temperature.
 
-    NaN becomes 0, infinities and outliers the limit, and these get no gradient.
+    NaN becomes 0, infinities and outliers become the limit. Replaced logits get no gradient.
     """
-    # In place on the copy: over a whole vocabulary every temporary is a large one.
+    # In place on the copy, because temporaries over a whole vocabulary are large.
     finite = (
         logits.to(torch.float32, copy=True)
         .nan_to_num_(nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT)
@@ -49,7 +49,7 @@ def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Normalizer:
-    """The rule by which the probabilities of a position add to 1.
+    """The temperature and the excluded tokens of a softmax over the vocabulary.
 
     Example: `Normalizer(0.9, (151655,))`: sampled at temperature 0.9 without image placeholders.
     """
@@ -60,32 +60,32 @@ class Normalizer:
 
     @property
     def divisor(self) -> float:
-        """The floored temperature, which logits are divided by."""
+        """The floored temperature: the divisor of the logits."""
         return max(self.temperature, _TEMPERATURE_FLOOR)
 
 
 class PickedTokens(NamedTuple):
-    """Tokens whose logits are wanted at some positions, as many at each."""
+    """Tokens whose logits are read at some positions, the same number at each position."""
 
     at_M: torch.Tensor
     """int64, positions without repetition."""
     ids_MK: torch.Tensor
-    """int64, without repetition at a position; none that the normalizer excludes."""
+    """int64, without repetition at a position, and without excluded tokens of the normalizer."""
     normalizer: Normalizer
-    """The one that all other tokens are put together under."""
+    """The normalizer under which all other tokens are summed."""
 
 
 class LogitReading(NamedTuple):
-    """The parts of full-vocabulary logits that are kept. Float32, finite."""
+    """The values that are read from full-vocabulary logits. Float32, finite."""
 
     token_logits_N: torch.Tensor
     """The logit of each position's token."""
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
-    """`logsumexp(logits / T)` without the excluded ids, in the order asked."""
+    """`logsumexp(logits / T)` without the excluded ids, in the order of `normalizers`."""
     picked_logits_MJ: torch.Tensor | None
-    """J = K + 1: those of the picked tokens, and the logit that one token had which were as
-    probable as all others together."""
+    """J = K + 1: the logits of the picked tokens, and the logit of a single token with the
+    probability of all others together."""
 
 
 def read_logits(
@@ -96,18 +96,18 @@ def read_logits(
     normalizers: tuple[Normalizer, ...],
     picked: PickedTokens | None = None,
 ) -> LogitReading:
-    """Read everything that any loss needs of full-vocabulary logits.
+    """Read all values that losses need from full-vocabulary logits.
 
-    Beside them the pass holds one float32 copy, and its backward a byte per logit for a mask and
-    the gradient in the logits' type. Where tokens are picked, the logits of these positions exist
-    once more, and in another float32 copy (benchmarks/logit_memory.py).
+    In addition to the logits, the pass holds one float32 copy. The backward pass also holds a mask
+    (a byte per logit) and the gradient in the logits' type. If tokens are picked, the logits of
+    these positions exist once more, and in another float32 copy (benchmarks/logit_memory.py).
 
     Args:
         logits_NV: any float type.
-        token_ids_N: int64, a token per position.
+        token_ids_N: int64, one token per position.
         coord_at_P: int64, positions without repetition.
         coord_ids_C: int64, the token id of each bin.
-        picked: None: no others.
+        picked: further tokens to read, or None.
     """
     token_logits_N, coord_logits_PC, picked_logits_MJ, *log_normalizers = _ReadLogits.apply(
         logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked
@@ -116,10 +116,9 @@ def read_logits(
 
 
 class _ReadLogits(torch.autograd.Function):
-    """The gradient by hand.
+    """`read_logits` with a hand-written gradient.
 
-    Autograd would hold a copy per operation, and would add the parts of a bfloat16 gradient in
-    bfloat16.
+    Autograd would hold one copy per operation, and would sum a bfloat16 gradient in bfloat16.
     """
 
     @staticmethod
@@ -183,10 +182,10 @@ class _ReadLogits(torch.autograd.Function):
             picked = ctx.picked
             total_NV[picked.at_M[:, None], picked.ids_MK] += picked_MJ[:, :-1]
             share_MV = _others(logits_NV, picked).sub_(others_M1).exp_()
-            # Not by `+=`, which copies the rows first; no position is there twice.
+            # `+=` would copy the rows first. No position occurs twice.
             total_NV.index_add_(0, picked.at_M, share_MV.mul_(picked_MJ[:, -1:]))
             del share_MV
-        # The fence passes no gradient where it replaced the logit.
+        # Clamped logits get no gradient.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
@@ -203,7 +202,7 @@ def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tens
 def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
     """Compute the logits of the tokens that are not picked, over the temperature: [M, V]."""
     scaled_MV = _logits_under(logits_NV[picked.at_M], picked.normalizer)
-    # Finite, where there are no others: their probability is 0 all the same.
+    # Finite instead of -inf, because there may be no other tokens. Its probability is still 0.
     return scaled_MV.scatter_(1, picked.ids_MK, -2 * _LOGIT_LIMIT / picked.normalizer.divisor)
 
 
@@ -218,7 +217,7 @@ def _logsumexp_(scaled_NV: torch.Tensor) -> torch.Tensor:
 
 
 def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -> torch.Tensor:
-    """Find each position's most probable tokens: int64 [M, K], of `count` or of all that exist."""
+    """Return each position's `count` most probable tokens (or all, if fewer): int64 [M, K]."""
     count = min(count, logits_MV.shape[1] - len(normalizer.excluded_ids))
     return _logits_under(logits_MV, normalizer).topk(count).indices
 
@@ -226,7 +225,7 @@ def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -
 def token_logprobs(
     token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Compute each position's log-probability of its token, from a `LogitReading`: [N].
+    """Return the log-probability of each position's token, from a `LogitReading`: [N].
 
     Its negative is the cross-entropy.
     """
@@ -236,8 +235,9 @@ def token_logprobs(
 def mass_leak(
     log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """`logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`: [S], at least 0, minus log
-    of the probability on the coord vocabulary.
+    """Return minus the log of the probability on the coord vocabulary: [S], at least 0.
+
+    It is `logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`.
     """
     return (
         log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)
@@ -245,13 +245,13 @@ def mass_leak(
 
 
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
-    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p =
-    exp(-leak)`: [T].
+    """Return `-log(1 - p)` of the coord vocabulary's probability `p = exp(-leak)`: [T].
 
-    At that floor the gate has no gradient (decision 37); `token_ce` is what moves such a token.
+    `1 - p` is clamped to at least 1e-6. There the gate has no gradient (decision 37), and only
+    `token_ce` moves the token.
     """
-    # Either form is exact on its own side; the clamps keep the other's gradient finite, which
-    # `where` multiplies by 0.
+    # Each form is exact on its side of log 2. The clamps keep the gradient of the unused form
+    # finite, because `torch.where` multiplies it by 0.
     rest_T = (-torch.expm1(-leak_T)).clamp_min(_PROBABILITY_FLOOR)
     return torch.where(
         leak_T < math.log(2.0), -torch.log(rest_T), -torch.log1p(-torch.exp(-leak_T).clamp_max(0.5))
@@ -259,7 +259,7 @@ def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
 
 
 def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
-    """Probability on the coord vocabulary, from its leak: [S], 0..1."""
+    """Return the probability on the coord vocabulary, from its leak: [S], 0..1."""
     return torch.exp(-leak_S)
 
 
@@ -267,15 +267,15 @@ def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
 
 
 def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) -> torch.Tensor:
-    """Make Gaussian-like targets, each row summing to 1.
+    """Return Gaussian-like targets. Each row sums to 1.
 
-    `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, zero where `|k - t| > truncate`.
+    `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, and 0 if `|k - t| > truncate`.
 
     Args:
-        bins_S: the bins aimed at; integers or, from optimal transport, fractions.
+        bins_S: the target bins: integers or, from optimal transport, fractions.
         sigma: width in bins, above 0.
-        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so that a
-        fraction with 0 has a target.
+        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so a
+            fractional target works with 0.
 
     Returns:
         float32 [S, 1000].
@@ -287,52 +287,53 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
         outside_SC = distance_SC.abs() > truncate
         outside_SC.scatter_(1, nearest_bins(bins_S)[:, None], False)
         log_weight_SC = log_weight_SC.masked_fill_(outside_SC, -math.inf)
-    # A softmax: a small sigma between two bins would underflow to 0 / 0.
+    # A softmax does not underflow to 0 / 0 for a small sigma between two bins.
     return torch.softmax(log_weight_SC, dim=-1)
 
 
 def nearest_bins(targets_S: torch.Tensor) -> torch.Tensor:
-    """int64 [S], 0..999; a half goes up."""
+    """Round to bins: int64 [S], 0..999. Halves are rounded up."""
     return torch.floor(targets_S + 0.5).long().clamp(0, NUM_BINS - 1)
 
 
 def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> torch.Tensor:
-    """Plain cross-entropy within the coord vocabulary: [S]."""
+    """Return the cross-entropy within the coord vocabulary: [S]."""
     return F.cross_entropy(_fenced(coord_logits_SC), bins_S.long(), reduction="none")
 
 
 def soft_cross_entropy(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """`-sum_k q_k log softmax(z / T)_k`: [S]."""
+    """Return `-sum_k q_k log softmax(z / T)_k`: [S]."""
     return -(targets_SC * torch.log_softmax(_fenced(coord_logits_SC, temperature), dim=-1)).sum(-1)
 
 
 def wasserstein1(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """`sum_k |CDF_p(k) - CDF_q(k)| / 999`: [S], the mean distance moved as a fraction of the
-    axis."""
+    """Return the Wasserstein-1 distance as a fraction of the axis: [S].
+
+    It is `sum_k |CDF_p(k) - CDF_q(k)| / 999`."""
     p_SC = torch.softmax(_fenced(coord_logits_SC, temperature), dim=-1)
     return (p_SC - targets_SC).cumsum(-1).abs().sum(-1) / (NUM_BINS - 1)
 
 
 def expected_coordinate(coord_logits_SC: torch.Tensor) -> torch.Tensor:
-    """`sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
+    """Return `sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
     bins_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32)
     p_SC = torch.softmax(_fenced(coord_logits_SC), dim=-1)
     return (p_SC * (bins_C / (NUM_BINS - 1))).sum(-1).clamp(0.0, 1.0)
 
 
 def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """`|E[k] - target|` in bins: [S]."""
+    """Return `|E[k] - target|` in bins: [S]."""
     return (expected_coordinate(coord_logits_SC) * (NUM_BINS - 1) - targets_S).abs()
 
 
 def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """Tell whether the target's nearest bin is among the 5 most probable: bool [S].
+    """Return whether the target's nearest bin is among the 5 most probable: bool [S].
 
-    Of equal logits the lower bin comes first.
+    Equal logits are ordered by bin, lowest first.
     """
     logits_SC = _fenced(coord_logits_SC)
     aim_S1 = nearest_bins(targets_S)[:, None]
@@ -353,18 +354,18 @@ def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Smooth-L1 with beta 1, mean over the four coordinates: [B]."""
+    """Return the smooth-L1 loss with beta 1, averaged over the four coordinates: [B]."""
     return F.smooth_l1_loss(boxes_B4, targets_B4, beta=1.0, reduction="none").mean(-1)
 
 
 def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Complete IoU of canonical boxes (Zheng et al. 2020, Distance-IoU Loss, AAAI): [B], `IoU - d^2
-    / c^2 - alpha v`, at most 1.
+    """Return the complete IoU of canonical boxes, `IoU - d^2 / c^2 - alpha v`: [B], at most 1.
 
-    `d` is the distance of the centres, `c` the diagonal of the enclosing box, `v = 4 / pi^2
-    (atan(w_t / h_t) - atan(w / h))^2`, and `alpha = v / (1 - IoU + v)` a constant to the gradient,
-    as in the paper. A side under 1e-4 counts as 1e-4 about its centre, so that degenerate boxes
-    have finite values and gradients, and identical ones a CIoU of 1.
+    Source: Zheng et al. 2020, Distance-IoU Loss, AAAI. `d` is the distance of the centres, `c` the
+    diagonal of the enclosing box, `v = 4 / pi^2 (atan(w_t / h_t) - atan(w / h))^2`, and `alpha =
+    v / (1 - IoU + v)` has no gradient, as in the paper. A side under 1e-4 is widened to 1e-4 about
+    its centre. So degenerate boxes have finite values and gradients, and identical boxes a CIoU
+    of 1.
     """
     a_low_B2, a_high_B2 = _thickened(boxes_B4)
     b_low_B2, b_high_B2 = _thickened(targets_B4)
@@ -389,7 +390,7 @@ def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
 
 
 def _thickened(boxes_B4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return low and high corners, [B, 2] each, of boxes with sides of at least the floor."""
+    """Widen sides to at least the floor; return the low and the high corners, [B, 2] each."""
     low_B2 = boxes_B4[:, :2]
     high_B2 = boxes_B4[:, 2:]
     thin_B2 = high_B2 - low_B2 < _SIDE_FLOOR

@@ -1,4 +1,4 @@
-"""`coord_reg`: coord slots against a soft target, and gates between coord and text.
+"""`coord_reg`: losses of coord slots against soft targets, and gates between coord and text tokens.
 
 `coord_diag` measures the same slots (decision 37).
 """
@@ -16,7 +16,7 @@ from shared.config.pipeline import CoordRegConfig
 
 
 class CoordReg:
-    """The weighted sum of the coordinate terms; one of weight 0 is not computed, and not logged."""
+    """The weighted sum of the coordinate terms. Terms of weight 0 are not computed or logged."""
 
     def __init__(self, weight: float, config: CoordRegConfig) -> None:
         self._weight = weight
@@ -63,17 +63,17 @@ class CoordReg:
         supervision: Supervision,
         targets_SC: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute one term: the weighted sum over its slots or text tokens, a scalar."""
+        """Compute one term: the weighted sum over slots or text tokens, a scalar."""
         coord = supervision.coord
         logits_SC = values.coord_logits_SC
         if term == "coord_ce":
             nearest_S = coord_math.nearest_bins(coord.targets)
             return (coord.weight * coord_math.coord_cross_entropy(logits_SC, nearest_S)).sum()
         if term == "coord_gate":
-            assert values.coord_gate_S is not None, "asked for in `needs`"
+            assert values.coord_gate_S is not None, "requested by `needs`"
             return (coord.weight * values.coord_gate_S).sum()
         if term == "text_gate":
-            assert values.text_gate_X is not None, "asked for in `needs`"
+            assert values.text_gate_X is not None, "requested by `needs`"
             return (supervision.text.gate_weight * values.text_gate_X).sum()
         assert targets_SC is not None
         distance = {"soft_ce": coord_math.soft_cross_entropy, "w1": coord_math.wasserstein1}[term]
@@ -83,7 +83,7 @@ class CoordReg:
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
-    """`coord_diag`: how well the coord slots' distributions point; logged, not learned."""
+    """`coord_diag`: accuracy metrics of the coord slots' distributions, without a loss."""
 
     names: ClassVar[tuple[str, ...]] = (
         "coord_diag/expected_bin_error",

@@ -1,33 +1,33 @@
-"""`policy_gradient`: sampled tokens become more or less probable by their advantage (decision 37).
+"""`policy_gradient`: PPO-clipped policy gradient on sampled tokens (decision 37).
 
 With `ratio = p_learner / p_engine` of a sampled token and `A` its advantage, its loss is
 
-    -A * w * log p_learner,    w = min(ratio, ratio_cap), without gradient,
+    -A * w * log p_learner,    w = min(ratio, ratio_cap), without gradient.
 
-where the clip of PPO allows it: not where `A > 0` and `ratio > 1 + clip_high`, nor where `A < 0`
-and `ratio < 1 - clip_low`. There the token has no gradient: it went as far as the engine can vouch
-for. What went the wrong way is always pulled back, with at most `ratio_cap` times the force that
-it would have on the engine's own weights.
+The clip of PPO removes the gradient of a token if `A > 0` and `ratio > 1 + clip_high`, or if
+`A < 0` and `ratio < 1 - clip_low`: the policy has moved far enough from the engine's. A token whose
+probability moved against its advantage always has a gradient. It is at most `ratio_cap` times the
+gradient at the engine's own weights.
 
-`w` corrects for what learner and engine differ in: older weights, other kernels. It is the
+`w` corrects for differences between learner and engine: older weights, other kernels. It is the
 truncated importance weight of Ionides (2008), detached as in the policy gradient of IMPALA
 (Espeholt et al. 2018, V-trace: `min(rho_bar, pi / mu) * grad log pi * A`) and in CISPO (MiniMax-M1,
-2025). Under the cap the gradient is exactly that of PPO's `-min(ratio A, clip(ratio) A)`. Above it
-a truncation that the gradient runs through, as in dual clip (Ye et al. 2020), would teach nothing
-of a token that is far too probable and worse than the others: the one that needs it most.
+2025). Below the cap the gradient equals the gradient of PPO's `-min(ratio A, clip(ratio) A)`. Above
+the cap, a truncation with gradient, as in dual clip (Ye et al. 2020), would give no gradient to a
+token that is far too probable and has a negative advantage. Such tokens need it most.
 
-The loss that is logged has the value of the surrogate, `-A w`, with the bound in place of `w`
-where a token is clipped; `log p_learner` enters by its gradient alone.
+The logged loss has the value of the surrogate, `-A w`. For a clipped token the bound replaces `w`.
+`log p_learner` changes only the gradient, not the value.
 
-That is the default; docs/objectives.md has the variants, and the papers that they are from:
+This is the default. docs/objectives.md describes the variants and their papers:
 
-- `clip: dual`: nor is a token learned where `A < 0` and `ratio > ratio_cap`. `cispo`: every token
-  is, and `w` is the ratio clamped to `[1 - clip_low, 1 + clip_high]`. `none`: no clip at all, which
-  leaves truncated importance sampling.
-- `above_cap: mask`: where `ratio > ratio_cap` a token has neither loss nor gradient.
-- `ratio_level`: the ratio of a token is that of its whole call of the model, or its geometric mean.
+- `clip: dual`: a token with `A < 0` and `ratio > ratio_cap` has no gradient either. `cispo`: every
+  token has a gradient, and `w` is the ratio clamped to `[1 - clip_low, 1 + clip_high]`. `none`: no
+  clip, only truncated importance sampling.
+- `above_cap: mask`: a token with `ratio > ratio_cap` has no loss and no gradient.
+- `ratio_level`: a token's ratio is the ratio of its whole model call, or its geometric mean.
 
-Shape legend: M sampled tokens that are learned, C calls of the model that they are of.
+Shape legend: M sampled tokens with an advantage, C model calls that sampled them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def log_ratios(
     learned: LearnedSupervision,
     level: Literal["token", "call", "call_mean"],
 ) -> torch.Tensor:
-    """Compute `log(p_learner / p_engine)` of what `level` says: [M], without gradient.
+    """Return `log(p_learner / p_engine)` per token, call or call mean: [M], without gradient.
 
     Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
     `call_mean`: log(1/2).
@@ -61,7 +61,7 @@ def log_ratios(
     if level == "token" or not len(log_ratio_M):
         return log_ratio_M
     calls_C = torch.arange(int(learned.call[-1]) + 1, device=learned.call.device)
-    # Not `index_add`, which adds in no fixed order on a GPU.
+    # `index_add` is not deterministic on a GPU.
     is_of_CM = learned.call == calls_C[:, None]
     log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(dim=1)
     if level == "call_mean":
@@ -70,36 +70,36 @@ def log_ratios(
 
 
 def advantages(learner_logprobs_M: torch.Tensor, learned: LearnedSupervision) -> torch.Tensor:
-    """Compute the advantages, the teacher's part included: [M], without gradient.
+    """Return the advantages including the teacher's part: [M], without gradient.
 
-    The teacher's part compares with the learner of this very update, so that it ends where learner
-    and teacher agree, however many updates a batch has.
+    The teacher's part uses the learner's current log-probabilities. So it is 0 when learner and
+    teacher agree, also with several updates per batch.
     """
     if learned.teacher is None:
         return learned.advantage
-    # Detached: the teacher's part weighs the tokens, and has no gradient of its own.
+    # Detached: the teacher's part only weighs the tokens.
     log_ratio_M = learned.teacher.logprobs - learner_logprobs_M.detach()
     return learned.advantage + learned.teacher.weight * log_ratio_M
 
 
 def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Compute `min(ratio, cap)`: [M]."""
-    # Truncated before the exponential, which would overflow.
+    """Return `min(ratio, cap)`: [M]."""
+    # Truncated before the exponential, because that could overflow.
     return log_ratio_M.clamp(max=math.log(cap)).exp()
 
 
 def is_clipped(
     learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Tell which tokens the clip keeps from being learned: bool [M]. None without an advantage."""
+    """Return which tokens the clip gives no gradient: bool [M], False for an advantage of 0."""
     log_ratio_M = log_ratios(learner_logprobs_M, learned, config.ratio_level)
-    # CISPO bounds the factor of the gradient instead, so that every token keeps one.
+    # CISPO bounds the factor of the gradient instead, so every token keeps a gradient.
     if config.clip in ("cispo", "none"):
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
     advantage_M = advantages(learner_logprobs_M, learned)
     is_worse_M = advantage_M < 0
     too_high_M = (advantage_M > 0) & (log_ratio_M > math.log1p(config.clip_high))
-    # Compared as a ratio: `clip_low` may be 1, and 0 has no logarithm.
+    # Compared as a ratio, because `clip_low` may be 1 and log(0) does not exist.
     too_low_M = is_worse_M & (log_ratio_M.exp() < 1.0 - config.clip_low)
     clipped_M = too_high_M | too_low_M
     if config.clip == "dual":
@@ -108,17 +108,17 @@ def is_clipped(
 
 
 def is_above_cap(log_ratio_M: torch.Tensor, config: PolicyGradientConfig) -> torch.Tensor:
-    """Tell whose ratio counts as `ratio_cap`, or is left out for it: bool [M]."""
+    """Return which ratios exceed `ratio_cap`: bool [M]."""
     return log_ratio_M > math.log(config.ratio_cap)
 
 
 def policy_gradient_loss(
     learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar.
+    """Return the weighted sum of the tokens' losses, as the module docstring defines it: a scalar.
 
-    Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped; the loss is -1.2
-    and has no gradient. With advantage -1 it is 1.5 and pulls the token back.
+    Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped. The loss is -1.2
+    and has no gradient. With advantage -1 the loss is 1.5 and lowers the token's probability.
     """
     advantage_M = advantages(learner_logprobs_M, learned)
     clipped_M = is_clipped(learner_logprobs_M, learned, config)
@@ -131,9 +131,9 @@ def policy_gradient_loss(
         ratio_M.clamp(max=1.0 + config.clip_high),
         ratio_M.clamp(min=1.0 - config.clip_low),
     )
-    # 1 in value; its gradient is that of the log-probability.
+    # The value is 1. The gradient is the gradient of the log-probability.
     score_M = 1.0 + (learner_logprobs_M - learner_logprobs_M.detach())
-    # A clipped token counts with a constant: it is in the loss, and has no gradient.
+    # A clipped token adds a constant to the loss, without gradient.
     counts_M = torch.where(clipped_M, bound_M, ratio_M * score_M)
     if config.above_cap == "mask":
         counts_M = torch.where(is_above_cap(log_ratio_M, config), 0.0, counts_M)
@@ -141,7 +141,7 @@ def policy_gradient_loss(
 
 
 class PolicyGradient:
-    """The objective of `policy_gradient_loss`."""
+    """The objective that computes `policy_gradient_loss`."""
 
     term_names: ClassVar[tuple[str, ...]] = ("policy_gradient",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(learned=True)
@@ -158,7 +158,7 @@ class PolicyGradient:
 
 
 class PolicyDiag:
-    """Measures the learner's distance from the engine's policy, and its entropy, per token."""
+    """Per-token metrics: the learner's distance from the engine's policy, and its entropy."""
 
     names: ClassVar[tuple[str, ...]] = (
         "policy/ratio",
@@ -182,6 +182,6 @@ class PolicyDiag:
             is_clipped(learner_M, learned, self._config).float(),
             is_above_cap(log_ratio_M, self._config).float(),
             (learner_M - learned.engine_logprobs).abs(),
-            # Its mean over what a distribution samples is the distribution's entropy.
+            # The mean over samples of a distribution is the distribution's entropy.
             -learner_M,
         )

@@ -1,8 +1,8 @@
-"""The table of objectives, and the step from a declared pipeline to objective functions.
+"""The table of objectives, and the function that builds a configured pipeline from it.
 
-A further objective is a class with the interface of `learner.objectives.base.Objective`. In a
-module of your own it needs nothing here (docs/objectives.md). One of this repository has a line in
-`OBJECTIVES` and its entry in shared/config/pipeline.py. Its terms are logged by their own names.
+An objective is a class with the interface of `learner.objectives.base.Objective`. A class in your
+own module needs no change here (docs/objectives.md). A class of this repository needs a line in
+`OBJECTIVES` and an entry in shared/config/pipeline.py. Terms are logged by their own names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, Callable[[float, Any], Objective]] = {
     "policy_gradient": PolicyGradient,
     "reference_kl": ReferenceKL,
 }
-"""The class of each module, made of its entry's `weight` and `config`."""
+"""The class of each module. It is called with its entry's `weight` and `config`."""
 
 
 def build_objectives(
@@ -50,9 +50,8 @@ def build_objectives(
         coord_ids_C: int64, the token id of each bin.
 
     Raises:
-        ConfigError: an imported objective or its settings are wrong; it needs the reference
-            of a `reference_kl`, and none is declared; two objectives log a term of
-            the same name.
+        ConfigError: an imported objective or its settings are invalid; an objective needs the
+            reference but no `reference_kl` is declared; two objectives log the same term.
     """
     problems: list[str] = []
     entries = pipeline.active(channel)
@@ -69,18 +68,18 @@ def build_objectives(
         needs_reference = objective.needs.reference or objective.needs.reference_top
         if needs_reference and not pipeline.needs_reference:
             problems.append(
-                f"{path}.name: {entry.name} needs the reference, and no reference_kl of channel B"
-                " is enabled; declare one, with weight 0 to measure alone"
+                f"{path}.name: {entry.name} needs the reference, but no reference_kl of channel B"
+                " is enabled; declare one (with weight 0 it only measures)"
             )
         for term in objective.term_names:
             if term in term_owners:
                 problems.append(
-                    f"{path}.name: {entry.name} logs loss/{term}, and so does {term_owners[term]};"
-                    " give the term another name in `term_names`"
+                    f"{path}.name: {entry.name} logs loss/{term}, but {term_owners[term]} logs it"
+                    " too; give the term another name in `term_names`"
                 )
             term_owners[term] = entry.name
     diagnostics: list[Diagnostic] = [CoordDiag() for _ in pipeline.active_diagnostics(channel)]
-    # A policy gradient is not to be judged without its distance from the engine's policy.
+    # A policy gradient can only be judged with its distance from the engine's policy.
     diagnostics += [
         PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)
     ]
@@ -90,11 +89,11 @@ def build_objectives(
 
 
 def _build(entry: ObjectiveEntry, path: str) -> Objective:
-    """Make one objective. Raises ConfigError about an imported one."""
+    """Build one objective. Raises ConfigError if an imported one is invalid."""
     if not isinstance(entry, ImportedEntry):
         return OBJECTIVES[entry.name](entry.weight, entry.config)
     objective_class = _imported(entry.name, f"{path}.name")
-    # A section with this one field, so that problems have the path of the key.
+    # A section with only this field, so that problems name the path of the key.
     section = create_model("Entry", __base__=Section, config=(objective_class.Config, ...))
     try:
         checked: Any = section.model_validate({"config": entry.config})
@@ -106,17 +105,17 @@ def _build(entry: ObjectiveEntry, path: str) -> Objective:
 
 
 def _imported(name: str, path: str) -> Any:
-    """Import the class of `module:Class`. What fails inside the module is raised as it is."""
+    """Import the class of `module:Class`. Errors inside the module are raised unchanged."""
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Another missing module is one that this module imports.
+        # If another module is missing, the objective's module imports it.
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{path}: there is no module {module_name}; start the run in the folder that holds it,"
-            " or install it"
+            f"{path}: module {module_name} not found; start the run in the folder that contains"
+            " it, or install it"
         ) from error
     objective_class = vars(module).get(class_name)
     if objective_class is None:
@@ -125,11 +124,11 @@ def _imported(name: str, path: str) -> Any:
     if missing:
         raise ConfigError(
             f"{path}: {class_name} has no {', '.join(sorted(missing))}; docs/objectives.md shows"
-            " what an objective has"
+            " the interface of an objective"
         )
     if not issubclass(objective_class.Config, Section):
         raise ConfigError(
-            f"{path}: {class_name}.Config is no settings section; derive it from"
+            f"{path}: {class_name}.Config is not a settings section; derive it from"
             " shared.config.base.Section"
         )
     return objective_class

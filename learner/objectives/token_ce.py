@@ -9,7 +9,7 @@ from shared.config.pipeline import TokenCEConfig
 
 
 class TokenCE:
-    """Cross-entropy by the token weights that the target holds (`learner.targets.TextWeights`)."""
+    """Cross-entropy with the token weights of the target (`learner.targets.TextWeights`)."""
 
     term_names: ClassVar[tuple[str, ...]] = ("token_ce",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(text_ce=True)
@@ -19,6 +19,6 @@ class TokenCE:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         assert values.text_ce_X is not None
-        # A sum and no mean: the weights already hold the mean within each segment.
+        # A sum instead of a mean: the weights already contain the mean within each segment.
         ce = (supervision.text.weight * values.text_ce_X).sum()
         return ObjectiveLoss(self._weight * ce, (ce.detach(),))

@@ -1,16 +1,16 @@
 """The rollout log of samples: `rollouts/step_000123.jsonl`, one line of JSON per sample of a step.
 
-`RolloutRecord` is the format of a line: under `rollout` what the engine answered, under `reading`
-what the parser and the matching made of it (both null in a channel-A step), under `target` what the
-sample trains on. Lines are in the order of positions, each written as soon as its target is made.
-Nodes need not share a disk: then each has the files of its own ranks.
+`RolloutRecord` is the format of a line: `rollout` is the engine's answer, `reading` the result of
+parsing and matching (both null in a channel-A step), `target` the tokens that are trained. Lines
+are in the order of positions. Each line is written when its target is ready. If nodes do not share
+a disk, each node has the files of its own ranks.
 
     jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
     pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
 
-Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is
-the kept prefix of the response; ranges are half-open; predictions are indices into
-`reading.objects`, ground truths into `ground_truth`.
+Shape legend: L target tokens, S coord slots. Positions count tokens of the target, which begins
+with the kept prefix of the response. Ranges are half-open. Predictions are indices into
+`reading.objects`, ground truths are indices into `ground_truth`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic needs Python 3.12 to read typing.TypedDict
 
 from learner.data.augment import Augmentation
 from learner.rollout_logs.writer import Text, log_entry, read_lines
@@ -51,17 +51,17 @@ class RolloutEntry(TypedDict):
     actor: str
     seed: int
     attempt: int
-    """0 for the first try."""
+    """0 for the first attempt."""
     finish_reason: str
     """stop, length, repetition or aborted."""
     num_prompt_tokens: int
-    """Image placeholders expanded."""
+    """With expanded image placeholders."""
     response_token_ids: Sequence[int]
     """Without the stop token."""
     forced_positions: Sequence[int]
-    """Response positions set by the repeat guard, not sampled."""
+    """Response positions that the repeat guard set instead of sampling."""
     text: Text
-    """The response; bytes that are not UTF-8 appear as U+FFFD."""
+    """The response. Bytes that are not UTF-8 appear as U+FFFD."""
 
 
 class ObjectEntry(TypedDict):
@@ -80,7 +80,7 @@ class ObjectEntry(TypedDict):
 
 
 class DroppedEntry(TypedDict):
-    """A complete entry of the response that is no valid object."""
+    """A complete entry of the response that is not a valid object."""
 
     key: Text
     reason: str
@@ -93,55 +93,56 @@ class PairEntry(TypedDict):
     iou: float
     """maskIoU."""
     supervised: bool
-    """False: excluded, as its coord slots are not beyond doubt; its ground truth is appended."""
+    """False: excluded, because its coord slots are uncertain. Its ground truth is appended."""
 
 
 class ReadingEntry(TypedDict):
     """The response as it was parsed and matched."""
 
     prefix_text: Text
-    """What was kept of it: an open JSON object, or `{`; U+FFFD as in `rollout.text`."""
+    """The kept part of the response: an open JSON object, or `{`. U+FFFD as in `rollout.text`."""
     num_kept_bytes: int
-    """How much of the response was kept; 0 where that is nothing."""
+    """Number of kept bytes of the response; 0 in the fallback."""
     num_kept: int
-    """Leading target tokens that are the response's own."""
+    """Number of leading target tokens that were sampled."""
     num_prefix: int
-    """Leading target tokens without appended text; those from `num_kept` on were encoded anew."""
+    """Number of leading target tokens without appended text. From `num_kept` on, they were encoded
+    again."""
     truncated: bool
-    """No container closed: the response ended before, or it held none."""
+    """No container was closed: the response ended before, or contained no container."""
     fallback: bool
-    """Nothing could be kept, whatever is matched."""
+    """No part of the response could be kept, so the prefix is a new opening bracket."""
     max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix, from which appended objects go on."""
+    """The largest n of an `object_{n}` key in the prefix. Appended objects continue from it."""
     objects: Sequence[ObjectEntry]
     """In order of appearance."""
     dropped: Sequence[DroppedEntry]
     """In order of appearance."""
     pairs: Sequence[PairEntry]
-    """By prediction."""
+    """Ordered by prediction."""
     excluded: Sequence[int]
     """The predictions of the pairs that are not supervised."""
     unmatched_predictions: Sequence[int]
     gating_rejections: int
     """Candidate pairs under `maskiou_gate`."""
     appended: Sequence[int]
-    """The ground truths that were appended."""
+    """The appended ground truths."""
     appended_text: Text
     trimmed: NotRequired[Sequence[int]]
-    """The predictions that were cut off behind the last supervised one
-    (`trim_trailing_false_positives`): their positions count tokens of the response. Absent, like
-    the next, where no entry was."""
+    """The predictions that were cut off after the last supervised one
+    (`trim_trailing_false_positives`). Their positions count tokens of the response. This key and
+    the next are absent if nothing was cut off."""
     num_trimmed_dropped: NotRequired[int]
-    """How many of the last `dropped` were cut off too."""
+    """How many of the last `dropped` entries were cut off too."""
 
 
 class LabelOverrideEntry(TypedDict):
-    """A token that is taught in the place of the target's own."""
+    """A token that is taught instead of the target's own token."""
 
     position: int
     token_id: int
     prediction: int
-    """The one whose name it corrects."""
+    """The prediction that the token corrects."""
 
 
 class TargetEntry(TypedDict):
@@ -150,31 +151,31 @@ class TargetEntry(TypedDict):
     token_ids: Annotated[Sequence[int], Field(min_length=1)]
     """[L], EOS last."""
     supervision: Sequence[Annotated[tuple[int, int, _Role, float], Field(strict=False)]]
-    """[start, stop), role, weight: runs of equal tokens that cover all L. The role is a
-    `TokenRole`, the weight that of `token_ce` before it is averaged; it is 0 for coord slots, which
-    are `coord_reg`'s and `bbox_geo`'s."""
+    """[start, stop), role, weight: ranges of tokens with the same role and weight that cover all L.
+    The role is a `TokenRole`. The weight is the `token_ce` weight before averaging. It is 0 for
+    coord slots, because `coord_reg` and `bbox_geo` train them."""
     coord_positions: Sequence[int]
     """[S], ascending: the supervised slots."""
     coord_targets: Sequence[float]
-    """[S], 0..999: where each should point."""
+    """[S], 0..999: the target bin of each slot."""
     label_overrides: NotRequired[Sequence[LabelOverrideEntry]]
-    """Ascending. Absent where there is none (`matched_desc_weight`)."""
+    """Ascending. Absent if empty (see `matched_desc_weight`)."""
 
 
 class AugmentationEntry(TypedDict):
-    """Changes made to the sample's pictures and objects, in this order (`data.augment`)."""
+    """Changes to the sample's images and objects, in this order (`data.augment`)."""
 
     crop: Annotated[tuple[int, int, int, int], Field(strict=False)]
-    """Left, top, width and height of what was kept, in the picture's pixels."""
+    """Left, top, width and height of the kept part, in the image's pixels."""
     mirrored: bool
     size: Annotated[tuple[int, int], Field(strict=False)]
-    """Width and height that it was resized to."""
+    """Width and height after resizing."""
     colour: Annotated[tuple[float, float, float], Field(strict=False)]
     """Factors of brightness, contrast and saturation."""
     hue: float
-    """Turn of the hue; 1 is the whole circle."""
+    """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """An object of whose area the crop left a smaller share, or nothing, was left out."""
+    """Objects were dropped if the crop kept a smaller share of their area, or nothing."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -184,7 +185,7 @@ class RolloutRecord(TypedDict):
     step: int
     """From 1."""
     position: int
-    """The sample's place in the step, from 0."""
+    """The sample's position in the step, from 0."""
     channel: Annotated[str, Field(pattern="^[AB]$")]
     sample_id: Text
     ground_truth: Sequence[GroundTruthEntry]
@@ -193,7 +194,7 @@ class RolloutRecord(TypedDict):
     reading: ReadingEntry | None
     target: TargetEntry
     augmentation: NotRequired[AugmentationEntry]
-    """Absent where the sample is as its file has it; `ground_truth` is behind it."""
+    """Absent if the sample is unchanged. `ground_truth` has the augmented objects."""
 
 
 def sample_record(
@@ -207,12 +208,12 @@ def sample_record(
     rollout: Rollout | None,
     augmentation: Augmentation | None = None,
 ) -> RolloutRecord:
-    """Make the line of one sample; `rollout` is None exactly in channel A.
+    """Return the line of one sample. `rollout` is None only on channel A.
 
     `weights_L`: float32 [L], `TextWeights.of(target)`.
     """
     reading = target.reading
-    assert (rollout is None) == (reading is None), "a reading is of a rollout"
+    assert (rollout is None) == (reading is None), "a target has a reading if it has a rollout"
     line = RolloutRecord(
         step=plan.number,
         position=position,
@@ -232,7 +233,7 @@ _RECORD = TypeAdapter(RolloutRecord)
 
 
 def read_step(path: Path) -> list[RolloutRecord]:
-    """Read the lines of one step, of all ranks. Raises as `writer.read_lines` does."""
+    """Read the lines of one step from all ranks. Raises as `writer.read_lines` does."""
     return read_lines(path, _RECORD)
 
 
@@ -276,7 +277,7 @@ def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry
 
 def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
     assert weights_L.shape == target.roles.shape
-    # Signed, because a difference of uint8 wraps around.
+    # Signed, because a uint8 difference wraps around.
     role_changes = np.diff(target.roles.astype(np.int16)) != 0
     changes = np.flatnonzero(role_changes | (np.diff(weights_L) != 0)) + 1
     starts = [0, *changes.tolist()]
@@ -284,7 +285,7 @@ def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
     entry = TargetEntry(
         token_ids=target.token_ids,
         supervision=[
-            # Through text, so that a weight of 0.1 reads 0.1 and not as float32 holds it.
+            # Converted by way of text, so a float32 weight of 0.1 is written as 0.1.
             (start, stop, TokenRole(target.roles[start]).name.lower(), float(str(weights_L[start])))
             for start, stop in zip(starts, stops, strict=True)
         ],

@@ -5,8 +5,8 @@ r"""The rollout log of an environment: one line of JSON per rollout (see `writer
     jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
     jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
 
-A step is learned again from its lines (`logged_rollout`), the pictures of its tokens are beside
-them in `rollouts/images/`. Fields that are `NotRequired` are missing in logs of older versions.
+A step can be trained again from its lines (`logged_rollout`) and the images in `rollouts/images/`.
+`NotRequired` fields are missing in logs of older versions.
 
 Shape legend: L tokens of an example.
 """
@@ -19,7 +19,7 @@ from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import AllowInfNan, ConfigDict, Field, PlainValidator, TypeAdapter, with_config
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic needs Python 3.12 to read typing.TypedDict
 
 from learner.rollout_logs.writer import Text, log_entry, picture_path, read_lines
 from shared.errors import ConfigError
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 _Count = Annotated[int, Field(ge=0)]
 _AnyFloat = Annotated[float, AllowInfNan(True)]
-"""A float that may be infinite or NaN: a line is written before such a number is refused."""
+"""A float that may be infinite or NaN, because the line is written before such a number raises."""
 
 
 def _messages(value: Any) -> Any:
-    """Accept messages or a text. A function, because pydantic would list every kind that fails."""
+    """Accept messages or a text. A union type would report one error for each of its members."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
@@ -43,55 +43,53 @@ def _messages(value: Any) -> Any:
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation, whose messages hold whatever the environment put into them; a text where it
-completes text.
-"""
+"""A conversation with any keys in its messages, or a text if the environment completes text."""
 
 
 class ExampleEntry(TypedDict):
-    """The tokens that are learned of one or more calls of the model."""
+    """One training example: the token sequence of one or more model calls."""
 
     token_ids: Sequence[_Count]
-    """[L], as the engine had them."""
+    """[L], the engine's token ids."""
     mask: Sequence[Annotated[int, Field(ge=0, le=1)]]
-    """[L]: 1 where the token is learned."""
+    """[L]: 1 for learned tokens."""
     logprobs: Sequence[_AnyFloat]
-    """[L]: the engine's, of the tokens that it sampled; 0 elsewhere."""
+    """[L]: the engine's log-probabilities of sampled tokens, 0 for other tokens."""
     reward: _AnyFloat
     advantage: _AnyFloat | None
-    """Before any division by the group's deviation; null where nothing was scored."""
+    """Before any division by the group's deviation. Null if the group was not scored."""
     token_advantages: Sequence[_AnyFloat] | None
-    """[L], 0 outside the mask; null: `advantage` at every token."""
+    """[L], 0 outside the mask. Null: every token has `advantage`."""
     weight_version: int | None
-    """The oldest, where there were several; null where the endpoint does not say."""
+    """The oldest, if there were several. Null if the endpoint does not report it."""
     engine: Text | None
-    """Null where the endpoint does not say, and where there were several."""
+    """Null if the endpoint does not report it, or if there were several engines."""
     turns: Sequence[_Count]
-    """Calls of the rollout, from 0, ascending, whose sampled tokens it holds."""
+    """The rollout's calls in this example, from 0, ascending."""
     images: Sequence[Text]
-    """SHA-256 of the files that the tokens have placeholders of, in order."""
+    """SHA-256 of the image files, in the order of their placeholders."""
     turn_ends: NotRequired[Sequence[_Count]]
-    """[turns], ascending to L: where the tokens of each call end; may be empty for a single one."""
+    """[turns], ascending to L: the end of each call's tokens. May be empty for a single call."""
     token_is_relative: NotRequired[Sequence[Annotated[int, Field(ge=0, le=1)]] | None]
-    """[L]: 1 where the advantage is the reward less the group's mean; null: nobody noted it."""
+    """[L]: 1 if the advantage is the reward minus the group's mean. Null: not recorded."""
     group_rewards: NotRequired[Sequence[_AnyFloat]]
-    """Those of the example's sound rollouts, by whose deviation an advantage may be divided; empty
-    where one was not scored."""
+    """Rewards of the example's rollouts that did not fail. Advantages may be divided by their
+    deviation. Empty if one was not scored."""
     teacher_logprobs: NotRequired[Sequence[_AnyFloat]]
-    """[L]: the teacher's, of the learned tokens; 0 elsewhere. Missing without a teacher."""
+    """[L]: the teacher's log-probabilities of learned tokens, 0 for others. Absent without one."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class CallEntry(TypedDict):
-    """A call of the model, as an engine was asked it."""
+    """A model call: one request to an engine."""
 
     path: Text
-    """Empty; of a call in a rollout that began inside this one, which of those it was."""
+    """The nested rollout that made the call; empty for the outer rollout."""
     turn: _Count
-    """From 0, of its path."""
+    """From 0 in each path."""
     seed: _Count
     engine: Text | None
-    """The engine that answered; null: none did."""
+    """The engine that answered. Null: no engine answered."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -99,56 +97,57 @@ class TrajectoryRecord(TypedDict):
     """One rollout."""
 
     step: _Count | None
-    """From 1; in a held-out report the steps before it, or null where the checkpoint is silent."""
+    """From 1. In a held-out report: the number of steps before it, or null if the checkpoint does
+    not record it."""
     position: _Count
-    """In the step, from 0; of a held-out report that of its example."""
+    """Position in the step, from 0. In a held-out report: the position of its example."""
     example: _Count
-    """The row of the environment's data."""
+    """The row of the environment's dataset."""
     reward: float
-    """0 where it failed."""
+    """0 if the rollout failed."""
     metrics: Mapping[Text, _AnyFloat]
-    """Of the reward functions, by name."""
+    """Values of the reward functions, by name."""
     reward_errors: Mapping[Text, Text]
-    """What others failed of, by name."""
+    """Errors of failed reward functions, by name."""
     error: Text | None
-    """Why it failed, and nothing is learned of it."""
+    """Why the rollout failed. Failed rollouts are not trained."""
     is_truncated: bool
-    """It was cut by length: an answer of it, or the conversation (`is_overlong`)."""
+    """An answer or the conversation (`is_overlong`) was cut by length."""
     is_overlong: NotRequired[bool]
-    """It ended because there was no room for its next prompt."""
+    """The rollout ended because its next prompt would have been too long."""
     task: NotRequired[Text | None]
-    """Name of its environment, where it is of a group."""
+    """Name of the environment, if it belongs to an environment group."""
     num_turns: _Count
-    """Calls of the model."""
+    """Number of model calls."""
     num_splits: _Count
-    """Calls whose prompt did not go on from the tokens of the one before."""
+    """Calls whose prompt does not extend the tokens of the call before."""
     num_tokens: NotRequired[_Count]
-    """Tokens that were sampled."""
+    """Number of sampled tokens."""
     num_length_limited: NotRequired[_Count]
     """Calls whose answer the engine cut by length."""
     num_tool_calls: NotRequired[_Count | None]
-    """Calls of tools; null where the model is offered none."""
+    """Null if the model has no tools."""
     given_up: NotRequired[Sequence[Text]]
-    """Plain tools and reward functions whose thread was given up at a limit of time."""
+    """Synchronous tools and reward functions that were abandoned at a time limit."""
     calls: Sequence[CallEntry]
-    """By path and turn; also those without an answer."""
+    """Ordered by path and turn, including calls without an answer."""
     actor: str
-    """In whose process the environment ran."""
+    """The actor whose process ran the environment."""
     generate_s: float
-    """Until its end, scoring included."""
+    """Seconds until its end, including scoring."""
     prompt: LoggedMessages | None
-    """Null where it ended before it had any."""
+    """Null if the rollout ended before it had a prompt."""
     completion: LoggedMessages | None
-    """All that came after the prompt, likewise."""
+    """Everything after the prompt. Null as for `prompt`."""
     examples: Sequence[ExampleEntry]
-    """In order; none of a rollout that failed, and of a held-out one."""
+    """In order. Empty for failed rollouts and for held-out rollouts."""
 
 
 _RECORD = TypeAdapter(TrajectoryRecord)
 
 
 def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
-    """Make the line of one rollout."""
+    """Return the line of one rollout."""
     examples = [
         log_entry(
             ExampleEntry,
@@ -174,22 +173,22 @@ def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> Trajecto
 
 
 def read_step(path: Path) -> list[TrajectoryRecord]:
-    """Read the lines of one step, of all ranks. Raises as `writer.read_lines` does."""
+    """Read the lines of one step from all ranks. Raises as `writer.read_lines` does."""
     return read_lines(path, _RECORD)
 
 
 def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
-    """Make the rollout that a line in `folder` was written of: all of it that is learned.
+    """Return the rollout of a line in `folder`, with everything that training needs.
 
-    Unix times, and ids that name rows in errors, are not in the log.
+    The log does not contain Unix times, or the row ids that error messages name.
 
     Raises:
-        ConfigError: an older version wrote the line, or a picture is not there.
+        ConfigError: an older version wrote the line, or an image is missing.
     """
     if "num_tokens" not in line:
         raise ConfigError(
-            f"run: the log in {folder} was written by a version that did not keep all that is"
-            " learned of a rollout (it has no num_tokens); check that version out, or run again"
+            f"run: the log in {folder} was written by a version that did not log everything that"
+            " training needs (it has no num_tokens); check out that version, or run again"
         )
     examples = [
         TrainingExample(
@@ -248,8 +247,8 @@ def _picture(folder: Path, sha256: str) -> ImageRef:
     path = picture_path(folder, sha256)
     if not path.is_file():
         raise ConfigError(
-            f"run: {path} is not there; steps with pictures are learned again where the run kept"
-            " them (telemetry.rollout_images=true)"
+            f"run: {path} is missing; steps with images can only be trained again if the run kept"
+            " the images (telemetry.rollout_images=true)"
         )
-    # Its content is compared with the digest when it is read.
+    # When the file is read, its content is compared with the digest.
     return ImageRef(path, None, sha256)

@@ -1,8 +1,8 @@
 """Files of the rollout logs: `rollouts/step_000123.jsonl`, one line of JSON per rollout.
 
 Each learner rank writes its own file (`telemetry.rollouts`): rank 0 as above, rank 1
-`step_000123.rank1.jsonl`, and so on. ASCII only: a model's text is escaped as JSON escapes it.
-Pictures that environments' rollouts have shown are in `rollouts/images/`, each once, named by its
+`step_000123.rank1.jsonl`, and so on. The files are ASCII, with JSON escapes in a model's text.
+Images of environments' rollouts are in `rollouts/images/`. Each is stored once, named by its
 SHA-256.
 """
 
@@ -21,17 +21,17 @@ from shared.errors import RecordError
 from shared.records import ImageRef
 from shared.run_files import Patience, RunFile, cannot_write
 
-_REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
+_REMEDY = "do not edit a run's log: restore the file, or check out the version that wrote it"
 
 Text = InstanceOf[str]
-"""Text of a model: it may hold half of a surrogate pair, which pydantic's `str` refuses."""
+"""A model's text. It may contain half of a surrogate pair, which pydantic's `str` refuses."""
 
 RecordT = TypeVar("RecordT")
 """The TypedDict of a line."""
 
 
 class StepLog:
-    """Writes one file per step. A line is on its way to the disk when `write` returns.
+    """Writes one file per step. When `write` returns, the line has left this process.
 
     Example:
         >>> log = StepLog(Path("rollouts"), rank=1)
@@ -40,9 +40,9 @@ class StepLog:
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, patience: Patience | None = None) -> None:
-        """Make `folder` where it is missing. Raises StorageError.
+        """Create `folder` if it is missing. Raises StorageError.
 
-        `patience` is for files and lines; None: what is refused is not tried again.
+        `patience` repeats failed writes of files and lines. None: failed writes raise immediately.
         """
         self._folder = folder
         self._patience = patience or Patience()
@@ -57,15 +57,15 @@ class StepLog:
     def of_run(
         cls, telemetry: TelemetrySection, timeouts: TimeoutsSection, rank: int
     ) -> StepLog | None:
-        """Return the log of a learner rank; None where the run keeps none. Raises StorageError."""
+        """Return a rank's log, or None without `telemetry.rollouts`. Raises StorageError."""
         if not telemetry.rollouts:
             return None
-        # The driver waits `learn_s` for the rank, so the rank waits for the disk for less.
+        # The driver waits `learn_s` for the rank, so the rank must wait less for the disk.
         patience = Patience(min(timeouts.storage_s, timeouts.learn_s / 2))
         return cls(telemetry.run_dir / "rollouts", rank=rank, patience=patience)
 
     def begin(self, step: int) -> None:
-        """Open the file of this step, counted from 1. Raises StorageError."""
+        """Open the file of a step, counted from 1. Raises StorageError."""
         self.close()
         path = step_path(self._folder, step, self._rank)
         self._file = self._patience(lambda: RunFile(path, patience=self._patience))
@@ -76,9 +76,9 @@ class StepLog:
         self._file.write(json.dumps(line) + "\n")
 
     def keep_picture(self, image: ImageRef) -> None:
-        """Write an encoded picture, unless it is there already. Raises StorageError."""
+        """Write an encoded image if it does not exist yet. Raises StorageError."""
         path = picture_path(self._folder, image.sha256)
-        # Another rank may write the same one.
+        # Another rank may write the same image.
         partial = path.with_name(f"{path.name}.rank{self._rank}.partial")
 
         def write() -> None:
@@ -109,7 +109,7 @@ def picture_path(folder: Path, sha256: str) -> Path:
 
 
 def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:
-    """Make an entry of a line, a TypedDict of `kind`: `fields`, and the others copied from `value`.
+    """Return a TypedDict of `kind` with `fields`, and the other keys copied from `value`.
 
     Example:
         `log_entry(DroppedEntry, dropped)` is `{"key": dropped.key, "reason": dropped.reason}`.
@@ -119,15 +119,15 @@ def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:
 
 
 def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
-    """Read the lines of a step, in the order of positions: `path`, and the other ranks' beside it.
+    """Read the lines of a step from `path` and the other ranks' files, in the order of positions.
 
-    Half a line at a file's end, which a run that died leaves, is no line.
+    An incomplete last line, which a crashed run can leave, is ignored.
 
     Raises:
         OSError: the file cannot be read.
-        RecordError: a line is not one of this version; names file, line and field.
+        RecordError: a line does not have this version's format; names file, line and field.
     """
-    # By number: rank 10 comes after rank 9.
+    # Sorted by number: rank 10 comes after rank 9.
     others = sorted(
         path.parent.glob(f"{path.stem}.rank*.jsonl"),
         key=lambda other: (len(other.name), other.name),
@@ -136,7 +136,7 @@ def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
     for file in (path, *others):
         for number, text in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
             try:
-                # Not `validate_json`: it refuses halves of surrogate pairs.
+                # `validate_json` would refuse halves of surrogate pairs.
                 lines.append(record.validate_python(json.loads(text)))
             except ValueError as error:
                 field, problem = _problem(error)
@@ -147,7 +147,7 @@ def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
 
 
 def _problem(error: ValueError) -> tuple[str, str]:
-    """Return the field that is wrong, and what is wrong with it."""
+    """Return the invalid field and its problem."""
     if not isinstance(error, ValidationError):
         return "line", f"is not JSON ({error})"
     first = error.errors(include_url=False)[0]

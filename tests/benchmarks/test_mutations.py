@@ -43,7 +43,7 @@ def test_one_that_does_not_fit_is_named(mutations, monkeypatch, changes, message
 def test_two_of_the_same_name_are_named(mutations, monkeypatch):
     mutant = mutations.MUTANTS[0]
     monkeypatch.setattr(mutations, "MUTANTS", (mutant, mutant))
-    assert mutations.problems() == [f"{mutant.name}: is the name of several"] * 2
+    assert mutations.problems() == [f"{mutant.name}: is the name of several mutants"] * 2
 
 
 def test_what_fails_wherever_a_fault_is_put_in_is_no_test_of_it(mutations):

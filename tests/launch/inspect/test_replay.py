@@ -183,7 +183,7 @@ def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):
     edit_line(log, 0, lambda line: line["examples"][0].update(reward=edited))
     assert any(one.startswith("loss/total: ") for one in replayed(run, 1)[1])
     edit_line(log, 1, lambda line: line.pop("num_tokens"))
-    with pytest.raises(ConfigError, match=r"did not keep all that is learned .* no num_tokens"):
+    with pytest.raises(ConfigError, match=r"did not log everything .* no num_tokens"):
         replayed(run, 1)
     edit_line(log, 0, lambda line: line.update(example=line["example"] + 1))
     with pytest.raises(ConfigError, match=r"the log of step 1 has no rollout of example \d+"):
@@ -215,7 +215,7 @@ def test_pictures_of_an_environment_are_learned_again_from_the_runs_folder(
     assert len(list((kept / "rollouts" / "images").iterdir())) == 2
     assert replayed(kept, 1) == {1: []}
     without = run("without", telemetry__rollout_images=False)
-    with pytest.raises(ConfigError, match=r"is not there; steps with pictures .*rollout_images"):
+    with pytest.raises(ConfigError, match=r"is missing; steps with images .*rollout_images"):
         replayed(without, 1)
 
 

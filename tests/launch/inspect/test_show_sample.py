@@ -248,8 +248,8 @@ def test_a_line_of_another_shape_ends_the_command_without_a_traceback(copied, ca
         main([f"run={copied.folder}", f"step={STEP}", "position=0"])
     assert caught.value.code == 2
     message = (
-        f"{path}:1: reading.pairs: field required; a run's log is not to be edited: restore the"
-        " file, or check out the version that ran it"
+        f"{path}:1: reading.pairs: field required; do not edit a run's log: restore the"
+        " file, or check out the version that wrote it"
     )
     assert message in capsys.readouterr().err
 

@@ -389,7 +389,7 @@ def learned_of(config, change, **how):
     ("changes", "message"),
     [
         ({"weight_version": 7}, r"generated with weight version 7, the learner holds 0; a sync"),
-        ({"weight_version": None}, r"example \d+: the engine did not say which weights sampled it"),
+        ({"weight_version": None}, r"example \d+: the engine did not report its weight version"),
         ({"reward": math.nan}, r"score on .* the advantage nan; its reward functions must"),
         (
             {"advantage": None, "group_rewards": ()},
@@ -421,7 +421,7 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf])
 def test_a_reward_that_is_no_number_ends_the_run(config, reward):
-    message = rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric"
+    message = rf"score on {SCRIPTED}: example \d+, position 6: the reward is {reward}; a rubric"
     with pytest.raises(RolloutError, match=message):
         learned_of(config(), lambda groups: groups, reward=lambda at: reward if at == 6 else 0.5)
 
@@ -576,12 +576,12 @@ def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
 def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
     teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
     with pytest.raises(
-        RolloutError, match=r"no teacher has scored it, and environment\.teacher is"
+        RolloutError, match=r"no teacher has scored it, although environment\.teacher"
     ):
         Learned(config(environment__teacher=teacher))
 
 
 def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
     learner, groups = begun(config())
-    with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
+    with pytest.raises(RolloutError, match=r"position 6: the reward is nan"):
         learner.algorithm.score(only(6, reward=math.nan)(groups))

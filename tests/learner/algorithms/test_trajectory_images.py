@@ -335,8 +335,8 @@ def with_placeholder(example, pad):
 @pytest.mark.parametrize(
     ("case", "counts"),
     [
-        ("placeholder in a text", "1 images, and it brings 0"),
-        ("placeholder beside an image", "2 images, and it brings 1"),
+        ("placeholder in a text", "1 images, but it has 0"),
+        ("placeholder beside an image", "2 images, but it has 1"),
     ],
 )
 def test_an_example_whose_placeholders_are_not_those_of_its_images_ends_the_run_with_the_example_and_what_to_do(
@@ -350,7 +350,7 @@ def test_an_example_whose_placeholders_are_not_those_of_its_images_ends_the_run_
         "placeholder beside an image": with_placeholder(shown, whole.processor.image_token_id),
     }[case]
     learner, answers = begun(config(), whole, lambda at: [wrong if at % 2 else shown])
-    message = rf"example \d+: its tokens have places for {counts}; an environment leaves the text"
+    message = rf"example \d+: its tokens have places for {counts}; the environment must not write"
     with pytest.raises(RolloutError, match=message) as caught:
         learner.accumulate(answers)
     assert caught.value.phase == "check"

@@ -106,8 +106,8 @@ def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
 @pytest.mark.parametrize(
     ("name", "code", "expected"),
     [
-        ("no_such_module:Focal", "", "there is no module no_such_module; start the run in"),
-        ("own_package.no:Focal", "", "there is no module own_package.no; start the run in"),
+        ("no_such_module:Focal", "", "module no_such_module not found; start the run in"),
+        ("own_package.no:Focal", "", "module own_package.no not found; start the run in"),
         (
             "own_package.focal_text:Focal",
             "",
@@ -121,7 +121,7 @@ def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
         (
             "own_package.other:Loose",
             "from own_package import focal_text\nclass Loose(focal_text.FocalText):\n    class Config: pass",
-            "Loose.Config is no settings section; derive it from shared.config.base.Section",
+            "Loose.Config is not a settings section; derive it from shared.config.base.Section",
         ),
     ],
 )
@@ -135,7 +135,7 @@ def test_two_objectives_that_log_the_same_term_are_refused(own_module):
     (own_module / "focal_text.py").write_text(MODULE.replace('("focal_text",)', '("token_ce",)'))
     (line,) = problems()
     assert line.startswith(
-        f"{PATH}.name: own_package.focal_text:FocalText logs loss/token_ce, and so does "
+        f"{PATH}.name: own_package.focal_text:FocalText logs loss/token_ce, but "
     )
 
 
@@ -146,7 +146,7 @@ def test_one_that_needs_the_reference_is_refused_where_none_is_declared(own_modu
     (own_module / "focal_text.py").write_text(code)
     (line,) = problems()
     assert line.startswith(
-        f"{PATH}.name: own_package.focal_text:FocalText needs the reference, and no ref"
+        f"{PATH}.name: own_package.focal_text:FocalText needs the reference, but no ref"
     )
     entry = {"name": "reference_kl", "enabled": True, "weight": 0.0, "channels": ["B"]}
     pipeline = yaml.safe_load(PIPELINE)

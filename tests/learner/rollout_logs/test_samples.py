@@ -294,7 +294,7 @@ def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path,
 def test_a_file_that_is_no_rollout_log_is_refused_by_line(tmp_path, text):
     path = tmp_path / "step_000001.jsonl"
     path.write_text(text)
-    message = r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file"
+    message = r"step_000001\.jsonl:1: .*; do not edit a run's log: restore the file"
     with pytest.raises(RecordError, match=message):
         read_step(path)
 
@@ -322,7 +322,7 @@ def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
     logged_response(tmp_path, codec, FOUND)
     path = step_path(tmp_path, 7)
     append_edited(path, where, value)
-    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; do not edit a run's log"
     with pytest.raises(RecordError, match=message):
         read_step(path)
 

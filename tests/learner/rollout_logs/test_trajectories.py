@@ -153,7 +153,7 @@ def test_a_line_of_an_older_version_is_read_and_is_no_rollout_to_learn(tmp_path:
             del example[name]
     step_path(tmp_path, 7).write_text(json.dumps(line) + "\n")
     assert read_step(step_path(tmp_path, 7)) == [line]
-    with pytest.raises(ConfigError, match="by a version that did not keep all that is learned"):
+    with pytest.raises(ConfigError, match="by a version that did not log everything that training"):
         logged_rollout(line, tmp_path)
 
 
@@ -208,6 +208,6 @@ def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
     logged(tmp_path, ROLLOUT)
     path = step_path(tmp_path, 7)
     append_edited(path, where, value)
-    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; do not edit a run's log"
     with pytest.raises(RecordError, match=message):
         read_step(path)
