@@ -124,10 +124,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
         assert one.process.wait(30) == 1
-        assert (
-            "the engine's process has ended (EngineCore was ended by SIGKILL, as the system does"
-            " where memory runs out); check" in one.errors.read_text()
-        )
+        assert "has ended (EngineCore was ended by SIGKILL" in one.errors.read_text()
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 
