@@ -104,7 +104,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
         pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=2.0))).result(timeout=30)
     with pytest.raises(
-        RolloutError, match=r"its sync to version \d+ is under way, or was not completed"
+        RolloutError, match=r"its sync to version \d+ is running, or did not complete"
     ):
         pool.generate([learner.request(0)])
     learner.sender.close()  # a sender whose broadcast failed does so itself

@@ -215,7 +215,7 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
         client.receive_weights(make_offer(num_groups=2)).result(timeout=60)
-    message = "its sync to version 1 is under way, or was not completed"
+    message = "its sync to version 1 is running, or did not complete"
     with pytest.raises(RolloutError, match=message):
         generated(client, 4)
     client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)

@@ -136,7 +136,7 @@ class TestRepeatGuard:
             first = asyncio.create_task(guarded.generate([make_request(0)]))
             while not run.server.asked:
                 await asyncio.sleep(0.01)
-            busy = r"HTTP 409: repeat_terminate: .* answers 1 requests under another one"
+            busy = r"HTTP 409: repeat_terminate: .* is answering 1 requests with another rule"
             with pytest.raises(RolloutError, match=busy):
                 await free.generate([make_request(1)])
             run.server.goes_on.set()
