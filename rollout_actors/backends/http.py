@@ -267,7 +267,7 @@ class HttpEngine(WatchedEngine, ABC):
         facts = await self.inspect()
         if facts.problems:
             message = f"does not suit the run: {'; '.join(facts.problems)}"
-            raise self._http.error(f"{message}. All of it: `{self._command}`", "start")
+            raise self._http.error(f"{message}. A suitable command: `{self._command}`", "start")
         await self._claim()
         self.process = facts.process
         return facts.world_size
@@ -280,7 +280,7 @@ class HttpEngine(WatchedEngine, ABC):
         """Take over a suitable server for this run."""
 
     async def progress(self) -> int | None:
-        """Return the number of tokens that the server has sampled; None: it is idle or no count.
+        """Return the number of sampled tokens; None: the server is idle, or it has no count.
 
         Raises UnreachableError.
         """

@@ -264,9 +264,9 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
             yield f"{name} is {limit}, the run needs {needed}: start it with {name}={needed}"
     rank = expected.max_lora_rank
     if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= rank):
-        served = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
+        served = f"adapters of rank {info.max_lora_rank}" if info.enable_lora else "no adapters"
         remedy = f"start it with enable_lora=true max_lora_rank={rank}"
         yield (
-            f"the adapters it serves are {served}, the run's are of rank {rank}: {remedy}, or set"
+            f"it serves {served}, the run's are of rank {rank}: {remedy}, or set"
             " rollout_matching.vllm.sync.mode: full"
         )

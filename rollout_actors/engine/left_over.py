@@ -60,8 +60,8 @@ class EngineProcesses:
         deadline = time.monotonic() + END_S
         while alive := [pid for pid, started in left if _started(pid) == started]:
             if time.monotonic() > deadline:
-                told = f"processes {alive} of a lost engine still exist after they were killed"
-                _LOGGER.warning("%s, %g s ago; is a driver or a disk stuck?", told, END_S)
+                told = f"processes {alive} of a lost engine were killed, but still exist"
+                _LOGGER.warning("%s after %g s; check for a stuck driver or disk", told, END_S)
                 break
             time.sleep(0.05)
         self.remove()

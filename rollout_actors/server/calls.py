@@ -53,7 +53,7 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
     if kind != "application/json":
         why = f"the body's type is {kind or 'missing'}"
         raise RefusalError(415, f"{why}; send JSON with `Content-Type: application/json`")
-    remedy = "send less at a time, or start the server with a larger one"
+    remedy = "send less at a time, or start the server with a larger limit"
     too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; {remedy}")
     # Refused before the body is read.
     if int(request.headers.get("content-length", "0")) > limit:

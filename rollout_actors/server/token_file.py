@@ -33,7 +33,7 @@ def token_file(address: str, port: int) -> Path:
 def write_token(file: Path) -> str:
     """Write a new token that only the user can read, and return it. Raises ConfigError."""
     folder = file.parent
-    remedy = "set XDG_CACHE_HOME to a folder of yours, or token_env to a variable with a token"
+    remedy = "set XDG_CACHE_HOME to your own folder, or token_env to a variable with a token"
     token = secrets.token_urlsafe(32)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

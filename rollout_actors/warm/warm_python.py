@@ -1,9 +1,9 @@
 """A Python that starts with vLLM's imports done. A run's processes on CPU are forked from it.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
-core on the same imports. So do a learner rank and an environment actor. So the first such process
-of a run on a machine starts a *warm server*. It imports torch, transformers and vllm once, has no
-threads, and afterwards only forks. The parts of this file:
+core on the same imports. So do a learner rank and an environment actor. Therefore the first such
+process of a run on a machine starts a *warm server*. It imports torch, transformers and vllm once,
+has no threads, and afterwards only forks. The parts of this file:
 
 - The *shim* runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
   environment), multiprocessing for EngineCore (`set_executable`). It sends arguments, environment,
@@ -150,7 +150,7 @@ def connect(
         with suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(address)
             return connection
-        # A killed server has left its socket. The lock prevents that others make one meanwhile.
+        # A killed server has left its socket. The lock keeps others from making one now.
         Path(address).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)
