@@ -384,7 +384,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     if (section := config.rollout_matching.servers) is not None:
         for server in section.servers:
             lines.append(f"server    {server.base_url}, group port {server.group_port or 'any'}")
-    if config.rollout_matching.rollout_backend == "hf":
+    if config.rollout_matching.backend.shares_model:
         return [*lines, "weights   stay where they are: the learner's own model generates"]
     return [*lines, f"weights   travel by {placement.transport}"]
 

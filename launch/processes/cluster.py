@@ -442,28 +442,41 @@ def start_ranks(
     return RankRolloutClient(learner, timeouts, size, devices_per_rank=devices, observer=observer)
 
 
+MakeEngine = Callable[[BackendHost], ServingBackend]
+
+
+def _hf(config: RunConfig, *_: object) -> MakeEngine:
+    from rollout_actors.backends.hf import HFBackend
+
+    section = config.rollout_matching
+    return partial(
+        HFBackend,
+        decode_batch_size=section.decode_batch_size,
+        repeat_guard=section.repeat_terminate.settings(),
+    )
+
+
+def _colocated(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeEngine:
+    from rollout_actors.backends.colocate import ColocatedBackend
+
+    settings = settings_of_run(config, placement, images)
+    return partial(ColocatedBackend, settings=settings, sleep=config.rollout_matching.vllm.sleep)
+
+
+IN_RANKS: dict[str, Callable[[RunConfig, Placement, ImageNeeds], MakeEngine]] = {
+    "hf": _hf,
+    "colocate": _colocated,
+}
+"""How each backend in the learner's process is made, by its name in `BACKENDS`."""
+
+
 def make_backend(
     config: RunConfig, placement: Placement, images: ImageNeeds, examples: ExampleCounts | None
 ) -> MakeBackend:
     """Return the factory of what generates in every learner rank: an engine, or the environment
     before one. `examples`: those of the environment, if there is one.
     """
-    section = config.rollout_matching
-    make_engine: Callable[[BackendHost], ServingBackend]
-    if section.rollout_backend == "hf":
-        from rollout_actors.backends.hf import HFBackend
-
-        make_engine = partial(
-            HFBackend,
-            decode_batch_size=section.decode_batch_size,
-            repeat_guard=section.repeat_terminate.settings(),
-        )
-    else:
-        assert section.backend_name == "colocate", section.backend_name
-        from rollout_actors.backends.colocate import ColocatedBackend
-
-        of_engine = settings_of_run(config, placement, images)
-        make_engine = partial(ColocatedBackend, settings=of_engine, sleep=section.vllm.sleep)
+    make_engine = IN_RANKS[config.rollout_matching.backend_name](config, placement, images)
     if config.environment is None:
         return make_engine
     assert examples is not None, "they are counted before the start"

@@ -144,9 +144,8 @@ def _in_ranks(
     section: RolloutMatchingSection, ranks: tuple[Resources, ...], nodes: Sequence[Resources]
 ) -> Placement:
     device = ranks[0].device
-    if section.rollout_backend == "hf":
+    if not section.backend.uses_vllm:
         return Placement((), ranks, 1, device, TransportKind.INPROC)
-    assert section.backend_name == "colocate", section.backend_name
     wanted = section.vllm.tensor_parallel_size
     if device is Device.CUDA:
         devices = colocate_tensor_parallel(wanted, _gpus_per_rank(nodes, len(ranks)))

@@ -45,11 +45,7 @@ def require_offload(
 
 def offloads(rollouts: RolloutMatchingSection) -> bool:
     """Return whether anything is to be moved away: only mode `colocate` has it."""
-    return (
-        rollouts.offload.enabled
-        and rollouts.rollout_backend == "vllm"
-        and rollouts.vllm.mode == "colocate"
-    )
+    return rollouts.offload.enabled and rollouts.backend_name == "colocate"
 
 
 @contextmanager

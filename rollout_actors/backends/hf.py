@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import (
@@ -28,7 +28,7 @@ from transformers import (
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.process_isolation import random_state_kept
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime, cut_behind_stop
-from rollout_actors.engine.sampling import BAN, decode_images
+from rollout_actors.engine.sampling import BAN, EncodedPrompt, encode_prompt
 from rollout_actors.repeat_guard.hf import HFRepeatGuard
 from rollout_actors.repeat_guard.rule import repeat_rule
 from shared.errors import RolloutError
@@ -255,15 +255,6 @@ class BeamScores(_LogprobProcessor):
         return values
 
 
-class Encoded(NamedTuple):
-    """A prompt in the form that the model takes."""
-
-    token_ids: tuple[int, ...]
-    """[P], without padding."""
-    features: dict[str, torch.Tensor]
-    """From `EncodedImages.arguments`; empty without images."""
-
-
 class HFBackend:
     """A `RolloutBackend` on its host's model, which may be in training mode or have an adapter.
 
@@ -315,7 +306,8 @@ class HFBackend:
 
     def _rollouts(self, batch: list[RolloutRequest], started: Sequence[StartTime]) -> list[Rollout]:
         """Decode one batch; `started` has the arrival time of each request."""
-        encoded = [self._encode(request) for request in batch]
+        pictures = self._pictures if self._sees_images else None
+        encoded = [encode_prompt(request, pictures, actor=self._name) for request in batch]
         return [
             answer.rollout(request, EngineInfo(self._name, self.version, self._rule, start), end)
             for request, start, (answer, end) in zip(
@@ -354,24 +346,8 @@ class HFBackend:
                 raise self._error(f"{width} beams do not fit into {limit}; {remedy}")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
-    def _encode(self, request: RolloutRequest) -> Encoded:
-        """Expand placeholders as the processor does."""
-        if not self._sees_images:
-            return Encoded(request.prompt_token_ids, {})
-        images = decode_images(request.images, request.sample_id, actor=self._name)
-        # Without this check a placeholder without an image would be processed as text.
-        num_pads = request.prompt_token_ids.count(self._pictures.token_id)
-        if num_pads != len(images):
-            has = f"has {len(images)} images and {num_pads} placeholders"
-            raise self._error(f"sample {request.sample_id} {has}")
-        if not images:
-            return Encoded(request.prompt_token_ids, {})
-        encoded = self._pictures.encode(images)
-        token_ids = self._pictures.expand(request.prompt_token_ids, encoded.image_grid_I3)
-        return Encoded(token_ids, encoded.arguments())
-
     def _decode(
-        self, batch: list[RolloutRequest], encoded: list[Encoded]
+        self, batch: list[RolloutRequest], encoded: list[EncodedPrompt]
     ) -> list[tuple[Completion, float]]:
         """Return each answer with its end time by `time.perf_counter`."""
         decode = batch[0].decode
@@ -413,7 +389,7 @@ class HFBackend:
         ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
-    def _inputs(self, encoded: list[Encoded]) -> dict[str, torch.Tensor]:
+    def _inputs(self, encoded: list[EncodedPrompt]) -> dict[str, torch.Tensor]:
         model = self._host.model
         length = max(len(prompt.token_ids) for prompt in encoded)
         shape = (len(encoded), length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
@@ -11,6 +12,11 @@ from shared.errors import RolloutError
 from shared.prompts import on_white, open_picture
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from shared.tokens.pictures import Pictures
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -83,6 +89,41 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
             message = f"image {i} of sample {sample_id}{file} cannot be decoded: {error}"
             raise RolloutError(message, actor=actor, phase="generate") from error
     return images
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt in the form that the model takes."""
+
+    token_ids: tuple[int, ...]
+    """[P], without padding."""
+    features: dict[str, torch.Tensor]
+    """The image arguments of the model's forward pass; empty without images."""
+
+
+def encode_prompt(
+    request: RolloutRequest, pictures: Pictures | None, *, actor: str
+) -> EncodedPrompt:
+    """Expand a request's image placeholders as the checkpoint's processor does.
+
+    Args:
+        pictures: the checkpoint's image processing; None for a text model.
+
+    Raises:
+        RolloutError: the images cannot be decoded, or there are more or fewer than placeholders.
+    """
+    if pictures is None:
+        return EncodedPrompt(request.prompt_token_ids, {})
+    images = decode_images(request.images, request.sample_id, actor=actor)
+    # The model would silently read a placeholder without an image as text.
+    num_pads = request.prompt_token_ids.count(pictures.token_id)
+    if num_pads != len(images):
+        message = f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders"
+        raise RolloutError(message, actor=actor, phase="generate")
+    if not images:
+        return EncodedPrompt(request.prompt_token_ids, {})
+    encoded = pictures.encode(images)
+    token_ids = pictures.expand(request.prompt_token_ids, encoded.image_grid_I3)
+    return EncodedPrompt(token_ids, encoded.arguments())
 
 
 def open_image(data: bytes) -> Image.Image:

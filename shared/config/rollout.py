@@ -56,15 +56,26 @@ class BackendSpec:
     """It has beam search (decision 21)."""
     takes_adapters: bool = True
     """Its engines can be sent a LoRA adapter alone."""
+    uses_vllm: bool = True
+    """vLLM generates, so vLLM's limits hold."""
+    shares_model: bool = False
+    """It generates with the learner's own model, so no weights are sent."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
-    "hf": BackendSpec(EngineLocation.RANKS, "rollout_backend hf", True, takes_adapters=False),
+    "hf": BackendSpec(
+        EngineLocation.RANKS,
+        "rollout_backend hf",
+        has_beams=True,
+        takes_adapters=False,
+        uses_vllm=False,
+        shares_model=True,
+    ),
     "colocate": BackendSpec(EngineLocation.RANKS, "vllm.mode colocate", True),
     "actors": BackendSpec(EngineLocation.ACTORS, "vllm.mode actors", False),
     "server": BackendSpec(EngineLocation.SERVERS, "vllm.mode server", False),
 }
-"""By `rollout_backend` where that is hf, else by `vllm.mode`."""
+"""By `rollout_backend`; if that is vllm, by `vllm.mode`."""
 
 
 class RepeatTerminateSection(Section):
@@ -441,7 +452,7 @@ class RolloutMatchingSection(Section):
     @property
     def backend_name(self) -> str:
         """The key of `BACKENDS` that the configuration chooses."""
-        return "hf" if self.rollout_backend == "hf" else self.vllm.mode
+        return self.vllm.mode if self.rollout_backend == "vllm" else self.rollout_backend
 
     @property
     def backend(self) -> BackendSpec:
@@ -460,7 +471,7 @@ class RolloutMatchingSection(Section):
     @property
     def starts_engines(self) -> bool:
         """Tell whether the run has vLLM engines of its own, next to the learner or in actors."""
-        return self.rollout_backend == "vllm" and self.servers is None
+        return self.backend.uses_vllm and self.servers is None
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:

@@ -25,7 +25,7 @@ from shared.config.job import (
 )
 from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
-from shared.config.rollout import RolloutMatchingSection
+from shared.config.rollout import EngineLocation, RolloutMatchingSection
 from shared.config.secrets import masked
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.grounding.formats import answer_format
@@ -251,17 +251,15 @@ class RunConfig(Section):
         Example: three actors with `tensor_parallel_size: 2` are `(2, 2, 2)`.
         """
         vllm = self.rollout_matching.vllm
-        match self.rollout_matching.backend_name:
-            case "hf":
-                return (1,) * self.learner.world_size
-            case "colocate":
-                size = vllm.tensor_parallel_size
-                return None if size is None else (size,) * self.learner.world_size
-            case "actors":
-                return (vllm.actors.tensor_parallel_size,) * vllm.actors.num_actors
-            case name:
-                assert name == "server", name
+        backend = self.rollout_matching.backend
+        match backend.location:
+            case EngineLocation.SERVERS:
                 return None
+            case EngineLocation.ACTORS:
+                return (vllm.actors.tensor_parallel_size,) * vllm.actors.num_actors
+            case EngineLocation.RANKS:
+                size = vllm.tensor_parallel_size if backend.uses_vllm else 1
+                return None if size is None else (size,) * self.learner.world_size
 
     @property
     def adapted_parts(self) -> tuple[ModelPart, ...]:

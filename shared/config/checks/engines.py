@@ -81,8 +81,8 @@ def sharding_suits(run: RunConfig) -> Iterator[Problem]:
         for key, is_set, wrong in (
             (
                 "rollout_matching.rollout_backend",
-                run.rollout_matching.rollout_backend == "hf",
-                "'hf' generates with the learner's own model",
+                run.rollout_matching.backend.shares_model,
+                f"'{run.rollout_matching.backend_name}' generates with the learner's own model",
             ),
             (quantized, run.model.is_quantized, "weights in 4 bits are not sharded"),
             (
@@ -213,7 +213,7 @@ def tokens_can_be_chosen(matching: RolloutMatchingSection) -> Iterator[Problem]:
         wrong = f"'{mode}' contradicts decoding.temperature {temperature:g}"
         remedy = f"change {_TEMPERATURE} (0.0 is greedy), or remove {_MODE}"
         yield Problem(_MODE, wrong, remedy)
-    if matching.rollout_backend == "vllm" and temperature > MAX_TEMPERATURE:
+    if matching.backend.uses_vllm and temperature > MAX_TEMPERATURE:
         wrong = f"{temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples"
         yield Problem(_TEMPERATURE, wrong, f"lower it, or {_SET_HF}")
     if matching.pipeline.policy_gradient is None:
@@ -242,11 +242,11 @@ def beams_are_possible(matching: RolloutMatchingSection) -> Iterator[Problem]:
                 remedy = f"set {_MODE}: beam, or remove {key}"
                 yield Problem(f"rollout_matching.{key}", "needs decode_mode: beam", remedy)
         return
-    is_hf = matching.rollout_backend == "hf"
+    uses_vllm = matching.backend.uses_vllm
     if not matching.backend.has_beams:
         remedy = f"{_SET_HF} or {_VLLM}.mode: colocate, which have it, or remove {_MODE}"
         yield Problem(_MODE, f"{matching.backend.title} has no beam search", remedy)
-    if not is_hf and matching.repeat_terminate.enabled:
+    if uses_vllm and matching.repeat_terminate.enabled:
         yield Problem(
             "rollout_matching.repeat_terminate.enabled",
             "true, and vLLM's beam search asks for every token anew, so its guard sees no"
@@ -254,11 +254,11 @@ def beams_are_possible(matching: RolloutMatchingSection) -> Iterator[Problem]:
             f"{_SET_HF}, whose guard watches beams, or remove {_MODE} or repeat_terminate",
         )
     most, what = MAX_VLLM_BEAMS, "beams of vLLM's search"
-    if is_hf:
+    if not uses_vllm:
         most, what = matching.decode_batch_size, "sequences of decode_batch_size"
     if num_beams == 1:
         yield Problem(_BEAMS, "1 beam is greedy search", f"set at least 2, or remove {_MODE}")
     elif num_beams > most:
         wrong = f"{num_beams} is more than the {most} {what}"
-        remedy = "raise rollout_matching.decode_batch_size" if is_hf else _SET_HF
+        remedy = _SET_HF if uses_vllm else "raise rollout_matching.decode_batch_size"
         yield Problem(_BEAMS, wrong, f"lower it, or {remedy}")

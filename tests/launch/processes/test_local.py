@@ -7,15 +7,22 @@ import threading
 
 import pytest
 import ray
+import torch
 from config_support import configuration, trajectory_config
 from rich.console import Console
 
 from launch.cli import as_schema_overrides
 from launch.inspect.diff_runs import diff_runs
+from launch.processes import cluster
 from launch.processes.local import ThreadRank
 from launch.train import run
+from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
+from rollout_actors.engine.sampling import encode_prompt
+from shared.config.rollout import BACKENDS, BackendSpec, EngineLocation
 from shared.errors import ConfigError
+from shared.rollouts import SyncReport
 from shared.run_files import read_lines
+from shared.tokens.pictures import pictures_of
 
 LOCAL = {
     "cluster": {"kind": "local"},
@@ -152,3 +159,62 @@ def test_a_rubric_that_scores_at_once_sees_the_whole_step_whatever_is_decoded_at
     assert [step["reward/num_scored"] for step in steps] == [16.0, 16.0]
     (*_, last) = read_lines(tmp_path / "run" / "evaluations.jsonl")
     assert last["val/reward/num_scored"] == 3.0
+
+
+class OneByOne:
+    """A backend of a user's: greedy, one request at a time, without a cache."""
+
+    def __init__(self, host):
+        self.host = host
+        self.pictures = pictures_of(host.processor)
+        self.version = 0
+
+    def generate(self, requests):
+        return [self.answer(request) for request in requests]
+
+    @torch.no_grad()
+    def answer(self, request):
+        origin = EngineInfo(self.host.name, self.version, None, StartTime.now())
+        prompt, features = encode_prompt(request, self.pictures, actor=self.host.name)
+        token_ids, logprobs = [], []
+        while len(token_ids) < request.decode.max_new_tokens:
+            ids = torch.tensor([[*prompt, *token_ids]])
+            inputs = {"input_ids": ids, **features}
+            if self.pictures.takes_modality:
+                inputs["mm_token_type_ids"] = (ids == self.pictures.token_id).int()
+            logits = self.host.model(**inputs).logits[0, -1]
+            logits[list(request.decode.banned_token_ids)] = -torch.inf
+            logprobs.append(float(logits.log_softmax(dim=0).max()))
+            token_ids.append(int(logits.argmax()))
+            if token_ids[-1] in request.decode.stop_token_ids:
+                break
+        answer = Completion.up_to_stop(prompt, token_ids, logprobs, request.decode)
+        return answer.rollout(request, origin, StartTime.now().counter_s)
+
+    def receive_weights(self, offer):
+        self.version = offer.version
+        return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.slow
+def test_a_backend_that_a_user_registers_generates_for_a_run(config_of, tmp_path, monkeypatch):
+    changes = {"training__max_steps": 2, "rollout_matching__max_new_tokens": 8}
+    run(config_of(tmp_path / "hf", **changes), Console(record=True))
+    spec = BackendSpec(
+        EngineLocation.RANKS, "one by one", has_beams=False, uses_vllm=False, shares_model=True
+    )
+    monkeypatch.setitem(BACKENDS, "one_by_one", spec)
+    monkeypatch.setitem(cluster.IN_RANKS, "one_by_one", lambda *_: OneByOne)
+    config = config_of(tmp_path / "own", **changes)
+    # The third line that a user writes: the value in the key's `Literal`.
+    section = config.rollout_matching.model_copy(update={"rollout_backend": "one_by_one"})
+    run(config.model_copy(update={"rollout_matching": section}), Console(record=True))
+    (of_hf, own) = (
+        [line["rollout"]["response_token_ids"] for line in read_lines(folder)]
+        for folder in (tmp_path / name / "rollouts" / "step_000002.jsonl" for name in ("hf", "own"))
+    )
+    assert len(own) == 4
+    assert own == of_hf
