@@ -1,38 +1,38 @@
-# `make demo` runs the main job from a fresh clone to its end, `make test` and `make test-engines` together run all tests. They set everything up first, once.
+# `make demo` runs the main experiment from a fresh clone, `make test` and `make test-engines` together run all tests. Each target first runs the set-up, which is done once.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
 
-# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
+# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
 TYPES := $(PYTHON) -m mypy
 LINT := $(STYLE) && $(TYPES)
 UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
-# Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
+# Two files at a time, each with its own Ray cluster and engines. Only files with such tests are passed, because collecting all files takes long.
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
     $$(grep -rlE "mark.(engine|ray|processes|long)" tests --include="test_*.py" | sort) -m
 
-# Nothing here needs a hub.
+# No target needs a model hub.
 export HF_HUB_OFFLINE := 1
-# Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
+# Hundreds of processes import the same modules. With bytecode files Python compiles them only once, whatever the shell sets.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup lock foreign demo demo-start control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
+	@echo "make setup         .venv with everything (no effect if it is complete; all targets except clean run it first)"
 	@echo "make lock          resolve pyproject.toml again, into locks/cpu.txt and locks/gpu.txt (on PyPI, with hashes)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
-	@echo "make demo          experiment=stage2_3v1 from a start that it makes, and a picture of held-out scenes before and after"
-	@echo "make control       the same from the same start and in about the same time, by supervision only"
-	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
+	@echo "make demo          experiment=stage2_3v1 from an initial checkpoint that it trains, and an image of held-out scenes before and after"
+	@echo "make control       supervision only, from the same initial checkpoint and in about the same time"
+	@echo "make aligned       the other trainer variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
-	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"
+	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long tests"
 	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
-	@echo "make test-engines  the tests that need servers, commands or engines of their own"
-	@echo "make test-all      both, as CI"
-	@echo "make demo-start    what the demo starts from, in outputs/demo/start (kept where it is there)"
+	@echo "make test-engines  the tests that need their own servers, commands or engines"
+	@echo "make test-all      both, as in CI"
+	@echo "make demo-start    the initial checkpoint of the demo, in outputs/demo/start (kept if it exists)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
@@ -44,11 +44,11 @@ lock: setup
 foreign: setup
 	@scripts/foreign.sh
 
-# Kept where it is there; the experiments that start from it make it too.
+# Kept if it exists. The experiments that start from it train it too.
 demo-start: setup
 	@$(ROLLMATCH) demo trained +experiment=demo_start data.val=null
 
-# A run of an experiment under a name, and its picture. outputs/demo/last_NAME is a link to it. The second of the two is compared with the first.
+# A run of an experiment with a name, and its image. outputs/demo/last_NAME is a link to it. When the demo and the control exist, both are compared.
 RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
     ln -sfn ../../$$run outputs/demo/last_$(2) && \
@@ -67,7 +67,7 @@ aligned: setup
 lint: setup
 	@$(LINT)
 
-# The unit tests that the expression selects, with mypy beside them.
+# The unit tests that the expression selects, with mypy running at the same time.
 UNIT_WITH_TYPES = $(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "$(1)"; unit=$$?; wait $$! && exit $$unit
 STAGE_STYLE := "style" '$(STYLE)'
 STAGE_UNIT := "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long)'

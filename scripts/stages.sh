@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # stages.sh [--not-run TEXT] NAME COMMAND [NAME COMMAND ...]
 #
-# Runs each COMMAND (a line for bash), names it when it begins with the time so far, and goes on to the next one when it fails.
-# At the end it says how long each took, what failed and what was left out; it ends with 1 if something failed.
+# Runs each COMMAND (a line for bash), prints its name and the time so far when it begins, and continues with the next one if it fails.
+# At the end it prints how long each command took, what failed and what was left out. The exit status is 1 if a command failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ if (($# == 0 || $# % 2)); then
     exit 2
 fi
 
-# Ctrl-C reaches the command too, which ends in its own way and with its own status.
+# Ctrl-C also reaches the command, which ends by itself with its own status.
 interrupted=""
 trap 'interrupted=1' INT
 

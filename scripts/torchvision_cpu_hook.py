@@ -1,15 +1,15 @@
-"""Lets `import torchvision` succeed beside a CPU build of torch when torchvision itself was built
-for CUDA.
+"""Makes `import torchvision` work with a CPU build of torch if torchvision itself was built for
+CUDA.
 
-Such a torchvision cannot load its native library, so the operators `torchvision::nms` and
-`torchvision::qnms` have no schema, and its own module of meta registrations fails on them. With
-them fails every Qwen-VL model and `AutoProcessor`, which need torchvision for its pure-torch image
-transforms only. `scripts/setup.sh` copies this file into site-packages, beside a `.pth` file that
-calls `install()` at the start of every Python process of the environment: engine processes start
-too early for anything else.
+Such a torchvision cannot load its native library. So the operators `torchvision::nms` and
+`torchvision::qnms` have no schema, and torchvision's module of meta registrations fails. Then every
+Qwen-VL model and `AutoProcessor` fail too, although they need only its pure-torch image transforms.
+`scripts/setup.sh` copies this file into site-packages, together with a `.pth` file that calls
+`install()` at the start of every Python process of the environment. Engine processes start too
+early for any other way.
 
-Nothing is imported at start-up but the standard library. Where torchvision finds its native
-operators, nothing is declared.
+At start-up only the standard library is imported. If torchvision finds its native operators, no
+schemas are declared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 EXTENSION = "torchvision.extension"
-"""The submodule that looks for the native library; torchvision imports it before anything that
+"""The submodule that searches for the native library. torchvision imports it before any module that
 needs an operator's schema.
 """
 
@@ -31,7 +31,7 @@ SCHEMAS = (
 )
 
 _libraries: list[object] = []
-"""Holds the torch library of the declared schemas: they vanish when it is collected."""
+"""Keeps the torch library of the declared schemas, which would otherwise be garbage-collected."""
 
 
 class _ExtensionLoader(Loader):
@@ -67,6 +67,6 @@ class _ExtensionFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Watches for the import of torchvision in this process. A second call changes nothing."""
+    """Add an import hook for torchvision to this process. A second call has no effect."""
     if not any(isinstance(finder, _ExtensionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ExtensionFinder())

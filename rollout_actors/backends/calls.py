@@ -3,7 +3,7 @@
     rollouts, on an event loop  -- generate -->  EngineCalls  -- take -->  the learner's thread
                                 <-------------- answer -----------------   with the engine
 
-No torch and no vllm here: environments import this module too.
+This module imports neither torch nor vllm, because environments import it too.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from shared.protocols import RolloutBackend
 from shared.rollouts import Rollout, RolloutRequest
 
 POLL_S = 0.02
-"""Longest wait for a call before the engine's thread looks whether the run is ending."""
+"""Longest wait for a call before the engine's thread checks whether the run is ending."""
 QUIET_S = 1.0
-"""Without a new call for so long, those that wait are answered though others may still come."""
+"""After so long without a new call, waiting calls are answered, although others may still come."""
 
 
 class ServingBackend(RolloutBackend, Protocol):
-    """A backend in the learner's process that also answers single calls, as they come."""
+    """A backend in the learner's process that also answers single calls as they arrive."""
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer calls while they are open. Raises what the host raises, and RolloutError.
+        """Answer calls while `calls` is open. Raises the host's errors, and RolloutError.
 
         Args:
-            begin: called once, as soon as calls would be answered.
+            begin: called once, when the backend is ready to answer calls.
         """
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """A rollout that may ask the model, as an engine sees it that waits for all such rollouts.
+    """The state of a rollout that may call the model. The engine waits for all such rollouts.
 
-    Example: one that awaits two calls at once has `num_waiting` 2, and is not at work.
+    Example: a rollout that awaits two calls at once has `num_waiting` 2, and is not at work.
     """
 
     num_waiting: int = 0
-    """Calls of it that have no answer yet."""
+    """Number of its calls that have no answer yet."""
     is_done: bool = False
 
     @property
@@ -58,9 +58,9 @@ class Asker:
 
 
 ASKERS: ContextVar[list[Asker] | None] = ContextVar("askers", default=None)
-"""Where `generate` notes the rollouts that it begins; None: nobody wants to know."""
+"""The list to which `generate` adds the rollouts that it begins; None: they are not tracked."""
 ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
-"""The noted rollout that a task belongs to, also through rollouts inside it."""
+"""The tracked rollout that a task belongs to, also inside nested rollouts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,59 +72,59 @@ class Call:
     asker: Asker | None
     started: StartTime = field(default_factory=StartTime.now)
     is_counted: bool = False
-    """Whether it is one of its asker's `num_waiting`."""
+    """Whether the call is counted in its asker's `num_waiting`."""
 
     @property
     def is_given_up(self) -> bool:
-        """Its rollout was cancelled, so nobody reads an answer."""
+        """Whether its rollout was cancelled, so that the answer is not needed."""
         return self.answer.cancelled()
 
 
 class EngineCalls:
-    """The calls of an environment to the engine of its process, round by round.
+    """The queue of an environment's calls to the engine of its process, round by round.
 
-    To environments it is the `Engines` of the run, of which there is one.
+    An environment uses it as the `Engines` of the run. It has one engine.
     """
 
     def __init__(self, name: str) -> None:
-        """`name`: the engine's, for errors."""
+        """`name` is the engine's name, for errors."""
         self._name = name
-        # Thread-safe: rollouts ask on their event loop, the engine answers in the learner's thread.
+        # Thread-safe: rollouts call on their event loop, and the learner's thread answers.
         self._queue: SimpleQueue[Call] = SimpleQueue()
-        # Both threads count the calls that wait.
+        # Both threads count the waiting calls.
         self._lock = threading.Lock()
         self.is_open = False
-        """Whether a round is under way, in which calls are answered."""
+        """Whether a round is running, so that calls are answered."""
         self.askers: list[Asker] = []
-        """The rollouts of the round, noted where its task has set `ASKERS` to this list."""
+        """The rollouts of the round, tracked if its task has set `ASKERS` to this list."""
 
     def open(self) -> None:
-        """Begin a round."""
+        """Start a round."""
         self.askers = []
-        self.take()  # what an earlier one has left behind
+        self.take()  # drop what an earlier round left
         self.is_open = True
 
     def close(self) -> None:
-        """End the round. Twice is harmless."""
+        """End the round. A second call has no effect."""
         self.is_open = False
 
-    # The event loop's side
+    # Methods for the event loop
 
     def __len__(self) -> int:
         return 1
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:  # noqa: ARG002
-        """Ask the engine. The driver's limit of the round is the only one.
+        """Send a request to the engine. Only the driver's limit for the round applies.
 
-        Raises RolloutError: the engine's own, or where no round is under way.
+        Raises the engine's RolloutError, or a RolloutError if no round is running.
         """
         if not self.is_open:
-            message = f"sample {request.sample_id} was asked for outside of a round"
+            message = f"sample {request.sample_id} was requested outside of a round"
             raise RolloutError(message, actor=self._name, phase="generate")
         asker = ASKER.get()
         call = Call(request, asyncio.get_running_loop().create_future(), asker)
         with self._lock:
-            # In this order: whoever sees its rollout wait finds the call.
+            # In this order: a thread that sees the rollout wait must also find the call.
             self._queue.put(call)
             if asker is not None:
                 asker.num_waiting += 1
@@ -142,10 +142,10 @@ class EngineCalls:
                     call.asker.num_waiting -= 1
                     call.is_counted = False
 
-    # The engine's side
+    # Methods for the engine
 
     def take(self, *, wait_s: float = 0.0) -> list[Call]:
-        """Return the calls that have come; `wait_s`: the longest wait for the first of them."""
+        """Return the calls that have arrived. Wait at most `wait_s` seconds for the first one."""
         calls: list[Call] = []
         with suppress(Empty):
             if wait_s:
@@ -155,44 +155,44 @@ class EngineCalls:
         return calls
 
     def take_together(self, raise_if_stopping: Callable[[], None]) -> list[Call]:
-        """Return all calls as soon as no rollout may add one; none: the round is over.
+        """Return all calls when no rollout may add another; an empty list: the round has ended.
 
-        They are in the order of positions: a round has the same batches, however long each rollout
-        is at work. Where one is for `QUIET_S`, or waits for another, the batch begins without it.
+        They are sorted by position, so a round has the same batches however long its rollouts
+        work. If one works for `QUIET_S`, or waits for another one, the batch begins without it.
         """
         calls: list[Call] = []
         changed_s = time.monotonic()
         while self.is_open:
             raise_if_stopping()
             is_quiet = time.monotonic() - changed_s >= QUIET_S
-            # Asked before the queue is.
+            # Checked before the queue is read.
             is_ready = bool(calls) and (is_quiet or not any(one.is_at_work for one in self.askers))
             if new := self.take(wait_s=0.0 if is_ready else POLL_S):
                 calls += new
                 changed_s = time.monotonic()
-            # A cancelled rollout's place in the batch would be decoded for nothing.
+            # A cancelled rollout would take a place in the batch for nothing.
             calls = [call for call in calls if not call.is_given_up]
             if is_ready and calls:
                 return sorted(calls, key=lambda call: (call.request.position, call.request.seed))
         return []
 
     def answer(self, answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
-        """Give these calls their rollouts, or the reasons why they have none."""
-        # Here, not when they are delivered: the next batch waits for what these rollouts ask next.
-        # All at once: when the first of them asks again, the others are at work.
+        """Give each call its rollout, or the error that it gets instead."""
+        # Counted here and not at delivery, because the next batch waits for the next calls of these
+        # rollouts. All at once: when the first rollout calls again, the others are at work.
         self._waits_no_more([call for call, _ in answers])
-        # A future belongs to its event loop: another thread may not set it.
+        # A future may only be set in the thread of its event loop.
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Rollout | RolloutError]]] = {}
         for call, answer in answers:
             by_loop.setdefault(call.answer.get_loop(), []).append((call, answer))
         for loop, of_loop in by_loop.items():
-            with suppress(RuntimeError):  # it was closed, and nobody waits on it
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(self._deliver, of_loop)
 
     @staticmethod
     def _deliver(answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
         for call, answer in answers:
-            # Cancelled since: to set it would raise, and the other answers would be lost.
+            # Cancelled in the meantime: setting it would raise, and drop the other answers.
             if call.answer.done():
                 continue
             if isinstance(answer, RolloutError):

@@ -1,7 +1,7 @@
-"""`vllm.mode: colocate`: a vLLM engine in the learner's process, working while the learner waits.
+"""`vllm.mode: colocate`: a vLLM engine in the learner's process, which works while it waits.
 
-Imports neither torch nor vllm: importing vllm costs ten seconds and changes the process, so it
-happens inside the engine's `EngineContext`.
+This module imports neither torch nor vllm. Importing vllm takes ten seconds and changes the
+process, so it happens inside the engine's `EngineContext`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
-    """Return `given`, or the largest of 4, 2, 1 that a rank can have. Raises ConfigError."""
+    """Return `given`, or the largest of 4, 2, 1 that a rank has devices for. Raises ConfigError."""
     available = max(visible_devices, 1)
     if given is None:
-        # Powers of two, by which the attention heads can be divided.
+        # Powers of two, because they divide the number of attention heads.
         return next(size for size in (4, 2, 1) if size <= available)
     if given > available:
-        beside = f"beside a learner rank that can have {visible_devices} of one node"
-        why = f"an engine of {given} devices {beside}; leave it null, or lower it"
+        beside = f"because a learner rank can have {visible_devices} of one node"
+        why = f"an engine of {given} devices does not fit, {beside}; leave it null, or lower it"
         raise ConfigError(f"rollout_matching.vllm.tensor_parallel_size: {why}")
     return given
 
@@ -41,9 +41,9 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
 class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
-    The host is offloaded (`rollout_matching.offload`) while the engine loads, generates, or takes
-    an adapter. While it takes full weights the host's model stays, because there they are read.
-    The engine sleeps after each sync, `generate` and `serve`: the host may learn after each.
+    The host is offloaded (`rollout_matching.offload`) while the engine loads, generates, or
+    receives an adapter. A sync of full weights reads the host's model, so it stays on the device.
+    The engine sleeps after each sync, `generate` and `serve`, because the host may learn then.
     """
 
     def __init__(self, host: BackendHost, settings: EngineSettings, *, sleep: bool = True) -> None:
@@ -51,7 +51,7 @@ class ColocatedBackend:
 
         `settings.transport` is `inproc` on CPU and `ipc` on a GPU.
         """
-        # The driver imports this module too, and need not pay for torch.
+        # Imported here because the driver imports this module too and should not pay for torch.
         from rollout_actors.backends.process_isolation import EngineContext
 
         self._host = host
@@ -59,12 +59,12 @@ class ColocatedBackend:
         self._failures = EngineFailures()
         environment = engine_environment(settings) | self._failures.environment
         if settings.transport == TransportKind.IPC:
-            # Handles of GPU memory are pickled on their way to the engine's process, a child.
+            # Handles of GPU memory are pickled for the engine's process, which is a child.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._context = EngineContext(environment)
         self._llm: ColocatedLLM | None = None
         self._ended = ""
-        """Reason why the engine will do nothing any more."""
+        """Reason why the engine can no longer be used; empty if it can."""
         try:
             with host.offloaded(), self._context.entered(), self._failing("start"):
                 with explained_import(self._name):
@@ -78,7 +78,7 @@ class ColocatedBackend:
             raise
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts, until the host raises between two of the engine's steps."""
+        """Generate rollouts. The host may stop it by an exception between two engine steps."""
         if not requests:
             return []
         started = StartTime.now()
@@ -86,23 +86,23 @@ class ColocatedBackend:
             return self._engine.generate(requests, started)
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer calls as they come (`ServingBackend`), until the host raises."""
+        """Answer calls as they arrive (`ServingBackend`), until the host raises."""
         with self._awake():
             begin()
             self._engine.serve(calls)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Take weights. Once this has begun, no rollout is served until a sync has succeeded."""
+        """Receive weights. Once this has begun, rollouts require a successful sync."""
         if self._ended:
             why = f"the engine takes no weights: {self._ended}"
             raise WeightSyncError(why, actor=self._name, phase=SyncPhase.PAUSE)
-        # Full weights are read where they lie; an adapter comes with the offer.
+        # Full weights are read from the host's model; an adapter is part of the offer.
         with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
-            # An engine that cannot get its memory back fails the sync before anything has changed.
+            # If the engine cannot get its memory back, the sync fails before it changes anything.
             with self._failing_sync(SyncPhase.PAUSE):
                 self._engine.wake_for(offer)
             report = self._engine.take_weights(offer, self._host.weights())
-            # The host may learn before anything is generated. After a failed sync it does not.
+            # The host may learn before the next rollouts. After a failed sync it does not.
             with self._failing_sync(SyncPhase.CANARY):
                 self._engine.fall_asleep()
             return report
@@ -112,11 +112,11 @@ class ColocatedBackend:
         return 0 if self._llm is None else self._llm.intake.version
 
     def close(self) -> None:
-        """End the engine, also after a failure. Twice is harmless."""
+        """Shut down the engine, also after a failure. A second call has no effect."""
         self._ended = "it was closed"
         if self._llm is not None:
             with self._context.entered():
-                # None first: a failure below must not have it closed a second time.
+                # Cleared first, so that a failure below does not lead to a second shutdown.
                 llm = self._llm
                 self._llm = None
                 self._context.forget_default_group()
@@ -130,7 +130,7 @@ class ColocatedBackend:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Have the engine ready to generate. Raises RolloutError where it serves no rollouts."""
+        """Wake the engine for the block. Raises RolloutError if it serves no rollouts."""
         if shut := self._ended or self._engine.intake.unavailable_reason:
             why = f"the engine serves no rollouts: {shut}"
             raise RolloutError(why, actor=self._name, phase="generate")
@@ -139,18 +139,18 @@ class ColocatedBackend:
             try:
                 yield
             finally:
-                # Also after a refused request: the host comes back to the device in any case, and
-                # its memory may not hold both.
+                # Also after a refused request: the host returns to the device in any case, and the
+                # device's memory may not hold both.
                 self._engine.fall_asleep()
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:
-        """Turn whatever the engine dies of into a RolloutError; then it serves nothing any more."""
+        """Turn a fatal error of the engine into a RolloutError, and mark the engine as unusable."""
         try:
             yield
         except (RolloutError, ConfigError):
             raise
-        # An engine that raises anything else is in the middle of a step, and of no use.
+        # After any other error the engine is in the middle of a step and unusable.
         except Exception as error:
             why, story = self._failures.of_error(error)
             self._ended = f"it failed ({why})"

@@ -1,7 +1,7 @@
-"""vLLM's synchronous `LLM` in the learner's process: requests in, rollouts out, weights in memory.
+"""vLLM's synchronous `LLM` in the learner's process: rollouts, and weight syncs through memory.
 
-On CPU the engine runs in the calling thread. On a GPU, which was not tried, vLLM gives it a process
-of its own: CUDA's shared memory cannot be opened by the process that owns it.
+On CPU the engine runs in the calling thread. On a GPU (not tested) vLLM runs it in a separate
+process, because the process that owns CUDA's shared memory cannot open it a second time.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights"
 CACHE = "kv_cache"
-"""vLLM's tags of memory that a sleeping engine has given back."""
+"""vLLM's tags of the memory that a sleeping engine releases."""
 
 
 class UpdatedLLM:
-    """`LLM` as the `UpdatedEngine` of a sync whose weights need no wire and no rendezvous.
+    """An adapter of `LLM` to the interface `UpdatedEngine`, for syncs without a network.
 
-    They are a reference on CPU, and a handle of CUDA's on a GPU. Every method is done when it
-    returns, and no limit can end it.
+    The weights are a reference on CPU, and a CUDA handle on a GPU. Every method has finished when
+    it returns, and a time limit cannot interrupt it.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class UpdatedLLM:
     ) -> None:
         """
         Args:
-            devices: the engine's, where the transport is `ipc` and not `inproc`.
-            wake: takes back the memory that an update does not need, and the canary does.
+            devices: the engine's devices if the transport is `ipc`; empty for `inproc`.
+            wake: restores memory that the canary needs and the update does not.
         """
         self._llm = llm
         self._transport = transport
@@ -89,38 +89,38 @@ class UpdatedLLM:
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """Offer these weights to the next update, and keep nothing of them."""
+        """Provide these weights for the updates inside the block, and drop them after it."""
         self._weights = weights
         try:
             yield
         finally:
-            # They refer to the learner's tensors, whose memory the learner needs back.
+            # They refer to the learner's tensors, and the learner needs that memory.
             self._weights = None
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
-        """Do nothing: this call holds the engine's only thread."""
+        """Do nothing, because this call already occupies the engine's only thread."""
 
     async def resume_generation(self) -> None:
-        # The canary comes next, and needs the cache's memory too.
+        # The canary follows, and needs the cache's memory too.
         self._wake()
 
     async def start_weight_update(self) -> None:
         self._llm.start_weight_update()
 
     async def update_weights(self, request: UpdateRequest) -> None:
-        assert self._weights is not None, "an update is made while they are handed over"
+        assert self._weights is not None, "an update requires handing_over"
         names = [spec.name for spec in self._weights.terms.sent]
-        assert request.update_info["names"] == names, "the update is of these"
+        assert request.update_info["names"] == names, "the update has other names than the offer"
         if self._transport is TransportKind.INPROC:
-            # The worker runs in this process: the tensors themselves, nothing is copied.
+            # The worker runs in this process: it gets the tensors themselves, without a copy.
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
         self._llm.init_weight_transfer_engine({"init_info": {"packed": True}})
-        # Closed, so that a failure, whose traceback refers to it, does not keep the buffers.
+        # `closing` frees the buffers even after a failure, whose traceback refers to the iterator.
         with closing(packed_buckets(self._weights, self._devices)) as packed:
             for bucket in packed:
-                # Every worker has copied its part when this returns: the next bucket takes the same
-                # memory.
+                # Every worker has copied its part when this returns, so the next bucket can reuse
+                # the memory.
                 self._llm.update_weights({"update_info": bucket})
 
     async def finish_weight_update(self) -> None:
@@ -154,12 +154,12 @@ class UpdatedLLM:
 
 
 class BeamLLM(LLM):
-    """`LLM` whose beam search obeys what `BeamSearchParams` has no fields for."""
+    """`LLM` with a beam search that supports settings `BeamSearchParams` has no fields for."""
 
     beam_decode: DecodeSettings | None = None
-    """Settings of the search under way."""
+    """Settings of the current search."""
     raise_if_stopping: Callable[[], None]
-    """Called before each of its steps; raises to leave the search."""
+    """Called before each step of a search; an exception ends the search."""
 
     def _beam_search_step(
         self,
@@ -174,9 +174,9 @@ class BeamLLM(LLM):
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
         base_sampling_params.repetition_penalty = decode.repetition_penalty
-        # The request's stop tokens take the place of the tokenizer's. vLLM's search knows one.
+        # Use the request's stop tokens, not the tokenizer's. vLLM's search supports only one.
         stop, *others = decode.stop_token_ids or (None,)
-        # Beams that end in one of the others go on in this step, and are completed below.
+        # Beams that end in another stop token continue in this step, and are completed below.
         is_over = super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
@@ -191,7 +191,7 @@ class BeamLLM(LLM):
 
 
 class ColocatedLLM:
-    """One engine, to be called inside its `EngineContext`, by one thread at a time."""
+    """One engine. Call it inside its `EngineContext`, from one thread at a time."""
 
     def __init__(
         self,
@@ -201,11 +201,11 @@ class ColocatedLLM:
         sleep: bool,
         raise_if_stopping: Callable[[], None],
     ) -> None:
-        """Load the checkpoint, for 5 to 20 s. Raises RolloutError without the repeat guard.
+        """Load the checkpoint, for 5 to 20 s. Raises RolloutError if the repeat guard is missing.
 
         Args:
-            sleep: whether it sleeps between the calls, where the platform can.
-            raise_if_stopping: called before each step of a generation, which it leaves by raising.
+            sleep: whether the engine sleeps between calls, if the platform supports it.
+            raise_if_stopping: called before each step of a generation; may raise to end it.
         """
         self._name = name
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
@@ -226,13 +226,13 @@ class ColocatedLLM:
         adapter = AdapterLoader(self._updated, enabled=settings.enable_lora)
         self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
-        """vLLM's tags of the memory that is given back."""
+        """vLLM's tags of the memory that is released."""
 
     def generate(self, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
         """Generate one rollout per request, in order, at most `max_num_seqs` at a time."""
         origin = EngineInfo(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
-        # Sampled and greedy requests share one batch; a search has its own settings.
+        # Sampled and greedy requests share one batch. A beam search has its own settings.
         for beam_decode, group in groupby(
             requests,
             key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None,
@@ -249,7 +249,7 @@ class ColocatedLLM:
     def take_weights(
         self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> SyncReport:
-        """Load and verify the offered weights, or the adapter. Raises WeightSyncError."""
+        """Load and verify the offered full weights or adapter. Raises WeightSyncError."""
         if isinstance(offer.terms, AdapterOffer):
             return asyncio.run(self.intake.run_all_phases(offer))
         checksummed = ChecksummedWeights(weights, offer.terms)
@@ -257,7 +257,7 @@ class ColocatedLLM:
             return asyncio.run(self.intake.run_all_phases(offer, checksummed))
 
     def fall_asleep(self) -> None:
-        """Give the device's memory back: weights move to host memory, the cache is dropped."""
+        """Release the device's memory: weights move to host memory, the cache is dropped."""
         if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
             self._sleeping = (WEIGHTS, CACHE)
@@ -268,10 +268,10 @@ class ColocatedLLM:
             self._sleeping = ()
 
     def wake_for(self, offer: WeightOffer) -> None:
-        """Take back the memory that a sync of the offer begins with."""
-        # That of the weights: while they arrive there is a copy of a part of them, and no use for
-        # the cache. A sync that begins with scoring them, once in a run, needs all memory: before
-        # that vLLM schedules nothing, and `LLM.generate` would never return.
+        """Restore the memory that the first part of a sync of this offer needs."""
+        # That is the memory of the weights: a part of them exists twice while they arrive, and the
+        # cache is not used. The first sync of a run scores the canary before that, which needs all
+        # memory. Without it vLLM schedules nothing, and `LLM.generate` would never return.
         if self.intake.measures_noise(offer):
             self.wake()
         elif WEIGHTS in self._sleeping:
@@ -279,20 +279,20 @@ class ColocatedLLM:
             self._sleeping = (CACHE,)
 
     def shut_down(self) -> None:
-        """End the engine, its processes and its hold on memory."""
+        """Shut down the engine with its processes, and free its memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_S)
-        # All three refer to the engine; its memory is free when the last reference is gone.
+        # All three refer to the engine. Its memory is free when the last reference is deleted.
         del self._llm, self._updated, self.intake
         gc.collect()
 
     def serve(self, calls: EngineCalls) -> None:
-        """Answer calls while they are open: each joins those that are being decoded."""
+        """Answer calls while they are open. A new call joins the calls that are being decoded."""
         engine = self._llm.llm_engine
         under_way: dict[str, tuple[str, Call]] = {}
-        """vLLM's inner id of each request and its call, by the id that the answer has."""
+        """Maps the external id of a request to vLLM's internal id and the call."""
         try:
             while calls.is_open:
-                # Waits only if nothing is being decoded: a wait would hold up the next token.
+                # Waits only if no request is being decoded, because it would delay the next token.
                 self._raise_if_stopping()
                 for call in calls.take(wait_s=0.0 if under_way else POLL_S):
                     try:
@@ -317,7 +317,7 @@ class ColocatedLLM:
             engine.abort_request([inner_id for inner_id, _ in under_way.values()], internal=True)
 
     def _answer(self, call: Call, output: RequestOutput, end_s: float) -> Rollout | RolloutError:
-        """Make the rollout of a finished request, or the reason why it is none."""
+        """Return the rollout of a finished request, or an error if it has no valid rollout."""
         version = self.intake.version
         origin = EngineInfo(self._name, version, self._rule, call.started)
         try:
@@ -329,12 +329,12 @@ class ColocatedLLM:
     def _complete(
         self, requests: Sequence[RolloutRequest], version: int
     ) -> list[tuple[Completion, float]]:
-        """Return each answer with the time of its end."""
+        """Return each answer with its end time."""
         engine = self._llm.llm_engine
         queued: list[str] = []
         ended: list[tuple[RequestOutput, float]] = []
         try:
-            # All before the first step: the same list always gives the same batches.
+            # Enqueue all before the first step, so that the same list gives the same batches.
             for request in requests:
                 queued.append(self._enqueue(request))
             while engine.has_unfinished_requests():
@@ -351,9 +351,9 @@ class ColocatedLLM:
         ]
 
     def _enqueue(self, request: RolloutRequest) -> str:
-        """Have the next steps work on a request too; return vLLM's inner id of it.
+        """Add a request to the next steps. Return vLLM's internal id of the request.
 
-        Raises RolloutError where it is refused.
+        Raises RolloutError if it is refused.
         """
         try:
             (inner_id,) = self._llm.enqueue(
@@ -367,8 +367,8 @@ class ColocatedLLM:
         return inner_id
 
     def _step(self) -> tuple[list[RequestOutput], float]:
-        """Take a step of the engine; return the requests that it has finished, and its end."""
-        # As `LLM.wait_for_completion`, which does not tell when each of them was finished.
+        """Run one engine step. Return the requests that it finished, and its end time."""
+        # Like `LLM.wait_for_completion`, which does not report when each request was finished.
         outputs = self._llm.llm_engine.step()
         end_s = time.perf_counter()
         return [one for one in outputs if isinstance(one, RequestOutput) and one.finished], end_s
@@ -376,8 +376,8 @@ class ColocatedLLM:
     def _search_beams(
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
-        """Return the best beam of each request, all with the same time of the end."""
-        # vLLM's score is of the sum over the response, and counts the prompt's tokens as length.
+        """Return the best beam of each request. All have the same end time."""
+        # vLLM scores the sum over the response, but its length includes the prompt's tokens.
         params = BeamSearchParams(
             beam_width=decode.num_beams,
             max_tokens=decode.max_new_tokens,
@@ -398,7 +398,7 @@ class ColocatedLLM:
 
     def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Completion:
         best = output.sequences[0]
-        # A beam tells how it ended only where that was neither its stop token nor its limit.
+        # A beam has a finish reason only if it is neither the stop token nor the length limit.
         if best.finish_reason is not None:
             finish_reason(best.finish_reason, request, self._name)
         prompt = tuple(best.orig_prompt["prompt_token_ids"])

@@ -1,4 +1,4 @@
-"""transformers' `generate` on the learner's own model: no engine, no weights to send, but slow.
+"""A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
 padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates, R image
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     )
 
 NO_STOP_TOKEN = -1
-"""Stop token of a request that has none: transformers would take the checkpoint's."""
+"""Stop token if a request has none. Otherwise transformers would use the checkpoint's."""
 
 
 class StopCheck(LogitsProcessor):
-    """Leaves `generate` before its next token once the run is ending."""
+    """Ends `generate` before its next token when the run is ending."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
         self._raise_if_stopping = raise_if_stopping
@@ -68,7 +68,7 @@ class StopCheck(LogitsProcessor):
 
 
 class StopTexts(StoppingCriteria):
-    """Ends the rows whose last tokens complete a stop text, for one call of `generate`."""
+    """Ends rows when they contain a stop text, for one call of `generate`."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int
@@ -76,11 +76,11 @@ class StopTexts(StoppingCriteria):
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt_length = prompt_length
-        # A token has a byte at least, so a stop text of n bytes lies within n tokens. Three more:
-        # the first character of the window may be cut.
+        # A token has at least one byte, so a stop text of n bytes lies within n tokens. Three more,
+        # because the first character of the window may be incomplete.
         self._window = max((len(text.encode()) for text in stop), default=0) + 3
         self.lengths: dict[int, int] = {}
-        """Tokens up to the end of the first stop text, by row."""
+        """Number of tokens up to the end of the first stop text, by row."""
 
     def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
         """[B, L] -> bool [B]"""
@@ -99,7 +99,7 @@ class StopTexts(StoppingCriteria):
         return any(stop in text for stop in self._stop)
 
     def cut(self, row: int, answer: Completion) -> Completion:
-        """Return a row's answer up to the end of its stop text, if that came before all else."""
+        """Return a row's answer, cut after its stop text if that ended the answer first."""
         length = self.lengths.get(row)
         if length is None or length > len(answer.token_ids):
             return answer
@@ -115,14 +115,14 @@ class StopTexts(StoppingCriteria):
 
 
 class SeenTokens:
-    """The ids that occur in each row, prompt included, for the repetition penalty."""
+    """The ids that occur in each row, including the prompt, for the repetition penalty."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompts = prompts
         self._prompt_length = max(len(prompt) for prompt in prompts)
 
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Return bool [B, V], without the padding. Each prompt has as many rows as beams."""
+        """Return bool [B, V], ignoring padding. Each prompt has one row per beam."""
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
         for row in range(len(ids_BL)):
@@ -133,9 +133,9 @@ class SeenTokens:
 def processed_logits(
     logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the logits that a token is drawn from, in fp32; not in place.
+    """Return the fp32 logits that a token is drawn from. Does not change `logits_BV`.
 
-    `seen_BV` is None where there is no repetition penalty.
+    `seen_BV` is None if the request has no repetition penalty.
     """
     # vLLM's order: bans, repetition penalty, temperature, top-k, top-p.
     logits_BV = logits_BV.float().clone()
@@ -153,8 +153,8 @@ def processed_logits(
         smallest_B1 = logits_BV.topk(decode.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
     if decode.top_p < 1.0:
-        # Only the smallest set with at least probability `top_p` stays; the most probable token
-        # always does.
+        # Keep the smallest set whose probability is at least `top_p`, and always the most probable
+        # token.
         ascending_BV, order_BV = logits_BV.sort(dim=-1)
         removed_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - decode.top_p
         removed_BV[:, -1] = False
@@ -164,23 +164,23 @@ def processed_logits(
 
 
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """Return int64 [B]: the first token whose cumulated probability exceeds the row's number.
+    """Return int64 [B]: the first token whose cumulative probability exceeds the row's number.
 
     Example:
         probabilities 0.2, 0.5, 0.3 and the number 0.6 of [0, 1) -> token 1
     """
-    # In fp64, so that the sum over a large vocabulary is exact enough.
+    # In fp64, so that the sum over a large vocabulary is accurate enough.
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
     total_B1 = cumulated_BV[:, -1:].contiguous()
     uniforms_B1 = torch.tensor(uniforms, dtype=torch.float64, device=logprobs_BV.device)[:, None]
     drawn_B1 = torch.searchsorted(cumulated_BV, uniforms_B1 * total_B1, right=True)
-    # The product may round up to the total: then it is the last token that has any probability.
+    # The product may round up to the total. Then use the last token with a nonzero probability.
     last_B1 = torch.searchsorted(cumulated_BV, total_B1)
     return torch.minimum(drawn_B1, last_B1)[:, 0]
 
 
 class _LogprobProcessor(LogitsProcessor):
-    """Log-probabilities by the request's settings."""
+    """Base class of the processors that need log-probabilities after a request's settings."""
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         self._decode = decode
@@ -188,26 +188,26 @@ class _LogprobProcessor(LogitsProcessor):
 
     def _logprobs(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
-        # After all settings, as vLLM's `processed_logprobs`.
+        # After all settings, like vLLM's `processed_logprobs`.
         return processed_logits(scores, self._decode, seen_BV).log_softmax(-1)
 
 
 class Chooser(_LogprobProcessor):
-    """Chooses every row's next token, greedily or by the row's own seed, and keeps its logprob.
+    """Chooses each row's next token, greedily or by the row's seed, and keeps its log-probability.
 
-    It must be the last processor of a greedy `generate`, to which it leaves one token per row: so
-    results depend neither on the neighbours of a row nor on any global random state.
+    It must be the last processor of a greedy `generate`, because it leaves one possible token per
+    row. So results depend neither on a row's neighbours nor on any global random state.
     """
 
     def __init__(
         self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(decode, prompts)
-        # One per row: a request's numbers do not depend on its neighbours in the batch.
+        # One per row, so that the random numbers do not depend on the other rows of the batch.
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
-        """`time.perf_counter` when each step's tokens were chosen; on a GPU up to a step before."""
+        """`time.perf_counter` when each step's tokens were chosen; on a GPU up to a step early."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs_BV = self._logprobs(input_ids, scores)
@@ -217,24 +217,24 @@ class Chooser(_LogprobProcessor):
             chosen_B = logprobs_BV.argmax(-1)
         self._chosen.append(logprobs_BV.gather(1, chosen_B[:, None])[:, 0])
         self.times.append(time.perf_counter())
-        # The only finite score of a row is what a greedy `generate` takes.
+        # A greedy `generate` takes the only finite score of a row.
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:
-        """Return [B][T]: of what was chosen, also behind a row's end."""
+        """Return [B][T]: log-probabilities of the chosen tokens, also after a row's end."""
         return torch.stack(self._chosen, dim=1).tolist()
 
 
 class BeamScores(_LogprobProcessor):
-    """Scores a beam search by the same rules, and keeps the candidates for its next tokens."""
+    """Scores a beam search by the same settings, and keeps candidates for the next tokens."""
 
-    # transformers hands over log-probabilities, so a repetition penalty multiplies every seen
-    # token's (vLLM's divides a positive logit instead).
+    # transformers passes log-probabilities, so a repetition penalty multiplies those of all seen
+    # tokens. In vLLM it divides positive logits instead.
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         super().__init__(decode, prompts)
-        # As many as transformers' beam search keeps: some may be stop tokens, and the beams that go
-        # on need others.
+        # The number that transformers' beam search keeps: some may be stop tokens, and the beams
+        # that continue need others.
         self._num_candidates = max(2, 1 + len(decode.stop_token_ids)) * decode.num_beams
         self._candidates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -245,7 +245,7 @@ class BeamScores(_LogprobProcessor):
         return logprobs_BV
 
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Return one per token; `beams` are the rows that each was added to."""
+        """Return one value per token; `beams` are the rows that each token was added to."""
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(
             self._candidates, beams, token_ids, strict=False
@@ -256,10 +256,10 @@ class BeamScores(_LogprobProcessor):
 
 
 class HFBackend:
-    """A `RolloutBackend` over its host's model, which may be in training mode or carry an adapter.
+    """A `RolloutBackend` on its host's model, which may be in training mode or have an adapter.
 
-    A response depends on its request and seed alone. In fp32 the log-probabilities of a padded
-    batch differ from those of a prompt alone by the rounding of the sums (under 1e-5).
+    A response depends only on its request and seed. In fp32 the log-probabilities in a padded
+    batch differ from an unpadded prompt's by rounding of the sums (under 1e-5).
     """
 
     def __init__(
@@ -269,21 +269,21 @@ class HFBackend:
         decode_batch_size: int,
         repeat_guard: RepeatGuardSettings | None = None,
     ) -> None:
-        """Decode at most `decode_batch_size` sequences at a time, each beam being one."""
+        """Decode at most `decode_batch_size` sequences at a time. Each beam counts as one."""
         self._host = host
         self._name = host.name
         self._decode_batch_size = decode_batch_size
         self._rule = repeat_rule(repeat_guard, lambda: host.tokenizer)
         self._sees_images = host.processor is not host.tokenizer
         self._pictures = pictures_of(host.processor)
-        # What is padded is masked, and answers are cut at their end: any token will do.
+        # Padding is masked and answers are cut at their end, so any token is suitable.
         pads = (host.tokenizer.pad_token_id, host.tokenizer.eos_token_id, 0)
         self._pad_token_id = next(token_id for token_id in pads if token_id is not None)
         self.version = 0
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order, until the host raises between two tokens."""
+        """Generate rollouts in order. The host may stop it by an exception between two tokens."""
         if not requests:
             return []
         started = StartTime.now()
@@ -305,7 +305,7 @@ class HFBackend:
                     calls.answer(list(zip(of_batch, rollouts, strict=True)))
 
     def _rollouts(self, batch: list[RolloutRequest], started: Sequence[StartTime]) -> list[Rollout]:
-        """Decode one batch; `started` is when each of its requests has come."""
+        """Decode one batch; `started` has the arrival time of each request."""
         pictures = self._pictures if self._sees_images else None
         encoded = [encode_prompt(request, pictures, actor=self._name) for request in batch]
         return [
@@ -323,8 +323,8 @@ class HFBackend:
             yield
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Take the version alone: the weights are the learner's own."""
-        # Nothing travels, so there is nothing for a canary to find.
+        """Set only the version, because the weights are the learner's own."""
+        # There is no transfer that a canary could check.
         self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 
@@ -335,7 +335,7 @@ class HFBackend:
         return RolloutError(message, actor=self._name, phase="generate")
 
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-        """Yield requests of the same settings; the beams of a prompt are never separated."""
+        """Yield batches of requests with the same settings. A prompt's beams stay together."""
         for decode, group in groupby(requests, key=lambda request: request.decode):
             alike = list(group)
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
@@ -349,7 +349,7 @@ class HFBackend:
     def _decode(
         self, batch: list[RolloutRequest], encoded: list[EncodedPrompt]
     ) -> list[tuple[Completion, float]]:
-        """Return each answer with the time of its end, by `time.perf_counter`."""
+        """Return each answer with its end time by `time.perf_counter`."""
         decode = batch[0].decode
         prompts = [prompt.token_ids for prompt in encoded]
         inputs = self._inputs(encoded)
@@ -372,7 +372,7 @@ class HFBackend:
                 output.beam_indices.tolist(),
                 strict=True,
             ):
-                # Behind a response there is padding, which no beam has chosen.
+                # A response is followed by padding, which no beam has chosen.
                 response = cut_behind_stop(tokens, decode)
                 logprobs = beams.logprobs(rows, response)
                 answers.append(Completion.up_to_stop(prompt, response, logprobs, decode))
@@ -396,7 +396,7 @@ class HFBackend:
         ids_BP = torch.full(shape, self._pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
         for row, prompt in enumerate(encoded):
-            # On the left, so that every row's next token follows its last position.
+            # Padded on the left, so that every row's next token follows its last position.
             begin = length - len(prompt.token_ids)
             ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
             mask_BP[row, begin:] = 1
@@ -418,7 +418,7 @@ class HFBackend:
         processors: list[LogitsProcessor],
         texts: StopTexts | None = None,
     ) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
-        # What is left out would come from the checkpoint's generation_config.json.
+        # Values that are omitted here would come from the checkpoint's generation_config.json.
         config = GenerationConfig(
             do_sample=False,
             num_beams=decode.num_beams if decode.mode is DecodeMode.BEAM else 1,
@@ -443,14 +443,14 @@ class HFBackend:
             )
         except torch.OutOfMemoryError as error:
             raise self._error(
-                f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training"
-                f" state ({error}); lower rollout_matching.decode_batch_size"
+                f"{len(inputs['input_ids'])} sequences do not fit in memory with the learner's"
+                f" training state ({error}); lower rollout_matching.decode_batch_size"
             ) from error
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; afterwards every module is in its own mode again."""
+    """Put the model in evaluation mode for the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,6 @@
-"""The engine behind a rollout server, over HTTP: what both kinds of server have in common.
+"""The HTTP client of a rollout server: the part that both kinds of server share.
 
-`rollmatch_server` and `stock_server` are its two dialects (spec: server mode).
+`rollmatch_server` and `stock_server` implement the two kinds (spec: server mode).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Call = Callable[[], Coroutine[object, None, T]]
 
 SECTION = "rollout_matching.vllm.server"
 POLL_S = 0.5
-"""Time between two looks whether a starting server is up."""
+"""Interval between two checks whether a starting server is up."""
 WATCH_S = 10.0
-"""Time between two looks whether a working server answers and makes progress."""
+"""Interval between two checks whether a working server answers and makes progress."""
 CONNECT_S = 10.0
 TELL_S = 2.0
 STILL_LOADING = (502, 503, 504)
-"""Statuses of a server, or of the proxy before it, that loads."""
-STARTED_AGAIN = "was started again in the midst of the run, and holds the checkpoint's weights"
+"""Statuses of a server that is loading, or of a proxy in front of it."""
+STARTED_AGAIN = "was restarted during the run, so it has the checkpoint's weights"
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
-"""Settings of a run without servers, for messages."""
+"""Settings of a run that needs no servers, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +53,27 @@ class ServerAddress:
     base_url: str
     timeout_s: float
     infer_timeout_s: float | None
-    """None: no limit, and the server is watched instead."""
+    """None: no limit. Then the server's progress is checked instead."""
     kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
-    """None: that of the server's token file, if it has one."""
+    """None: the token in the server's token file, if it has one."""
     run: str = ""
-    """The run that asks, as `lease.run_name`; empty: none."""
+    """Name of the run, from `lease.run_name`; empty: no run."""
 
     @property
     def health_route(self) -> str:
-        """The open route of a server that is up."""
+        """The route that a running server answers without a token."""
         # A stock server would redirect from `/health/`.
         return "/health" if self.kind == "vllm" else "/health/"
 
 
 def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddress, ...]:
-    """Return the servers in order, with the token of this process's environment.
+    """Return the servers in order, with the token from this process's environment.
 
     Args:
-        run: the run that asks.
+        run: name of the run that uses the servers.
 
-    Raises ConfigError where the token's variable is not set.
+    Raises ConfigError if the token's variable is not set.
     """
     token = token_in(section.token_env, f"{SECTION}.token_env")
     limit_s = section.infer_timeout_s
@@ -95,9 +95,9 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
 
 
 def token_in(variable: str | None, key: str) -> str | None:
-    """Return the bearer token in a variable of this process's environment, which `key` names.
+    """Return the bearer token in the environment variable that `key` names.
 
-    Raises ConfigError where it is not set.
+    Raises ConfigError if the variable is not set.
     """
     if variable is None:
         return None
@@ -105,13 +105,13 @@ def token_in(variable: str | None, key: str) -> str | None:
     if not token:
         why = f"the environment variable {variable} is not set"
         raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
-    # From logs and error messages, from now on.
+    # Replace it in all logs and error messages from now on.
     hide({"token": token})
     return token
 
 
 class UnansweredError(Exception):
-    """No connection, a broken one, or no answer in time: the call may be tried again."""
+    """No connection, a broken connection, or no answer in time. The call may be retried."""
 
 
 class LateError(UnansweredError):
@@ -119,7 +119,7 @@ class LateError(UnansweredError):
 
 
 class HttpStatusError(Exception):
-    """An answer with an error status. A 5xx may be tried again; a 4xx would be the same again."""
+    """An answer with an error status. A 5xx may be retried; a 4xx would be the same again."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self.status = answer.status_code
@@ -140,37 +140,37 @@ def _error_message(answer: httpx.Response) -> str:
 
 
 class HttpClient:
-    """Calls one server, which has this name among the rollout actors.
+    """Calls one server, which is the rollout actor `name`.
 
-    `get` and `post` return the answer's body. They raise UnansweredError and HttpStatusError.
+    `get` and `post` return the body of the answer. They raise UnansweredError and HttpStatusError.
     """
 
     def __init__(self, name: str, address: ServerAddress) -> None:
         self.name = name
         self.address = address
-        # A proxy of the environment does not lead to this machine's own address.
+        # A proxy from the environment cannot reach loopback addresses of this machine.
         self._trust_env = not is_loopback(urlsplit(address.base_url).hostname or "")
         self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
 
     async def get(self, route: str, *, timeout_s: float | None = None) -> bytes:
-        """Ask with the limit `timeout_s`, or else the address's."""
+        """Send a GET request. The limit is `timeout_s`, or else the address's `timeout_s`."""
         return await self._call("GET", route, None, timeout_s or self.address.timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
-        """Send JSON. Cancelling it closes the connection."""
+        """Send JSON in a POST request. Cancelling the call closes the connection."""
         return await self._call("POST", route, body, timeout_s)
 
     def error(self, message: str, phase: str) -> RolloutError:
-        """Make an error that names the server, and its URL."""
+        """Build an error that names the server and its URL."""
         return RolloutError(self.with_url(message), actor=self.name, phase=phase)
 
     def with_url(self, message: str) -> str:
-        """Put the server's URL first, unless that is its name already."""
+        """Prefix a message with the server's URL, unless the name is the URL already."""
         url = self.address.base_url
         return message if self.name == url else f"{url} {message}"
 
     def tell(self, route: str) -> None:
-        """Call a route and wait for no more than `TELL_S`; a server that is gone need not know."""
+        """Call a route and wait at most `TELL_S`. Ignore errors, as the server may have ended."""
         with suppress(httpx.HTTPError):
             httpx.post(
                 self.address.base_url + route,
@@ -182,7 +182,7 @@ class HttpClient:
 
     def _headers(self) -> dict[str, str]:
         headers = {}
-        # Looked for each time: a server that was started again has another.
+        # Read each time, because a restarted server has a new token.
         if token := self.address.token or find_token(self.address.base_url):
             headers["Authorization"] = f"Bearer {token}"
         if self.address.run:
@@ -195,14 +195,14 @@ class HttpClient:
         headers = self._headers()
         if body is not None:
             headers["Content-Type"] = "application/json"
-        # A new one each time: a server may close an idle one, and the next call would fail.
+        # A new connection each time: a server may close an idle one, and the next call would fail.
         connection = httpx.AsyncClient(
             verify=self._tls,
             trust_env=self._trust_env,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
         )
         try:
-            # httpx's own limits are per read and per write; this one is for the whole call.
+            # httpx's own limits apply to each read and write. This one applies to the whole call.
             async with asyncio.timeout(timeout_s), connection:
                 answer = await connection.request(
                     method, self.address.base_url + route, content=body, headers=headers
@@ -219,23 +219,23 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """A server's account of itself."""
+    """What a server reports about itself."""
 
     world_size: int
-    """Rollout devices."""
+    """Number of rollout devices."""
     version: int
-    """Weight version; 0: the checkpoint's, or not reported."""
+    """Weight version; 0: the checkpoint's weights, or not reported."""
     process: str
     """As `WatchedEngine.process`."""
     problems: tuple[str, ...]
-    """Settings that the run cannot use, each with its remedy."""
+    """Settings that are unsuitable for the run, each with its remedy."""
 
 
 class HttpEngine(WatchedEngine, ABC):
-    """A rollout engine behind HTTP. A subclass speaks the routes of one kind of server."""
+    """A rollout engine that is reached over HTTP. Each subclass implements one kind of server."""
 
     process = ""
-    # Never true: this process lives on, whatever becomes of the server.
+    # Never true: this process continues if the server ends.
     is_dead = False
 
     def __init__(
@@ -249,9 +249,9 @@ class HttpEngine(WatchedEngine, ABC):
     ) -> None:
         """
         Args:
-            index: the server's among those of the run, and so its group's in a weight sync.
+            index: index of the server in the run, and so of its group in a weight sync.
             expected: the settings of an engine that suits the run.
-            command: starts a server that suits, for messages.
+            command: command that starts a suitable server, for messages.
         """
         self._http = HttpClient(name, address)
         self._index = index
@@ -259,35 +259,35 @@ class HttpEngine(WatchedEngine, ABC):
         self._command = command
 
     async def start(self) -> int:
-        """Wait for the server and check that it suits the run. Returns its rollout devices.
+        """Wait for the server and check that it suits the run. Return its number of devices.
 
-        Raises RolloutError with the command of a server that would suit.
+        Raises RolloutError with the command that starts a suitable server.
         """
         await self._wait_until_up()
         facts = await self.inspect()
         if facts.problems:
             message = f"does not suit the run: {'; '.join(facts.problems)}"
-            raise self._http.error(f"{message}. All of it: `{self._command}`", "start")
+            raise self._http.error(f"{message}. A suitable command: `{self._command}`", "start")
         await self._claim()
         self.process = facts.process
         return facts.world_size
 
     @abstractmethod
     async def inspect(self) -> ServerFacts:
-        """Ask a server that is up about itself; changes nothing there. Raises RolloutError."""
+        """Query a running server without changing it. Raises RolloutError."""
 
     async def _claim(self) -> None:
-        """Begin to use a server that suits."""
+        """Take over a suitable server for this run."""
 
     async def progress(self) -> int | None:
-        """Return the server's count of sampled tokens; None: nothing to do, or no count.
+        """Return the number of sampled tokens; None: the server is idle, or it has no count.
 
         Raises UnreachableError.
         """
         return await self._look(self._num_tokens)
 
     async def check_alive(self) -> None:
-        """Return where the server answers, and is the one that this client has started with.
+        """Return if the server answers and is still the process that this client started with.
 
         Raises UnreachableError.
         """
@@ -296,14 +296,14 @@ class HttpEngine(WatchedEngine, ABC):
 
     @abstractmethod
     async def _num_tokens(self) -> int | None:
-        """Ask for the number of tokens sampled so far; None: nothing to do, or no count."""
+        """Request the number of tokens sampled so far; None: the server is idle, or no count."""
 
     @abstractmethod
     async def _was_started_again(self) -> bool:
-        """Ask whether another process answers now, which holds the checkpoint's weights."""
+        """Return whether the server was restarted, so that it has the checkpoint's weights."""
 
     async def _look(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask the server about itself, and once more after a failure. Raises UnreachableError."""
+        """Send a query to the server, with one retry. Raises UnreachableError."""
         for attempt in range(TRIES):
             try:
                 return await ask()
@@ -318,13 +318,13 @@ class HttpEngine(WatchedEngine, ABC):
         return UnreachableError(message, actor=self._http.name, phase="generate")
 
     def close(self) -> None:
-        """Do nothing: somebody else launched the server, and no connection is held."""
+        """Do nothing: the server is launched separately, and each call has its own connection."""
 
     async def _wait_until_up(self) -> None:
         address = self._http.address
         remedy = (
             f"check that it runs (`{self._command}`), that {address.key}.base_url is its address"
-            f" and no firewall is between, or set {IN_THE_LEARNER}"
+            f" and that no firewall blocks it, or set {IN_THE_LEARNER}"
         )
         deadline = time.monotonic() + address.timeout_s
         while True:
@@ -336,32 +336,32 @@ class HttpEngine(WatchedEngine, ABC):
                 last = str(error)
             except HttpStatusError as error:
                 if error.status not in STILL_LOADING:
-                    why = f"answers {address.health_route} with {error}, so it is no rollout server"
+                    why = f"is not a rollout server: it answers {address.health_route} with {error}"
                     raise self._http.error(f"{why}; {remedy}", "start") from error
                 last = str(error)
             if time.monotonic() + POLL_S >= deadline:
                 limit = f"{SECTION}.timeout_s = {address.timeout_s:g} s"
-                why = f"did not get ready within {limit} (last: {last})"
+                why = f"was not ready within {limit} (last: {last})"
                 raise self._http.error(f"{why}; {remedy}", "start")
             await asyncio.sleep(POLL_S)
 
     async def _answers(self, calls: Sequence[Call[T]]) -> tuple[list[T], int]:
-        """Make all calls at once; where one fails or is late, make all of them once more.
+        """Make all calls at once. If one fails or is late, repeat all of them once.
 
-        Returns the answers in order, and the number of failures before them (`Rollout.attempt`).
-        Raises UnreachableError, and RolloutError where the server refused, as any other would that
-        has the same weights.
+        Return the answers in order, and the number of failed attempts (`Rollout.attempt`). Raises
+        UnreachableError. Raises RolloutError if the server refused a call; then any other server
+        with the same weights would refuse it too.
         """
         for attempt in range(TRIES):
-            # All of them, since seeds are per request: the same rollouts come again.
+            # Repeat all of them: seeds are per request, so the rollouts are the same.
             work = all_answers([call() for call in calls])
             try:
                 if self._http.address.infer_timeout_s is None:
                     return await self._watched(work), attempt
                 return await work, attempt
             except HttpStatusError as error:
-                # A server that was started again refuses too: that is reported first, since others
-                # can answer then.
+                # A restarted server refuses calls too. Report that first, because then other
+                # servers can answer.
                 if error.status < 500:
                     await self.check_alive()
                     raise self._http.error(f"refused the call: {error}", "generate") from error
@@ -373,7 +373,7 @@ class HttpEngine(WatchedEngine, ABC):
 
     async def _watched(self, work: Coroutine[object, None, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""
-        # Two tasks: the call itself has no limit, so only the watch can tell a slow server from a
+        # Two tasks: the call has no limit, so only the watch can distinguish a slow server from a
         # stuck one.
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
@@ -383,12 +383,12 @@ class HttpEngine(WatchedEngine, ABC):
                 watch.result()
             return await task
         finally:
-            # `wait` ends its tasks neither when it is cancelled nor when one of them is done.
+            # `wait` does not cancel its tasks when it is cancelled or one of them is done.
             task.cancel()
             watch.cancel()
 
     async def _watch(self) -> None:
-        # An engine can be stuck behind a server that lives: then its count of tokens stands still.
+        # If the engine of a running server is stuck, its token count does not change.
         timeout_s = self._http.address.timeout_s
         last: int | None = None
         changed = time.monotonic()
@@ -398,27 +398,27 @@ class HttpEngine(WatchedEngine, ABC):
                 now = await self._num_tokens()
             except HttpStatusError as error:
                 raise UnansweredError(f"{self._http.address.health_route}: {error}") from error
-            # None: there is nothing to do, or no count, so nothing can stand still.
+            # None: the server is idle or does not count, so there is no stall to detect.
             if now is None or now != last:
                 last = now
                 changed = time.monotonic()
             elif time.monotonic() - changed >= timeout_s:
                 raise UnansweredError(
-                    "it answers, and its engine has sampled no token for"
+                    "the server answers, but its engine has sampled no token for"
                     f" {SECTION}.timeout_s = {timeout_s:g} s"
                 )
 
     def _parse(self, parse: Callable[[bytes], T], body: bytes, phase: str) -> T:
-        """Read an answer. Raises RolloutError(phase) for one of another form."""
+        """Parse an answer. Raises RolloutError with `phase` if it has another form."""
         try:
             return parse(body)
         except ValueError as error:
             remedy = f"check that it is `{self._command}`, and {SECTION}.kind"
-            raise self._http.error(f"answered something else: {error}; {remedy}", phase) from error
+            raise self._http.error(f"sent an invalid answer: {error}; {remedy}", phase) from error
 
 
 async def all_answers(calls: Sequence[Coroutine[object, None, T]]) -> list[T]:
-    """Return all answers in order, or raise the first error and give up the other calls."""
+    """Return all answers in order, or raise the first error and cancel the other calls."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,9 +1,9 @@
-"""Isolation of an engine inside another process, which finds its own settings again.
+"""Isolation of an engine inside another process: each side gets its own process state.
 
 In-process vLLM seeds every random generator, opens a default process group, replaces
-`torch.set_num_threads` by a function that does nothing, reads environment variables at any time,
-and freezes the garbage collector's heap. A learner needs its own of all of these back, and the
-engine needs to find its own each time it works.
+`torch.set_num_threads` by a function without effect, reads environment variables at any time, and
+freezes the garbage collector's heap. The learner must get its own state back after each use of
+the engine, and the engine must find its own state at the next use.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 NUM_THREADS = 1
-"""Threads of a CPU engine: with more, logprobs depend on the batch (decision 23)."""
+"""Threads of a CPU engine: with more, log-probabilities depend on the batch (decision 23)."""
 
 
 class GeneratorStates(NamedTuple):
-    """The states of the generators of python, numpy and torch, of every device."""
+    """The states of the random generators of python, numpy and torch, on every device."""
 
     python: tuple[object, ...]
     numpy: Any
-    """A mapping, or a tuple of the older form."""
+    """A mapping, or a tuple in the older form."""
     torch: Tensor
     devices: Sequence[Tensor]
 
@@ -50,7 +50,7 @@ class GeneratorStates(NamedTuple):
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the states of all generators after the block."""
+    """Restore the states of all random generators after the block."""
     states = GeneratorStates.now()
     try:
         yield
@@ -59,9 +59,9 @@ def random_state_kept() -> Iterator[None]:
 
 
 class EngineContext:
-    """The engine's side of the process: everything that touches the engine is in `entered()`.
+    """The engine's process state: use the engine only inside `entered()`.
 
-    Not reentrant, and the process is the engine's alone meanwhile. `environment` is set for the
+    Not reentrant. Meanwhile only the engine may use the process. `environment` is set for the
     engine and its children.
     """
 
@@ -71,7 +71,7 @@ class EngineContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Give the process to the engine while the block runs, then restore the host's."""
+        """Install the engine's process state for the block, then restore the host's."""
         import torch._dynamo.config as dynamo
 
         environment = dict(os.environ)
@@ -83,22 +83,22 @@ class EngineContext:
         with random_state_kept():
             os.environ.update(self._environment)
             set_num_threads(NUM_THREADS)
-            # torch reads TORCHDYNAMO_DISABLE on import, which may have happened long ago.
+            # torch reads TORCHDYNAMO_DISABLE at import, which may have happened before.
             dynamo.disable = disabled or self._environment.get("TORCHDYNAMO_DISABLE") == "1"
             try:
                 with self._world.entered():
                     yield
             finally:
                 dynamo.disable = disabled
-                # vLLM freezes the heap when it has started: the learner's garbage in it would stay.
+                # vLLM freezes the heap after its start, so the learner's garbage would stay in it.
                 if gc.get_freeze_count() > num_frozen:
                     gc.unfreeze()
-                # Opening a default group prefixes the process's tracebacks with its rank.
+                # Opening a default group adds the rank to all tracebacks of the process.
                 sys.excepthook = hook
-                # vLLM has put a function that does nothing in its place.
+                # vLLM has replaced it by a function without effect.
                 torch.set_num_threads = set_num_threads
                 set_num_threads(num_threads)
-                # The engine finds again what it has set.
+                # Keep the variables that the engine has set, for its next use.
                 self._environment = {
                     name: value
                     for name, value in os.environ.items()
@@ -109,39 +109,39 @@ class EngineContext:
                 os.environ.update(environment)
 
     def forget_default_group(self) -> None:
-        """Shut down the engine's group, inside, before the engine ends.
+        """Shut down the engine's group. Call it inside `entered()`, before the engine ends.
 
-        Left to itself it ends by destroying "all" groups, the learner's included.
+        Otherwise the engine ends by destroying "all" groups, including the learner's.
         """
         self._world.end_default_group()
 
 
 def _engine_map(name: str) -> property:
-    """Make the property of a map that the engine keeps for itself."""
+    """Return a property for a map that the engine keeps separately."""
     return property(lambda world: world._maps.setdefault(name, {}))
 
 
 class EngineWorld(c10d._World):
-    """The engine's process groups, apart from the learner's.
+    """The engine's process groups, separate from the learner's.
 
     Replacing `distributed_c10d._world` is torch's own extension point for this. torch's `_World`
-    holds the default group itself, but its other properties read and write variables of torch's
-    module: with those, the engine would list, and destroy, the learner's groups. So every such
-    property is overridden here.
+    holds the default group itself, but its other properties use module variables of torch. With
+    those the engine would list, and destroy, the learner's groups. So all such properties are
+    overridden here.
     """
 
-    # Groups are numbered within a process. The engine's begin far above the learner's, whose next
-    # group must get the same name on every rank, wherever engines are.
+    # torch numbers the groups of a process. The engine's begin far above the learner's, whose next
+    # group must get the same name on every rank, including ranks without an engine.
     FIRST_GROUP = 1_000_000
 
     pg_map = _engine_map("pg_map")
-    """Group -> backend and store. `destroy_process_group()` ends all that are in it."""
+    """Group -> backend and store. `destroy_process_group()` ends all groups in it."""
     pg_names = _engine_map("pg_names")
     """Group -> name."""
     pg_group_ranks = _engine_map("pg_group_ranks")
     """Group -> its ranks by global rank."""
     pg_backend_config = _engine_map("pg_backend_config")
-    """Group -> backend for each kind of device."""
+    """Group -> backend for each device type."""
     tags_to_pg = _engine_map("tags_to_pg")
     """Tag -> groups."""
     pg_to_tag = _engine_map("pg_to_tag")
@@ -162,7 +162,7 @@ class EngineWorld(c10d._World):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make these the process's groups while the block runs."""
+        """Make these the process's groups for the block."""
         host = c10d._world
         c10d._world = self
         _set_global_rank(self.default_pg)
@@ -182,6 +182,6 @@ class EngineWorld(c10d._World):
 
 
 def _set_global_rank(default_group: ProcessGroup | None) -> None:
-    # torch's C++ side keeps the rank for its logs, apart from the group; -1: none.
+    # torch's C++ side keeps the rank for its logs, separately from the group; -1: no group.
     rank = -1 if default_group is None else default_group.rank()
     torch._C._distributed_c10d._set_global_rank(rank)

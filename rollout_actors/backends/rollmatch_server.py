@@ -1,4 +1,4 @@
-"""The client of `rollmatch serve` (spec: server mode), and the command that starts one."""
+"""The client of `rollmatch serve` (spec: server mode), and the command that starts a server."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def infer_calls(
     version: int | None,
     guard: RepeatGuardSettings | None = None,
 ) -> list[InferCall]:
-    """Cut a share into as few calls as the server's limits allow, in order.
+    """Split a share into as few calls as the server's limits allow, in order.
 
-    Raises ValueError naming a sample that is too large for a call.
+    Raises ValueError that names a sample too large for one call.
 
     Example:
         7 requests and max_requests 3 -> calls of 3, 3 and 1.
@@ -51,11 +51,11 @@ def infer_calls(
         size = _body_bytes(InferCall.of([request], run=run, version=version, guard=guard))
         if size > limits.max_request_bytes:
             raise ValueError(
-                f"takes calls of max_request_bytes = {limits.max_request_bytes}, and sample"
-                f" {request.sample_id} with its images is {size}; start it with"
+                f"accepts calls of max_request_bytes = {limits.max_request_bytes}, but sample"
+                f" {request.sample_id} with its images has {size}; start it with"
                 f" max_request_bytes={size}, or make the images smaller"
             )
-        # A call of several requests is no larger than their own calls together.
+        # A call of several requests is not larger than the sum of its single-request calls.
         if size > room or len(parts[-1]) == limits.max_requests:
             parts.append([])
             room = limits.max_request_bytes
@@ -66,7 +66,7 @@ def infer_calls(
 
 def _body_bytes(call: InferCall) -> int:
     (request,) = call.requests
-    # Without encoding its images, which are most of it.
+    # Computed without encoding the images, which are most of the size.
     images = tuple(replace(image, data=image.data and b"") for image in request.images)
     without_data = call.model_copy(update={"requests": (replace(request, images=images),)})
     size = len(without_data.body())
@@ -76,13 +76,13 @@ def _body_bytes(call: InferCall) -> int:
 
 
 def serve_command(settings: EngineSettings, base_url: str) -> str:
-    """Return the shell command of a server that suits a run, which brings its own repeat guard."""
+    """Return the command of a server that suits a run. The run sends its own repeat guard."""
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
     return shlex.join(["rollmatch", "serve", *arguments])
 
 
 def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
-    """Return `key=value` of every setting that `rollmatch serve` would not choose itself."""
+    """Return `key=value` for every setting that differs from the default of `rollmatch serve`."""
     values = {
         "model": settings.model_path,
         "port": port,
@@ -93,7 +93,7 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "seed": settings.seed,
     }
-    # A server has room for at least one image, and a text model ignores it.
+    # A server always accepts at least one image, and a text model ignores this.
     if settings.max_images_per_prompt:
         values["max_images_per_prompt"] = settings.max_images_per_prompt
     if settings.max_image_pixels > IMAGE_PIXELS:
@@ -110,19 +110,19 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
 
 
 class ServerClient(HttpEngine):
-    """An engine behind `rollmatch serve`, which itself refuses what the run must not get."""
+    """The client of one `rollmatch serve`. The server itself refuses unsuitable requests."""
 
     version = 0
-    """Weight version as far as this client has seen; 0 is the checkpoint's."""
+    """Weight version known to this client; 0: the checkpoint."""
 
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
     ) -> None:
         command = serve_command(expected, address.base_url)
         super().__init__(name, address, index=index, expected=expected, command=command)
-        # By this the server tells this run's weights and requests from another's.
+        # By this id the server distinguishes this run's weights and requests from another run's.
         self._run = uuid.uuid4().hex
-        self._limits = CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)  # until it was asked
+        self._limits = CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)  # until `inspect`
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def inspect(self) -> ServerFacts:
@@ -137,7 +137,7 @@ class ServerClient(HttpEngine):
         return ServerFacts(info.world_size, info.version, info.process, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Ask in one `/infer/`, or in as many at a time as the server's limits need."""
+        """Send one `/infer/` call, or as many at a time as the server's limits require."""
         if not requests:
             return []
         try:
@@ -158,20 +158,20 @@ class ServerClient(HttpEngine):
         rollouts: list[Rollout] = []
         for answer in answers:
             rollouts += self._read(messages.InferAnswer, answer, "generate").rollouts
-        # Of every rollout, not only their number: one in another's place would be learned as its
-        # own.
+        # Compare every position, not only the number: a rollout in another's place would be trained
+        # as that one.
         wanted = [(request.step, request.position) for request in requests]
         if [(rollout.step, rollout.position) for rollout in rollouts] != wanted:
             raise self._http.error(
-                f"answered {len(rollouts)} rollouts that are not those of the {len(requests)}"
-                " requests, in their order",
+                f"answered {len(rollouts)} rollouts that do not match the {len(requests)}"
+                " requests in their order",
                 "generate",
             )
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Make one HTTP call, never repeated: a phase that was tried has changed the server."""
-        # The server keeps the phase's limit itself, and its error says more.
+        """Make one HTTP call without retry, because an attempted phase has changed the server."""
+        # The server enforces the phase's limit itself, and its error says more.
         limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
         route = "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/"
         call = messages.SyncCall.of(phase, offer.for_group(self._index), self._run)
@@ -180,7 +180,7 @@ class ServerClient(HttpEngine):
             report = self._read(messages.SyncAnswer, answer, phase).report
         except (UnansweredError, HttpStatusError, RolloutError) as error:
             raise self._sync_error(error, phase) from error
-        # The last phase: from now on calls ask for the new version.
+        # After the last phase, calls request the new version.
         if phase is SyncPhase.CANARY:
             assert report is not None
             self.version = report.version
@@ -191,15 +191,15 @@ class ServerClient(HttpEngine):
             self._heartbeat = asyncio.create_task(self._renew_lease())
 
     async def _renew_lease(self) -> None:
-        """Keep the lease while this process lives, also if the run asks for nothing."""
+        """Renew the lease while this process lives, even if the run sends no requests."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            # The run's next call reports a server that does not answer.
+            # If the server does not answer, the run's next call reports it.
             with suppress(UnansweredError, HttpStatusError):
                 await self._http.get(self._http.address.health_route)
 
     def close(self) -> None:
-        """Tell the server that the run has ended."""
+        """End the run's lease on the server."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._http.address.run:
@@ -221,15 +221,15 @@ class ServerClient(HttpEngine):
     def _sync_error(
         self, error: UnansweredError | HttpStatusError | RolloutError, phase: SyncPhase
     ) -> WeightSyncError:
-        """Make the error of a phase; the engine's own arrives with all its fields."""
+        """Build the error of a phase. The engine's own error keeps all its fields."""
         fields: dict[str, Any] = {"actor": self._http.name, "phase": phase}
         message = str(error)
         if isinstance(error, RolloutError):
             return WeightSyncError(error.message, **fields)
         if isinstance(error, UnansweredError):
-            message += "; check that the server is alive, and reaches the learner's node"
+            message += "; check that the server is running and can reach the learner's node"
         else:
-            # What is not a message of ours comes from a proxy, and is told as it is.
+            # Other bodies come from a proxy and are reported unchanged.
             with suppress(ValueError):
                 detail = messages.read(messages.ErrorAnswer, error.body.encode()).error
                 message = detail.message
@@ -240,7 +240,7 @@ class ServerClient(HttpEngine):
 
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
-    """Yield each setting of the server that the run cannot use, with the remedy."""
+    """Yield each setting of the server that is unsuitable for the run, with the remedy."""
     if info.taken:
         yield info.taken
     family = model_type(expected.model_path)
@@ -264,9 +264,9 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
             yield f"{name} is {limit}, the run needs {needed}: start it with {name}={needed}"
     rank = expected.max_lora_rank
     if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= rank):
-        served = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
+        served = f"adapters of rank {info.max_lora_rank}" if info.enable_lora else "no adapters"
         remedy = f"start it with enable_lora=true max_lora_rank={rank}"
         yield (
-            f"the adapters it serves are {served}, the run's are of rank {rank}: {remedy}, or set"
+            f"it serves {served}, the run's are of rank {rank}: {remedy}, or set"
             " rollout_matching.vllm.sync.mode: full"
         )

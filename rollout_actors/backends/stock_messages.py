@@ -24,7 +24,7 @@ from shared.rollouts import RolloutRequest
 from shared.weight_sync.canary import CanaryProbe
 
 NO_LOGPROB = -9999.0
-"""The route's number for a log-probability that is NaN, minus infinity or absent."""
+"""The route's value for a log-probability that is NaN, minus infinity or missing."""
 
 
 class TokenSpan(BaseModel):
@@ -53,10 +53,10 @@ class PromptToken(BaseModel):
 
 
 class Generated(BaseModel):
-    """One answer, without vLLM's fields that say nothing about a rollout."""
+    """One answer, with only the fields of vLLM that a rollout needs."""
 
     prompt_token_ids: list[int]
-    """Expanded."""
+    """With expanded image placeholders."""
     prompt_logprobs: list[dict[int, PromptToken] | None] | None = None
     choices: tuple[Choice]
 
@@ -66,10 +66,10 @@ def _setting(*path: str, **default: Any) -> Any:
 
 
 class StockInfo(BaseModel):
-    """Settings in `/server_info` that a run depends on."""
+    """The settings in `/server_info` that a run depends on."""
 
     dtype: str = _setting("model_config", "dtype")
-    """`torch.float32`, ..."""
+    """For example `torch.float32`."""
     max_model_len: int = _setting("model_config", "max_model_len")
     logprobs_mode: str = _setting("model_config", "logprobs_mode")
     multimodal: dict[str, object] | None = _setting("model_config", "multimodal_config")
@@ -84,17 +84,17 @@ class StockInfo(BaseModel):
     worker_extension: str = _setting("parallel_config", "worker_extension_cls")
     weight_transfer: dict[str, object] | None = _setting("weight_transfer_config")
     transport: str | None = _setting("weight_transfer_config", "backend", default=None)
-    """None: it takes no weights."""
+    """None: the server does not accept weights."""
 
 
 def rollout_body(request: RolloutRequest, actor: str) -> bytes:
-    """Write a request. Raises RolloutError for an image that cannot be decoded."""
+    """Encode a request. Raises RolloutError if an image cannot be decoded."""
     fields = sampling_fields(request.decode, request.seed)
     return _body(request.prompt_token_ids, request.images, request.sample_id, actor, fields)
 
 
 def probe_body(probe: CanaryProbe, actor: str) -> bytes:
-    """Write the request that scores a canary."""
+    """Encode the request that scores a canary."""
     return _body(probe.token_ids, probe.images, "canary", actor, PROBE_FIELDS)
 
 
@@ -107,7 +107,7 @@ def _body(
 ) -> bytes:
     parts = [{"type": "image_url", "url": _data_url(image, sample_id, actor)} for image in images]
     body = {
-        # Unexpanded, as to our own engines: the server puts each image in its placeholder's place.
+        # Unexpanded, as for our own engines: the server expands the placeholder of each image.
         "token_ids": list(token_ids),
         "content_parts": parts or None,
         "sampling_params": params,
@@ -117,12 +117,12 @@ def _body(
 
 
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
-    """Send the file itself where the server reads the learner's pixels in it, else those pixels.
+    """Send the image file if the server decodes it to the learner's pixels, else those pixels.
 
-    The server turns an image by its EXIF orientation, as the learner and our own engines do, but
-    leaves it as it is stored if it cannot rewrite the EXIF block. So a turned one goes as pixels.
+    Like the learner and our own engines, the server rotates an image by its EXIF orientation. But
+    it does not rotate it if it cannot rewrite the EXIF block. So rotated files are sent as pixels.
     """
-    assert ref.data is not None, f"an image of {sample_id} travels without its bytes"
+    assert ref.data is not None, f"an image of {sample_id} was sent without its bytes"
     data = ref.data
     kind = _plain_format(data)
     if kind is None:
@@ -133,11 +133,11 @@ def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
 
 
 def _plain_format(data: bytes) -> str | None:
-    """Return the format of an upright RGB file, by its header alone; None for any other file."""
+    """Return the format of an upright RGB file, from its header only; None for any other file."""
     try:
         image = open_picture(data)
         is_upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
-    # Damaged files and EXIF data raise anything; such a file's pixels are sent, if it has any.
+    # Damaged files and EXIF data raise many types of errors. Then the pixels are sent, if any.
     except Exception:
         return None
     if is_upright and image.mode == "RGB" and image.format in ("PNG", "JPEG", "WEBP"):
@@ -146,14 +146,14 @@ def _plain_format(data: bytes) -> str | None:
 
 
 def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
-    """Return the canary's expanded tokens, and the log-probability of each but the first.
+    """Return the canary's expanded token ids, and the log-probability of each except the first.
 
-    Raises ValueError where the server scored no prompt.
+    Raises ValueError if the server did not score the prompt.
     """
     token_ids = answer.prompt_token_ids
     entries = answer.prompt_logprobs
     if entries is None or len(entries) != len(token_ids):
-        raise ValueError("the server gave no log-probabilities of the canary's tokens")
+        raise ValueError("the server returned no log-probabilities for the canary's tokens")
     logprobs = []
     for entry, token_id in zip(entries[1:], token_ids[1:], strict=True):
         logprobs.append(NO_LOGPROB if entry is None else entry[token_id].logprob)
@@ -163,7 +163,7 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
 def read_answer(
     answer: Generated, request: RolloutRequest, *, actor: str, label: str
 ) -> Completion:
-    """Read a finished request, all of it by weights of this label. Raises RolloutError."""
+    """Convert a finished request. Raises RolloutError, also for weights with another label."""
 
     def refuse(message: str) -> RolloutError:
         return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")
@@ -171,18 +171,18 @@ def read_answer(
     (choice,) = answer.choices
     reason = finish_reason(choice.finish_reason, request, actor)
     seen = {span.version for span in choice.weight_versions or ()}
-    # An answer without tokens has no spans, and was sampled by nobody.
+    # An answer without tokens has no spans: no weights sampled it.
     if choice.token_ids and seen != {label}:
         raise refuse(
-            f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"
-            " started again, or does another run send it weights?"
+            f"was sampled by weights labelled {sorted(seen)}; expected only {label}: was the"
+            " server restarted, or does another run send it weights?"
         )
-    # Checked here: a list that is too short would shift every later token's log-probability.
+    # Checked here, because a short list would shift the log-probabilities of all later tokens.
     scored = choice.logprobs
     logprobs = None if scored is None else [token.logprob for token in scored.content]
     num_expected = len(choice.token_ids) if request.decode.return_logprobs else None
     if (None if logprobs is None else len(logprobs)) != num_expected:
-        raise refuse("came without one log-probability for each of its tokens")
+        raise refuse("does not have one log-probability for each of its tokens")
     if logprobs is not None and NO_LOGPROB in logprobs:
         raise refuse(
             f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity"

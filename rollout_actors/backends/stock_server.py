@@ -1,7 +1,7 @@
 """The client of a stock `vllm serve` with this package installed: `server.kind: vllm`.
 
-Everything goes over vLLM's own routes (vLLM 0.32; docs/stock_server.md). The server's command line
-loads what this package adds: transport, load reports and repeat guard.
+It uses only vLLM's own routes (vLLM 0.32; docs/stock_server.md). The server's command line loads
+this package's transport, load reports and repeat guard.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from shared.weight_sync.phases import SyncPhase, phase_limit
 GENERATE = "/inference/v1/generate"
 WEIGHT_LABEL = "/weight_info"
 TOKEN_COUNTER = "vllm:generation_tokens_total{"
-"""Beginning of the lines of `/metrics` that count sampled tokens."""
+"""Prefix of the lines of `/metrics` that count sampled tokens."""
 UNVERIFIED = "rollmatch-unverified"
-"""Label of weights between the start of an update and its canary: of nobody's rollouts."""
+"""Label of the weights from the start of an update to its canary. No rollouts have this label."""
 FRESH = "default"
-"""vLLM's own label, of a server that nobody has sent weights or a label."""
+"""vLLM's own label. A server has it until a client sends weights or a label."""
 CHECKPOINT = (FRESH, "-0")
-"""Ends of the labels of weights that nobody sent: vLLM's own, or version 0 of a run."""
+"""Suffixes of labels of the checkpoint's weights: vLLM's own label, or version 0 of a run."""
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
-"""Engine arguments that are no flags of `vllm serve` here: the model is its first word, a server
-chooses its executor itself, and a run watches the counters behind /metrics.
+"""Engine arguments that are not flags of `vllm serve` here. The model is the first argument, the
+server chooses its executor, and a run needs the counters in /metrics.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEngineSpec:
-    """Makes the client of one server of either kind: `EngineActor(ServerEngineSpec(...))`.
+    """A factory of the client of either kind of server: `EngineActor(ServerEngineSpec(...))`.
 
     Its fields are the arguments of `HttpEngine`.
     """
@@ -87,7 +87,7 @@ class ServerEngineSpec:
 
 
 def stock_command(settings: EngineSettings, base_url: str) -> str:
-    """Return the command line, with the variables that this package needs before it."""
+    """Return the command that starts a server, with the environment variables that it needs."""
     url = urlsplit(base_url)
     variables = stock_environment(settings)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -97,12 +97,12 @@ def stock_command(settings: EngineSettings, base_url: str) -> str:
 
 
 def stock_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return variables of the server's process, but for the key that callers must bring."""
+    """Return the environment variables of the server, except the key that callers must send."""
     return {"VLLM_SERVER_DEV_MODE": "1"} | engine_environment(settings)
 
 
 def stock_arguments(settings: EngineSettings) -> list[str]:
-    """Return the arguments of `vllm serve` behind model and address."""
+    """Return the arguments of `vllm serve` that follow model and address."""
     arguments = ["--enable-scale-out"]
     for name, value in engine_arguments(settings).items():
         flag = f"--{name.replace('_', '-')}"
@@ -121,10 +121,10 @@ def stock_arguments(settings: EngineSettings) -> list[str]:
 
 
 class StockRoutes:
-    """State and weight-sync routes of a stock server, as an `UpdatedEngine` of `weight_sync`.
+    """The state and weight-sync routes of a stock server, as an `UpdatedEngine`.
 
-    They are open only with `VLLM_SERVER_DEV_MODE=1`, and `--api-key` does not guard them. A route
-    that fails raises RolloutError. `run` labels the run's weights, so that another run's are known.
+    They require `VLLM_SERVER_DEV_MODE=1`, and `--api-key` does not protect them. A failing route
+    raises RolloutError. `run` labels this run's weights, to distinguish them from other runs'.
     """
 
     def __init__(self, http: HttpClient, run: str) -> None:
@@ -147,7 +147,7 @@ class StockRoutes:
         await self._post("/shutdown_weight_transfer_engine")
 
     async def start_weight_update(self) -> None:
-        # First: if this update or this run ends in the middle, the weights have no version.
+        # Labelled first: if this update or run ends midway, the weights have no valid version.
         await self._post("/update_weight_version", new_version=UNVERIFIED)
         await self._post("/start_weight_update")
 
@@ -174,7 +174,7 @@ class StockRoutes:
         await self._post("/update_weight_version", new_version=self.label(new_version))
 
     async def weight_label(self) -> str:
-        """Return the server's label of its weights: vLLM's `default` where nobody sent any."""
+        """Return the server's label of its weights: `default` if no client has set one."""
         return read_label(await self._get(WEIGHT_LABEL))
 
     async def world_size(self) -> int:
@@ -184,13 +184,13 @@ class StockRoutes:
         return await self._get("/server_info?config_format=json")
 
     async def num_tokens(self) -> int | None:
-        """Count the tokens sampled so far; None: no count is kept. Raises UnansweredError."""
+        """Return the number of sampled tokens; None: not counted. Raises UnansweredError."""
         try:
             metrics = await self._http.get("/metrics")
         except HttpStatusError:
             return None
         lines = [line for line in metrics.decode().splitlines() if line.startswith(TOKEN_COUNTER)]
-        # One line per engine of the server.
+        # The metrics have one line per engine of the server.
         if not lines:
             return None
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))
@@ -199,7 +199,7 @@ class StockRoutes:
         return await self._answer(route, self._http.get(route))
 
     async def _post(self, route: str, **body: object) -> bytes:
-        # No limit: a phase of a sync has one, and cancels the call.
+        # No limit here: each phase of a sync has one, and cancels the call.
         body_json = json.dumps(body).encode()
         return await self._answer(route, self._http.post(route, body_json, timeout_s=None))
 
@@ -210,12 +210,12 @@ class StockRoutes:
             message = f"{route.partition('?')[0]}: {error}"
             if isinstance(error, HttpStatusError) and error.status == 404:
                 message += "; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-            # A sync puts its own phase in the place of this one.
+            # A sync replaces this phase by its own.
             raise self._http.error(message, "start") from error
 
 
 class StockClient(HttpEngine):
-    """An engine behind a stock server. Serves only weights of this run that were verified."""
+    """The client of one stock server. Serves only this run's verified weights."""
 
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
@@ -223,7 +223,7 @@ class StockClient(HttpEngine):
         command = stock_command(expected, address.base_url)
         super().__init__(name, address, index=index, expected=expected, command=command)
         self._routes = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
-        # Each server has a group of its own: its workers' ranks follow the sender's, which is 0.
+        # Each server has its own group: the sender has rank 0 and the workers follow.
         group = TransferGroup(self._routes, transport=expected.transport, rank_offset=1)
         self._intake = WeightReceiver(name, self._routes, group, score=self._score, adapter=None)
         self._intake.unavailable_reason = "it was not started"
@@ -235,8 +235,8 @@ class StockClient(HttpEngine):
         body = await self._routes.server_info()
         info = self._parse(StockInfo.model_validate_json, body, "start")
         problems = tuple(disagreements(info, self._expected, world_size=world_size))
-        # Only the worker extension knows whether a guard is loaded. Every server is asked, guard or
-        # not: an engine that is stuck does not answer.
+        # Only the worker extension knows whether the guard is loaded. Query every server, even
+        # without a guard, because a stuck engine does not answer.
         if not problems:
             guards = await self._routes.collective_rpc("active_guard")
             if self._expected.repeat_guard is not None:
@@ -244,7 +244,7 @@ class StockClient(HttpEngine):
         return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Send all requests at once; a call that is closed ends its request in the server."""
+        """Send all requests at once. Closing a call ends its request in the server."""
         if not requests:
             return []
         if reason := self._intake.unavailable_reason:
@@ -261,16 +261,16 @@ class StockClient(HttpEngine):
             try:
                 completion = read_answer(answer, request, actor=origin.actor, label=label)
             except RolloutError:
-                await self.check_alive()  # it answers by the checkpoint's weights, too
+                await self.check_alive()  # a restarted server answers with the checkpoint's weights
                 raise
             rollouts.append(replace(completion.rollout(request, origin, end), attempt=attempt))
         return rollouts
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Call the server's own routes, each once: a tried phase has changed the server."""
+        """Call the server's routes once each. A repeated phase would find the server changed."""
         if phase is SyncPhase.RENDEZVOUS:
-            # Set here, because nothing is generated: the pause has waited for requests of another
-            # run, and refuses answers of those that it still sends: they get labels of this run.
+            # Set here, because the server is idle: the pause has waited for another run's requests.
+            # Later ones get this run's label, so that other run refuses the answers.
             try:
                 await self._set_guard(phase, phase_limit(offer, SyncPhase.PAUSE))
             except RolloutError as error:
@@ -279,13 +279,13 @@ class StockClient(HttpEngine):
 
     @property
     def version(self) -> int:
-        """Weight version as far as this client has seen; 0 is the checkpoint's."""
+        """Weight version known to this client; 0: the checkpoint."""
         return self._intake.version
 
     async def _check_token_route(self) -> None:
-        """Raise RolloutError naming what opens the token route, where it is closed."""
+        """Raise RolloutError with a remedy if the token route is closed."""
         try:
-            # An open route refuses an empty request with 400.
+            # An open route answers an empty request with 400.
             await self._http.post(GENERATE, b"{}", timeout_s=self._http.address.timeout_s)
         except UnansweredError as error:
             raise self._http.error(f"{GENERATE}: {error}", "start") from error
@@ -296,23 +296,23 @@ class StockClient(HttpEngine):
                     " in rollout_matching.vllm.server.token_env"
                 ),
                 403: "start it with --enable-scale-out",
-                404: "it is no `vllm serve` of vLLM 0.32; check rollout_matching.vllm.server.kind",
+                404: "it is not `vllm serve` of vLLM 0.32; check rollout_matching.vllm.server.kind",
             }
             if error.status in remedies:
                 message = f"does not open {GENERATE} ({error}); {remedies[error.status]}"
                 raise self._http.error(message, "start") from error
 
     async def _claim(self) -> None:
-        """Label the checkpoint's weights as this run's version 0, and serve no others."""
+        """Label the checkpoint's weights as this run's version 0. Do not serve other weights."""
         label = await self._routes.weight_label()
         if label == UNVERIFIED:
-            # A run ended in the middle of an update, which may have left the model in pieces.
+            # A run ended during an update, which may have left the model half updated.
             await self._routes.collective_rpc("abandon_update")
         if not label.endswith(CHECKPOINT):
-            held = f"it holds weights that another run has sent ({label})"
+            held = f"it has weights from another run ({label})"
             self._intake.unavailable_reason = f"{held}, until this run sends its own"
             return
-        # A run that ended in a sync has left the engine paused.
+        # A run that ended during a sync has left the engine paused.
         await self._routes.resume_generation()
         await self._routes.update_weight_version(str(self.version))
         timeout_s = self._http.address.timeout_s
@@ -320,7 +320,7 @@ class StockClient(HttpEngine):
         self._intake.unavailable_reason = ""
 
     async def _set_guard(self, phase: str, limit: Timeout) -> None:
-        """Have the server's workers guard by the run's rule. Raises RolloutError."""
+        """Set the run's repeat rule in the server's workers. Raises RolloutError."""
         settings = self._expected.repeat_guard
         method, fields = guard_call(settings)
         try:
@@ -336,11 +336,11 @@ class StockClient(HttpEngine):
         return await self._routes.num_tokens()
 
     async def _was_started_again(self) -> bool:
-        # By the engine, not the route's process: one that is stuck does not answer.
+        # Ask the engine, not the HTTP process, because a stuck engine does not answer.
         return read_label(await self._http.get(WEIGHT_LABEL)) == FRESH
 
     async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
-        """Return an answer and its time by `time.perf_counter`."""
+        """Return an answer and its end time by `time.perf_counter`."""
         limit_s = self._http.address.infer_timeout_s
         try:
             answer = await self._http.post(GENERATE, body, timeout_s=limit_s)
@@ -352,8 +352,8 @@ class StockClient(HttpEngine):
         return generated, time.perf_counter()
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        assert adapted, "it takes no adapters: there is nothing to leave out"
-        # Without a limit of its own: it runs inside a phase of a sync, which has one.
+        assert adapted, "the client sends no adapters, so it cannot leave one out"
+        # Without a limit, because the phase of the sync that contains it has one.
         body = probe_body(probe, self._http.name)
         try:
             answer = await self._http.post(GENERATE, body, timeout_s=None)
@@ -363,7 +363,7 @@ class StockClient(HttpEngine):
 
 
 def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
-    """Yield each setting that the run cannot use, with the argument that mends it."""
+    """Yield each setting that is unsuitable for the run, with the argument that corrects it."""
     dtype = info.dtype.removeprefix("torch.")
     if dtype != expected.dtype:
         yield f"dtype is {dtype}, the run's is {expected.dtype}: --dtype {expected.dtype}"
@@ -372,7 +372,7 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
         yield f"its log-probabilities are {mode}: --logprobs-mode processed_logprobs"
     if not info.worker_extension:
         remedy = f"--worker-extension-cls {expected.worker_extension}"
-        yield f"its workers cannot say what they loaded: {remedy}"
+        yield f"its workers cannot report the weights that they loaded: {remedy}"
     num_images = 0 if info.multimodal is None else info.max_images_per_prompt
     if num_images is not None and num_images < expected.max_images_per_prompt:
         needed = f"the data have {expected.max_images_per_prompt}"
@@ -384,7 +384,7 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
     ):
         if replicas > 1:
             remedy = f"start one server for each, with {argument} 1"
-            yield f"{argument} is {replicas}, over which weights are not synced: {remedy}"
+            yield f"{argument} is {replicas}, but weights are not synced to replicas: {remedy}"
     if info.transport != expected.transport:
         takes = "no weights" if info.transport is None else f"weights over {info.transport}"
         sends = f"the learner sends over {expected.transport}"
@@ -403,9 +403,9 @@ def read_label(weight_info: bytes) -> str:
 
 
 def _missing_guards(answers: Sequence[ActiveGuard]) -> Iterator[str]:
-    """Name each worker without the repeat guard, by its `GuardedWorker.active_guard`."""
+    """Yield a message for each worker without the repeat guard, by its `active_guard`."""
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:
             who = f"the {answer['runner']} model runner of worker {rank}"
-            why = "and rollout_matching.repeat_terminate asks for one"
-            yield f"{who} holds no repeat guard, {why}: --logits-processors {GUARD_PROCESSOR}"
+            why = "which rollout_matching.repeat_terminate requires"
+            yield f"{who} has no repeat guard, {why}: --logits-processors {GUARD_PROCESSOR}"

@@ -1,8 +1,8 @@
-"""The Ray shell of one rollout engine:
+"""The Ray actor of one rollout engine. Create it with
 `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
-The actor's `runtime_env` must be `engine_runtime_env(settings)`, whose variables have to be set
-before vllm is imported.
+Its `runtime_env` must be `engine_runtime_env(settings)`, because those environment variables must
+be set before vllm is imported.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 LAST_WORDS_S = 5.0
-"""Seconds from the first call that learns that the engine has died to the end of the actor, in
-which the answers of all calls arrive.
+"""Seconds between the first call that finds the engine dead and the exit of the actor's process.
+The answers of all pending calls must arrive in this time.
 """
 
 MakeEngine = Callable[[], WatchedEngine]
-"""Called in the actor's process; travels there, so it is picklable."""
+"""Makes the engine. It is sent to the actor's process and called there, so it is picklable."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmEngineSpec:
-    """Makes a vLLM engine in the process that calls it."""
+    """A factory that makes a vLLM engine in the calling process."""
 
     name: str
     settings: EngineSettings
     index: int
-    """The engine's number among the engines of the run."""
+    """Number of the engine among the engines of the run."""
     place: str | None = None
-    """Id of its place, which only another one of this run has that takes it; None: nobody does."""
+    """Id of the engine's place in the run. A replacement engine gets the same id. None: no id."""
 
     def __call__(self) -> WatchedEngine:
-        # Imported here: the driver imports this module, and need not pay for vllm.
+        # Imported here because the driver imports this module and should not pay for vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
 
@@ -56,15 +56,15 @@ class VllmEngineSpec:
 
 
 class EngineActor:
-    """Gives an engine a process and an event loop.
+    """A Ray actor that runs an engine in its own process and event loop.
 
-    Ends its own process soon after the engine's has died, or Ray would go on sending it work.
+    The process exits soon after the engine has died. Otherwise Ray would continue to send it work.
     """
 
     def __init__(self, make_engine: MakeEngine) -> None:
         end_with_parent()
-        # Made here: vLLM is then imported while the learner loads. Its error is raised by `start`,
-        # because of one in a constructor Ray tells the driver a traceback, and no type.
+        # Made here, so that vLLM is imported while the learner loads. `start` raises its error,
+        # because Ray reports an error in a constructor as a traceback without its type.
         self._failure: RolloutError | None = None
         self._num_owed = 0
         """Calls of `generate` that have not returned."""
@@ -74,7 +74,7 @@ class EngineActor:
             self._failure = error
 
     async def start(self) -> tuple[int, str]:
-        """Start the engine. Returns its rollout devices and its `process`, once it is ready."""
+        """Start the engine. Return the number of its devices and its `process` when it is ready."""
         if self._failure is not None:
             raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
@@ -82,18 +82,18 @@ class EngineActor:
     async def generate(
         self, *objects: SentRequests, places: range | None = None, attempt: int = 0
     ) -> tuple[list[Rollout], int]:
-        """Generate one rollout per request: one object, passed on unread, and their number.
+        """Generate one rollout per request. Return the rollouts and their number.
 
         Args:
-            objects: sent as references, which Ray resolves here.
-            places: indices of the requests that are meant, among those of all objects; None: all.
-            attempt: tries of other engines that failed to answer these requests.
+            objects: the requests, passed as references that Ray resolves here.
+            places: indices of the requests to generate, counted over all objects; None: all.
+            attempt: number of other engines that failed to answer these requests.
         """
         chosen = SentRequests.chosen(objects, places)
-        # Counted before the pictures are fetched: a stall there is a stall too.
+        # Counted before the images are fetched, because a stall of the fetch is a stall too.
         self._num_owed += 1
         try:
-            # In a thread: the pictures may have to come from another node.
+            # In a thread, because the images may have to come from another node.
             requests = await asyncio.to_thread(chosen.with_data, ray.get)
             rollouts = await self._or_exit(self._engine.generate(requests))
         finally:
@@ -103,23 +103,23 @@ class EngineActor:
         return rollouts, len(rollouts)
 
     async def progress(self) -> int | None:
-        """Return the tokens sampled since the start, which grow while an answer is owed; None where
-        none is, or nobody counts them.
+        """Return the number of tokens sampled since the start. Return None if no call of `generate`
+        is pending, or if the engine does not count tokens.
 
-        Raises EngineEndedError or UnreachableError where the engine is lost.
+        Raises EngineEndedError or UnreachableError if the engine is lost.
         """
         num_tokens = await self._engine.progress()
         return num_tokens if self._num_owed else None
 
     async def check_alive(self) -> None:
-        """Return as soon as the engine answers, which has nothing to do. Raises as `progress`."""
+        """Return when the engine has answered an empty request. Raises as `progress` does."""
         await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))
 
     async def close(self) -> None:
-        """End the engine's processes in order. Whatever is being generated fails."""
+        """Shut down the engine's processes in order. Pending requests fail."""
         self._engine.close()
 
     async def _or_exit(self, work: Awaitable[T]) -> T:
@@ -127,7 +127,7 @@ class EngineActor:
             return await work
         except Exception:
             if self._engine.is_dead:
-                # Not by `ray.actor.exit_actor`: Ray would tell the callers that it was called, and
-                # not the reason that is raised here.
+                # Not `ray.actor.exit_actor`: callers would learn only that it was called, and not
+                # the reason that is raised here.
                 asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
             raise

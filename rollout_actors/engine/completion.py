@@ -1,4 +1,4 @@
-"""A backend's answer to one request, and how it becomes a rollout: the same for every backend."""
+"""A backend's answer to one request, and its conversion to a rollout, for every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.tokens.repeat_guard import RepeatRule, mark_forced
 
 @dataclass(frozen=True, slots=True)
 class StartTime:
-    """The time at which a share arrived at its engine."""
+    """The time when an engine received its share of a round."""
 
     unix_s: float
     counter_s: float
@@ -25,13 +25,13 @@ class StartTime:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts that the rollouts of one share have in common."""
+    """The facts that all rollouts of one share have in common."""
 
     actor: str
     version: int
     """Weight version."""
     rule: RepeatRule | None
-    """The repeat guard's rule; None: the engine has none."""
+    """Rule of the repeat guard; None: the engine has no guard."""
     started: StartTime
 
 
@@ -39,19 +39,19 @@ class EngineInfo:
 class Completion:
     """An engine's answer to one request.
 
-    Example: `Completion((1, 2, 2), (5, 6, 9), (-0.1, -0.2, -0.3), FinishReason.STOP)` has the
-    response 5, 6 and the stop token 9.
+    Example: `Completion((1, 2, 2), (5, 6, 9), (-0.1, -0.2, -0.3), FinishReason.STOP)` is the
+    response 5, 6 with the stop token 9.
     """
 
     prompt_token_ids: tuple[int, ...]
-    """Prompt as the engine used it: image placeholders expanded."""
+    """Prompt as the engine used it, with expanded image placeholders."""
     token_ids: Sequence[int]
-    """Generated tokens, a stop token included."""
+    """Generated tokens, including a stop token."""
     logprobs: Sequence[float] | None
-    """One per token of `token_ids`; None: not asked for."""
+    """One per token of `token_ids`; None: they were not requested."""
     finish_reason: FinishReason
-    """STOP: the last token is the stop token, sampled or forced by the repeat guard, or a stop text
-    ends with it (`DecodeSettings.stop`)."""
+    """STOP: the last token is a stop token (sampled, or forced by the repeat guard), or the text
+    ends with a stop text (`DecodeSettings.stop`)."""
 
     @classmethod
     def up_to_stop(
@@ -61,7 +61,7 @@ class Completion:
         logprobs: Sequence[float],
         decode: DecodeSettings,
     ) -> Completion:
-        """Build the answer of an engine that does not say how it ended: by its first stop token."""
+        """Build a completion that ends at the first stop token, if the engine gives no reason."""
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         return cls(
@@ -72,14 +72,14 @@ class Completion:
         )
 
     def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
-        """Build the request's rollout. `end_s` is the response's end, by `time.perf_counter`.
+        """Build the request's rollout. `end_s` is the end of decoding, by `time.perf_counter`.
 
-        Raises RolloutError where the guard should have ended the response and did not.
+        Raises RolloutError if the repeat guard should have ended the response and did not.
         """
         stopped = self.finish_reason is FinishReason.STOP
-        if stopped and request.decode.stop:  # a stop text is part of the response
+        if stopped and request.decode.stop:  # a stop text remains in the response
             stopped = self.token_ids[-1] in request.decode.stop_token_ids
-        # The stop token is no part of the response: a rollout has it in a field of its own.
+        # The response does not contain the stop token: a rollout has a separate field for it.
         end = len(self.token_ids) - stopped
         rollout = Rollout(
             step=request.step,
@@ -96,18 +96,18 @@ class Completion:
             actor=origin.actor,
             attempt=0,
             seed=request.seed,
-            # By the counter, which no change of the clock moves; `started_s` is for the timeline.
+            # By perf_counter, which clock changes do not affect; `started_s` is for the timeline.
             generate_s=end_s - origin.started.counter_s,
             started_s=origin.started.unix_s,
         )
-        # Without a stop token there was nothing to force.
+        # Without stop tokens the guard has nothing to force.
         if origin.rule is None or not request.decode.stop_token_ids:
             return rollout
         return mark_forced(rollout, origin.rule)
 
 
 def cut_behind_stop(token_ids: Sequence[int], decode: DecodeSettings) -> list[int]:
-    """Return the tokens up to the first stop token, which is kept."""
+    """Return the tokens up to the first stop token, and that token."""
     for index, token_id in enumerate(token_ids):
         if token_id in decode.stop_token_ids:
             return list(token_ids[: index + 1])

@@ -1,8 +1,8 @@
-"""The reason why an engine's process has ended, written by that process and read by its starter.
+"""The reason why an engine's process ended. That process writes it, and its parent reads it.
 
-vLLM logs the exception that ends one of its processes (EngineCore, and a worker for each of several
-devices) in that process's output, and raises in the other process no more than a hint to look
-there. No vllm here.
+When one of its processes ends (EngineCore, or a worker for each of several devices), vLLM logs the
+exception only in that process's output. The other process raises an error that only says to look
+there. This module does not import vllm.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from multiprocessing import current_process
 from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
-"""Environment variable of an engine's processes: the file for their errors."""
-# Largest size of that file, which then begins anew: the last errors are those that matter.
+"""Environment variable with the path of the file for the errors of an engine's processes."""
+# Largest size of that file. Then it is emptied, because the latest errors matter most.
 MAX_BYTES = 1 << 20
-# Age from which an error did not end a process: the engine has survived it.
+# An error older than this did not end the process, because the engine has survived it.
 RECENT_S = 3600.0
-# An error of vLLM's that only points to another process.
+# Matches a vLLM error that only refers to another process.
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
-# vLLM's error where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or
-# `{}` where the code is not known yet.
+# vLLM's error if a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or
+# `{}` if the exit code is not known yet.
 PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
 KEYS = {
     "gpu_memory_utilization": (
         "rollout_matching.vllm.gpu_memory_utilization, or"
-        " rollout_matching.vllm.kv_cache_memory_bytes where that is set"
+        " rollout_matching.vllm.kv_cache_memory_bytes if that is set"
     ),
-    "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length where that is null",
+    "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length if that is null",
     "max_num_seqs": "rollout_matching.decode_batch_size",
 }
-"""The run's keys for the options that vLLM's errors advise to change."""
+"""Keys of the configuration for the options that vLLM's errors recommend to change."""
 
 
 class EngineEndedError(RuntimeError):
-    """The engine's process has ended; the message is the reason."""
+    """The engine's process has ended. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class Failure:
     """One error of one process."""
 
     process: str
-    """vLLM's name for it, such as EngineCore."""
+    """vLLM's name of the process, for example EngineCore."""
     error: str
-    """Type and message."""
+    """Type and message of the exception."""
     traceback: str
     logged_s: float
     """Unix time."""
 
 
 class FailureLog(logging.Handler):
-    """Writes down every exception that is logged, with the name of this process."""
+    """A logging handler that writes every logged exception to a file, with the process's name."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(logging.ERROR)
@@ -80,40 +80,40 @@ class FailureLog(logging.Handler):
                 "".join(traceback.format_exception(error)),
                 time.time(),
             )
-            # O_APPEND: several processes write lines into the same file.
+            # O_APPEND, because several processes write lines to the same file.
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
             with os.fdopen(descriptor, "ab") as file:
                 if file.tell() > MAX_BYTES:
                     file.truncate(0)
                 file.write((json.dumps(asdict(failure)) + "\n").encode())
-        except OSError:  # no space left: the process's own output still has it
+        except OSError:  # disk full: the error is still in the process's output
             self.handleError(record)
 
 
 def write_failures_down() -> None:
-    """Have this process, one of vLLM's, write down the errors that it logs, if FILE is set."""
+    """Record the errors that this vLLM process logs in the file named by FILE, if FILE is set."""
     if FILE in os.environ:
         logging.getLogger("vllm").addHandler(FailureLog(Path(os.environ[FILE])))
 
 
 class EngineFailures:
-    """The errors of one engine's processes, for the process that starts them with `environment`."""
+    """The errors of one engine's processes, which the parent starts with `environment`."""
 
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{uuid.uuid4().hex}.jsonl"
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the last recent error that does not point to another one, if there is one."""
+        """Return the latest recent error that does not refer to another process, or None."""
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
             return None
-        # Workers and EngineCore write here, in any order: the last error may only repeat that
-        # another process failed.
+        # Workers and EngineCore write here in any order. The last error may only say that another
+        # process failed.
         recent: list[Failure] = []
         for line in lines:
-            with suppress(json.JSONDecodeError):  # a process that was killed while it wrote
+            with suppress(json.JSONDecodeError):  # the process was killed during the write
                 failure = Failure(**json.loads(line))
                 if time.time() - failure.logged_s < RECENT_S:
                     recent.append(failure)
@@ -123,7 +123,7 @@ class EngineFailures:
         return recent[-1] if recent else None
 
     def of_error(self, error: Exception) -> tuple[str, str]:
-        """Return the reason for an error that vLLM raised in this process, and the whole story."""
+        """Return the reason for an error that vLLM raised in this process, and the traceback."""
         text = str(error)
         points_to_process = POINTS_ELSEWHERE.search(text) is not None
         if points_to_process and (PROCESS_ENDED in text or self.first_cause()):
@@ -131,10 +131,10 @@ class EngineFailures:
         return f"{type(error).__name__}: {error}", ""
 
     def was_killed(self, error: Exception) -> bool:
-        """Return whether a process was ended from outside in this failed start."""
+        """Return whether a process was killed from outside in this failed start."""
         text = str(error)
         codes = [int(code) for _, code in EXIT_CODES.findall(text)]
-        from_outside = (-signal.SIGKILL, -signal.SIGTERM)  # a crash would come again
+        from_outside = (-signal.SIGKILL, -signal.SIGTERM)  # a crash would happen again
         return (
             PROCESS_ENDED in text
             and self.first_cause() is None
@@ -142,16 +142,16 @@ class EngineFailures:
         )
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
-        """Return why the engine's process has ended, and the whole story.
+        """Return why the engine's process has ended, and its traceback.
 
-        `exit_codes` are by process name; None: it has not ended yet.
+        `exit_codes` maps process names to exit codes; None: the process has not ended yet.
         """
         for name, code in exit_codes.items():
-            # SIGTERM is this engine's own end.
+            # This engine sends SIGTERM itself when it shuts down.
             if code is not None and code < 0 and code != -signal.SIGTERM:
                 hint = ""
                 if code == -signal.SIGKILL:
-                    hint = ", as the system does where memory runs out"
+                    hint = ", which is the system's signal when memory runs out"
                 return f"{name} was ended by {signal.Signals(-code).name}{hint}", ""
         cause = self.first_cause()
         if cause is None:
@@ -160,11 +160,11 @@ class EngineFailures:
                 for name, code in exit_codes.items()
             )
             ends = ends or "EngineCore ended"
-            return f"{ends} and wrote no error, as where it is killed; see what it printed", ""
+            return f"{ends} without an error, probably killed; see the output of the process", ""
         reason = f"{cause.process}: {cause.error}"
         meant = "; ".join(f"{name} is {key}" for name, key in KEYS.items() if name in cause.error)
         return f"{reason} ({meant})" if meant else reason, cause.traceback
 
     def remove(self) -> None:
-        """Delete the file. Twice is harmless."""
+        """Delete the file. A second call has no effect."""
         self._file.unlink(missing_ok=True)

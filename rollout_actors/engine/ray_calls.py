@@ -1,4 +1,4 @@
-"""The one wait for Ray actors: it has a limit, and translates what Ray raises."""
+"""Waiting for Ray actors with a time limit, and translation of Ray's errors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 RefT = TypeVar("RefT")
 
-# Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
+# How long to wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
 PEER_ERROR_GRACE_S = 4.0
-# Signs of gloo and NCCL that a peer has left, as text: vLLM passes on no exception of its workers.
+# Text in errors of gloo and NCCL when a peer has left. vLLM passes on only the text of an error.
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
 
 
 @dataclass(frozen=True, slots=True)
 class RayCall:
-    """A call to several actors: how long it may take, and how its failures are reported.
+    """A call to several actors: its time limit, and how its failures are reported.
 
     Example:
         `RayCall("generate", Timeout(600.0, "timeouts.generate_s"), "the engine's log",
@@ -45,39 +45,39 @@ class RayCall:
 
     phase: str
     limit: Timeout | None
-    """None: the actors keep a limit themselves."""
+    """None: the actors enforce a limit themselves."""
     check: str
-    """What to look at where an answer is late."""
+    """What the user should look at if an answer is late."""
     error: Callable[..., Exception]
-    """Built from a message, `actor` and `phase`."""
+    """Builds the exception from a message, `actor` and `phase`."""
     gone: Callable[..., Exception] | None = None
-    """Built in place of `error` where the actor's process has ended; None: `error`."""
+    """Replaces `error` if the actor's process has ended; None: `error`."""
     margin_s: float = 0.0
-    """Wait beyond the limit, where the actor keeps the same one and can say more."""
+    """Additional seconds, if the actor enforces the same limit and knows more about the failure."""
 
     def deadline(self) -> float:
-        """Return the end of the wait for what is asked now, by the monotonic clock."""
+        """Return the deadline of a call that is sent now, by the monotonic clock."""
         if self.limit is None:
             return math.inf
         return time.monotonic() + self.limit.seconds + self.margin_s
 
     def timeout_error(self, names: Sequence[str]) -> Exception:
-        """Return what to raise where these actors have not answered in time."""
-        assert self.limit is not None, "an actor is late by a limit"
+        """Return the exception to raise if these actors have not answered in time."""
+        assert self.limit is not None, "a late answer requires a limit"
         message = late(", ".join(names), self.limit, self.check)
         return self.error(message, actor=names[0], phase=self.phase)
 
     def translate_error(self, name: str, error: RayError) -> Exception:
-        """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
-        # A RayTaskError wraps what the actor's method raised; other errors are Ray's own.
+        """Return the error to raise in place of Ray's: the actor's own, or one that names it."""
+        # A RayTaskError wraps the exception of the actor's method. Others are Ray's own errors.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
             return cause
         if cause is not error and isinstance(cause, RayActorError | OwnerDiedError):
-            # Not the actor's end: an argument, or a picture, was to come from the learner.
+            # The actor has not ended. An argument, or an image, should have come from the learner.
             message = (
-                f"what {name} was asked for is lost, for the learner's process has ended; check its"
-                f" log and the machine's memory ({cause})"
+                f"the requests for {name} are lost, because the learner's process has ended; check"
+                f" its log and the machine's memory ({cause})"
             )
             return LostLearnerError(message, phase=self.phase)
         if isinstance(cause, RayActorError | EngineEndedError):
@@ -85,26 +85,26 @@ class RayCall:
             gone = self.gone or self.error
             return gone(ended("its", reason), actor=name, phase=self.phase)
         if isinstance(cause, ObjectLostError):
-            lost = "a finished answer" if cause is error else "what it was asked for"
+            lost = "a finished answer" if cause is error else "an argument of the call"
             message = f"{lost} was lost ({cause}); check {self.check}"
         else:
             message = f"{type(cause).__name__}: {cause}"
         return self.error(message, actor=name, phase=self.phase)
 
     def blames_peer(self, error: Exception) -> bool:
-        """Return whether another actor's error is likely to explain this one."""
+        """Return whether another actor's error probably explains this one."""
         return any(sign in str(error) for sign in BROKEN_CONNECTION)
 
 
 def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[Any]:
-    """Return every actor's answer, in order; `answers` are names and references.
+    """Return the answers of all actors, in order; `answers` are pairs of name and reference.
 
-    The first failure ends the wait, unless it blames a peer, whose own error gets
-    `PEER_ERROR_GRACE_S`. Raises `call.translate_error` of the failure that explains most, or
-    `call.timeout_error`.
+    The first failure ends the wait, unless it blames a peer. Then the peer has
+    `PEER_ERROR_GRACE_S` to report its own error. Raises `call.translate_error` of the failure that
+    explains most, or `call.timeout_error`.
     """
     names = {answer: name for name, answer in answers}
-    # One deadline for all: the actors were asked at the same time.
+    # One deadline for all, because the calls were sent at the same time.
     waiting = dict.fromkeys(names, call.deadline())
     values: dict[object, object] = {}
     victim: Exception | None = None
@@ -118,8 +118,8 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[A
         except Exception as error:
             if not call.blames_peer(error):
                 raise
-            # The connection broke because a peer ended: that peer's own error explains more, and
-            # may come some seconds later.
+            # The connection broke because a peer ended. The peer's own error explains more, and
+            # may arrive some seconds later.
             if victim is None:
                 victim = error
                 deadline = min(deadline, time.monotonic() + PEER_ERROR_GRACE_S)
@@ -130,22 +130,22 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[A
 
 
 def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) -> RefT | None:
-    """Return the first that is ready of references with their deadlines by the monotonic clock.
+    """Return the first reference that is ready; `waiting` maps references to deadlines.
 
-    None when a deadline, or `within_s`, passes before.
+    Return None if the first deadline, or `within_s`, passes before. Clock: monotonic.
     """
-    # Of all of them: the first that is late ends the wait.
+    # The earliest deadline: the first late answer ends the wait.
     deadline = min(waiting.values())
     if within_s is not None:
         deadline = min(deadline, time.monotonic() + within_s)
     timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-    # `ray.wait` returns one of them by default, and raises nothing for a call that failed.
+    # `ray.wait` returns one reference by default, and does not raise if the call failed.
     ready, _ = ray.wait(list(waiting), timeout=timeout)
     return ready[0] if ready else None
 
 
 def result_of(call: RayCall, name: str, answer: ObjectRef) -> Any:
-    """Return the answer of the actor with this name. Raises `call.translate_error`."""
+    """Return the answer of the actor `name`. Raises `call.translate_error`."""
     try:
         return ray.get(answer)
     except RayError as error:

@@ -1,4 +1,4 @@
-"""Sampling fields, finish reasons and images in vLLM's terms, without importing vllm."""
+"""Sampling parameters, finish reasons and images for vLLM, without importing vllm."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FINISH_REASONS = {
     "repetition": FinishReason.REPETITION,
 }
 BAN = -100.0
-"""Bias on the logit of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
-# They score a prompt; the one token sampled after it is ignored.
+"""Logit bias of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
+# Parameters that score a prompt. vLLM must sample one token; it is ignored.
 PROBE_FIELDS: dict[str, object] = {
     "temperature": 0.0,
     "max_tokens": 1,
@@ -36,27 +36,26 @@ PROBE_FIELDS: dict[str, object] = {
 
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
-    """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
-    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM"
+    """Return the `SamplingParams` of a request, with every field that has a server default."""
+    assert decode.mode is not DecodeMode.BEAM, "vLLM has a separate method for beam search"
     fields: dict[str, object] = {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,
         "repetition_penalty": decode.repetition_penalty,
         "max_tokens": decode.max_new_tokens,
-        # Of the request, not of the engine: the same rollout comes again from any engine, in any
-        # batch.
+        # A seed per request: any engine generates the same rollout, in any batch.
         "seed": seed,
         "stop_token_ids": list(decode.stop_token_ids),
-        "ignore_eos": True,  # the request names its stop tokens; the tokenizer's do not add to them
+        "ignore_eos": True,  # only the stop tokens of the request count, not the tokenizer's
         # The learner masks the same ids before it compares log-probabilities.
         "logit_bias": dict.fromkeys(decode.banned_token_ids, BAN) or None,
-        "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
-        # The learner reads token ids; text would only cost the engine time.
+        "logprobs": 0 if decode.return_logprobs else None,  # 0: only of the sampled token
+        # The learner reads token ids, so decoding text would only cost time.
         "detokenize": False,
     }
     if decode.stop:
-        # vLLM looks for them in the text that it writes, with special tokens as `hf` reads them.
+        # vLLM searches its decoded text, which includes special tokens as in the backend `hf`.
         fields |= {
             "stop": list(decode.stop),
             "include_stop_str_in_output": True,
@@ -67,22 +66,22 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
 
 
 def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:
-    """Translate vLLM's reason. Raises RolloutError where it gave up (`abort`, `error`)."""
+    """Translate vLLM's finish reason. Raises RolloutError for `abort` and `error`."""
     if reason not in FINISH_REASONS:
         message = (
-            f"sample {request.sample_id} was ended with {reason!r}, and half an answer is none; see"
-            " the engine's log"
+            f"sample {request.sample_id} was ended with {reason!r}, so its answer is incomplete;"
+            " see the engine's log"
         )
         raise RolloutError(message, actor=actor, phase="generate")
     return FINISH_REASONS[reason]
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """Decode every image of a sample. Raises RolloutError naming sample and image."""
+    """Decode a sample's images. Raises RolloutError that names sample and image."""
     # In the order of the prompt's placeholders.
     images = []
     for i, ref in enumerate(refs):
-        assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
+        assert ref.data is not None, f"image {i} of {sample_id} was sent without its bytes"
         try:
             images.append(decode_image(ref.data))
         except ValueError as error:
@@ -93,10 +92,10 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as the model takes it."""
+    """A prompt in the form that the model takes."""
 
     token_ids: tuple[int, ...]
-    """[P] without padding."""
+    """[P], without padding."""
     features: dict[str, torch.Tensor]
     """The image arguments of the model's forward pass; empty without images."""
 
@@ -128,20 +127,20 @@ def encode_prompt(
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open an image by its header alone, to measure it. Raises ValueError with the reason."""
+    """Open an image to measure it; only its header is read. Raises ValueError with the reason."""
     return _read(lambda: open_picture(data))
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode to RGB, upright, on white where transparent. Raises ValueError with the reason."""
+    """Decode to upright RGB, on white if transparent. Raises ValueError with the reason."""
     image = _read(lambda: on_white(open_picture(data)))
-    # vLLM would turn an image by an orientation that is left here.
+    # Otherwise vLLM would rotate the image again by the orientation in `info`.
     image.info = {}
     return image
 
 
 def png_of(pixels: Image.Image) -> bytes:
-    """Encode pixels without a loss."""
+    """Encode an image as PNG, which is lossless."""
     file = io.BytesIO()
     pixels.save(file, "PNG")
     return file.getvalue()
@@ -151,11 +150,11 @@ def _read(read: Callable[[], Image.Image]) -> Image.Image:
     try:
         return read()
     except UnidentifiedImageError as error:
-        # Pillow's own message names the object that it read from.
-        raise ValueError("it is of no format that is known") from error
+        # Pillow's own message contains the repr of the file object.
+        raise ValueError("its format is not known") from error
     except MemoryError:
         raise
     except Exception as error:
-        # On damaged files Pillow's decoders raise whatever their parsing runs into (OSError,
-        # SyntaxError, struct.error, EOFError, ...).
+        # On damaged files Pillow's decoders raise many types of errors (OSError, SyntaxError,
+        # struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

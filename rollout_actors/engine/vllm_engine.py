@@ -1,6 +1,6 @@
-"""One vLLM engine: requests in, token ids out, weights from the learner in between.
+"""A vLLM engine that answers rollout requests and receives weights from the learner.
 
-No Ray here: `rollout_actors.engine.actor` gives an engine a process.
+This module does not use Ray: `rollout_actors.engine.actor` runs an engine in its own process.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 WATCH_S = 1.0
-"""Seconds between two looks of a waiting call at vLLM's process."""
+"""Interval in seconds at which a waiting call checks vLLM's process."""
 
 
 class VllmEngine:
-    """An `AsyncLLM` with a name, which serves no rollouts while its weights are not verified."""
+    """An `AsyncLLM` with a name, which serves rollouts only with verified weights."""
 
     process = ""
-    """`WatchedEngine.process`: nobody else can ask this engine."""
+    """`WatchedEngine.process`: empty, because no other process can use this engine."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class VllmEngine:
         index: int = 0,
         processes: EngineProcesses | None = None,
     ) -> None:
-        """Keep what a start needs.
+        """Store the arguments; `start` uses them.
 
         Args:
-            index: the engine's number in the run, from which its workers' ranks follow.
-            processes: those of an engine whose place this one takes; None: it takes nobody's.
+            index: the engine's number in the run. It determines the ranks of its workers.
+            processes: the processes of the engine to replace; None: it replaces no engine.
         """
         self.name = name
         self._processes = processes
         self._settings = settings
-        # Rank 0 is the sender. With one offset for all engines joining would hang.
+        # Rank 0 is the sender. With the same offset for all engines joining the group would hang.
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
@@ -80,16 +80,16 @@ class VllmEngine:
         self._num_probes = 0
         self._num_finished_tokens = 0
         self._rule: RepeatRule | None = None
-        """The repeat guard's rule, as `guard_by` has set it."""
+        """Rule of the repeat guard, set by `guard_by`."""
 
     async def start(self) -> int:
-        """Load the model, which blocks this event loop for 10 s or more. Returns the devices.
+        """Load the model and return the number of devices. Blocks the event loop for 10 s or more.
 
-        The environment must hold `engine_environment(settings)` already. Raises RolloutError with
-        vLLM's reason, or where the repeat guard is configured and not active; LostStartError where
+        The environment must already contain `engine_environment(settings)`. Raises RolloutError
+        with vLLM's reason, or if a configured repeat guard is not active. Raises LostStartError if
         the process was killed.
         """
-        # Before vLLM starts its process, which inherits the environment.
+        # Set before vLLM starts its process, which inherits the environment.
         os.environ.update(self._failures.environment)
         if self._processes is not None:
             self._processes.end_left()
@@ -98,16 +98,16 @@ class VllmEngine:
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._settings))
             )
-        except Exception as error:  # vLLM has no class of its own for a bad model or machine
+        except Exception as error:  # vLLM has no specific class for a bad model or machine
             reason, story = self._failures.of_error(error)
             kind = LostStartError if self._failures.was_killed(error) else RolloutError
             self._failures.remove()
             failure = kind(f"the engine did not start: {reason}", actor=self.name, phase="start")
-            # Not in the message: it is for error.txt.
+            # A note, not part of the message: it is for error.txt.
             failure.add_note(story)
             raise failure from error
         await self.guard_by(self._settings.repeat_guard)
-        # vLLM's own label, by which its account of a rollout's weights is compared with ours.
+        # vLLM labels every rollout with this version; `to_completion` compares it with ours.
         await self._llm.update_weight_version("0")
         adapter = AdapterLoader(self._llm, enabled=self._settings.enable_lora)
         group = TransferGroup(
@@ -124,26 +124,26 @@ class VllmEngine:
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Guard what begins from now on by these settings; None: not at all. The engine is idle.
+        """Set the repeat guard for new requests; None: no guard. The engine must be idle.
 
         Raises:
-            RolloutError: a worker does not hold the guard, or refuses the settings.
-            EngineDeadError: vLLM's process is gone.
+            RolloutError: a worker does not have the guard, or refuses the settings.
+            EngineDeadError: vLLM's process has ended.
         """
         try:
             answers = await self.collective_rpc(*guard_call(settings))
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM's only class for a failure in its worker
+        except Exception as error:  # the only class that vLLM has for a failure in its worker
             message = f"its workers refuse rollout_matching.repeat_terminate: {error}"
             raise RolloutError(message, actor=self.name, phase="start") from error
         require_guard(answers, settings, self.name)
-        # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
-        # The actor's own copy, with which it marks the tokens that the guard forced.
+        # In a thread, because loading a tokenizer takes seconds and this loop serves other calls.
+        # The actor needs the rule to mark the tokens that the guard forced.
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
     async def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every worker. Returns one answer for each device."""
+        """Call a method of every worker. Return one result for each device."""
         return await self.llm.collective_rpc(method, args=arguments)
 
     @property
@@ -157,40 +157,40 @@ class VllmEngine:
 
     @property
     def why_dead(self) -> str:
-        """Reason why the engine's process ended, where `is_dead`."""
+        """Reason why the engine's process ended, if `is_dead`."""
         return self._end()[0]
 
     @property
     def version(self) -> int:
-        """The version of the weights being served; 0 is the checkpoint's."""
+        """Version of the weights that are served; 0: the checkpoint."""
         return 0 if self.intake is None else self.intake.version
 
     @property
     def shut(self) -> str:
-        """Reason why no rollouts are served; empty: they are."""
+        """Reason why the engine serves no rollouts; empty if it does."""
         return "it is not running" if self.intake is None else self.intake.unavailable_reason
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start, by vLLM's last report. May be asked from any thread."""
+        """Tokens sampled since the start, by vLLM's last report. Safe to read from any thread."""
         num_tokens = self._num_finished_tokens
         if self._llm is not None:
-            # A copy, taken in one go: the engine's own thread adds and removes.
+            # An atomic copy, because the engine's thread adds and removes entries.
             for state in tuple(self._llm.output_processor.request_states.values()):
                 if state.detokenizer is not None:
                     num_tokens += state.detokenizer.num_output_tokens()
         return num_tokens
 
     async def progress(self) -> int:
-        """Return `num_tokens`. Raises EngineEndedError where vLLM's process is gone."""
+        """Return `num_tokens`. Raises EngineEndedError if vLLM's process has ended."""
         if self.is_dead:
             raise EngineEndedError(self.why_dead)
         return self.num_tokens
 
     async def check_alive(self) -> None:
-        """Ask every worker for something: one that is stopped or stuck does not answer.
+        """Return when every worker has answered a call. A stopped or stuck worker does not.
 
-        Raises EngineEndedError where vLLM's process is gone.
+        Raises EngineEndedError if vLLM's process has ended.
         """
         await self._all([self.collective_rpc("active_guard")])
 
@@ -198,8 +198,8 @@ class VllmEngine:
         """Generate one rollout per request, in order.
 
         Raises:
-            RolloutError: the engine serves none, or a request was refused.
-            EngineEndedError: vLLM's process is gone.
+            RolloutError: the engine serves no rollouts, or a request was refused.
+            EngineEndedError: vLLM's process has ended.
         """
         if not requests:
             return []
@@ -210,26 +210,26 @@ class VllmEngine:
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase, in order; the last one returns the report.
+        """Run one phase of a weight sync; the phases come in order. The last returns the report.
 
         Raises:
-            WeightSyncError: naming phase and engine.
-            EngineEndedError: vLLM's process is gone.
+            WeightSyncError: the phase failed; it names phase and engine.
+            EngineEndedError: vLLM's process has ended.
         """
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
-            # Queued since the pause, they would begin beside the canary, under weights that are not
-            # verified; and with adapters on CPU vLLM's process would die of that: it takes a
-            # prompt's log-probabilities for those of the whole batch.
+            # Requests queued since the pause would start together with the canary, with unverified
+            # weights. With adapters on CPU they would also end vLLM's process, which mistakes one
+            # prompt's log-probabilities for the whole batch's.
             queued = list(self.llm.output_processor.request_states)
             if queued:
                 await self.llm.abort(queued, internal=True)
         return (await self._all([self.intake.run_phase(phase, offer)]))[0]
 
     def close(self) -> None:
-        """End the engine's processes. Twice is harmless."""
+        """Shut down the engine's processes. A second call has no effect."""
         if self._llm is not None:
-            # vLLM's own limit is less than what it waits for inside.
+            # This limit is shorter than vLLM's own waits inside.
             self._llm.shutdown(timeout=CLOSE_S)
             self._failures.remove()
             if self._processes is not None:
@@ -239,9 +239,9 @@ class VllmEngine:
     async def _all(self, works: Sequence[Coroutine[object, None, T]]) -> list[T]:
         """Return every result, or raise the first error.
 
-        Raises EngineEndedError if vLLM's process ended.
+        Raises EngineEndedError if vLLM's process has ended.
         """
-        # What vLLM is asked for while its process is dying is never answered: hence the watch.
+        # vLLM never answers a request to a process that dies, hence the periodic check.
         llm = self.llm
         tasks = [asyncio.create_task(work) for work in works]
         pending: set[asyncio.Task[T]] = set(tasks)
@@ -258,25 +258,25 @@ class VllmEngine:
         except EngineDeadError as error:
             reason, story = self._end()
             ended = EngineEndedError(reason)
-            # Not in the message: it is for error.txt.
+            # A note, not part of the message: it is for error.txt.
             ended.add_note(story)
             raise ended from error
         finally:
-            # where one failed, or this call was cancelled, vLLM aborts the other requests
+            # if one failed, or this call was cancelled, vLLM aborts the other requests
             for task in tasks:
                 task.cancel()
-            # With a limit: a request of an engine that hangs may not react to its cancellation.
+            # With a limit: a request of a hanging engine may not react to its cancellation.
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process ended, which vLLM does not say, and the whole story."""
-        # Once: several calls may find the dead engine, and the file of errors goes below.
+        """Return why the engine's process ended, and its traceback. vLLM does not report either."""
+        # Computed once: several calls may find the dead engine, and the error file is removed.
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager
             processes = [] if manager is None else manager.processes
             exit_codes = {process.name: process.exitcode for process in processes}
             self._ended = self._failures.of_end(exit_codes)
-            # Now: a dead engine may never be closed.
+            # Removed now, because a dead engine may never be closed.
             self._failures.remove()
         return self._ended
 
@@ -288,9 +288,9 @@ class VllmEngine:
         except VLLMClientError as error:
             message = f"sample {request.sample_id} was refused: {error}"
             raise RolloutError(message, actor=self.name, phase="generate") from error
-        # Here, not when all have ended: each rollout has its own duration.
+        # Measured here, not when all have ended, because each rollout has its own duration.
         end_s = time.perf_counter()
-        # vLLM forgets a request at its end, and the count must not fall.
+        # vLLM forgets finished requests, and the token count must not decrease.
         self._num_finished_tokens += len(output.outputs[0].token_ids)
         completion = to_completion(output, request, actor=self.name, version=origin.version)
         return completion.rollout(request, origin, end_s)
@@ -298,14 +298,14 @@ class VllmEngine:
     async def _complete(
         self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True
     ) -> RequestOutput:
-        """Run one request, with the adapter that is served, if there is one, or without."""
+        """Run one request, with the served adapter (if there is one) or without it."""
         assert self.intake is not None, "start comes first"
-        # None: the base weights only.
+        # None: base weights only.
         adapter = self.intake.lora_request if adapted else None
         # FINAL_ONLY: exactly one output.
         async for output in self.llm.generate(prompt, params, request_id, lora_request=adapter):
             return output
-        raise AssertionError("vLLM ends a request with an output")
+        raise AssertionError("vLLM ended a request without an output")
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         self._num_probes += 1

@@ -1,4 +1,4 @@
-"""Errors for a missing or broken vLLM."""
+"""Errors for a vLLM that is missing or cannot be imported."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from importlib.util import find_spec
 from shared.errors import ConfigError, RolloutError
 
 REMEDY = (
-    "run `make setup`, or choose backend=hf (rollout_matching.rollout_backend: hf), which needs no"
-    " vLLM but for the tool calls of an environment"
+    "run `make setup`, or choose backend=hf (rollout_matching.rollout_backend: hf), which needs"
+    " vLLM only for the tool calls of an environment"
 )
 
 
 def require_installed(user: str) -> None:
-    """Raise ConfigError where this environment has no vLLM, which `user` needs. Imports nothing."""
-    # Only looked for: importing it costs the driver 6 to 10 seconds.
+    """Raise ConfigError if vLLM, which `user` needs, is not installed here. Does not import it."""
+    # The import would cost the driver 6 to 10 seconds.
     if find_spec("vllm") is None:
         raise ConfigError(
-            f"installation: vLLM is not installed here, and {user} cannot go without it; {REMEDY}"
+            f"installation: vLLM is not installed here, and {user} needs it; {REMEDY}"
         )
 
 
 @contextmanager
 def explained_import(actor: str) -> Iterator[None]:
-    """Turn an error of importing vLLM in the body into a RolloutError of `actor`, phase "start"."""
+    """Turn an error of importing vLLM in the block into a RolloutError with phase "start"."""
     try:
         yield
-    except Exception as error:  # compiled parts fail with more than ImportError
+    except Exception as error:  # compiled parts raise more than ImportError
         reason = f"vLLM cannot be imported ({type(error).__name__}: {error}); {REMEDY}"
         raise RolloutError(reason, actor=actor, phase="start") from error

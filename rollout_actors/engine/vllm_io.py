@@ -1,4 +1,4 @@
-"""vLLM's prompts, sampling parameters and answers, the same for `AsyncLLM` and `LLM`."""
+"""Conversion of requests and answers to and from vLLM's types, for `AsyncLLM` and `LLM`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.weight_sync.canary import CanaryProbe
 
 
 def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:
-    """Build vLLM's prompt. Raises RolloutError naming the sample whose image cannot be decoded."""
+    """Build vLLM's prompt. Raises RolloutError with the sample, if an image cannot be decoded."""
     return _prompt(request.prompt_token_ids, request.images, request.sample_id, actor)
 
 
@@ -33,7 +33,7 @@ def probe_prompt(probe: CanaryProbe, actor: str) -> TokensPrompt:
 def _prompt(
     token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str
 ) -> TokensPrompt:
-    # One placeholder per image: vLLM expands it. Expanded ids would silently be expanded again.
+    # One placeholder per image, which vLLM expands. It would also expand expanded ids again.
     prompt = TokensPrompt(prompt_token_ids=list(token_ids))
     images = decode_images(refs, sample_id, actor=actor)
     if images:
@@ -42,7 +42,7 @@ def _prompt(
 
 
 def sampling_params(decode: DecodeSettings, seed: int) -> SamplingParams:
-    # FINAL_ONLY: no part of an answer is read before its end.
+    # FINAL_ONLY: partial answers are not read.
     return SamplingParams(**sampling_fields(decode, seed), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
@@ -51,12 +51,12 @@ def probe_params() -> SamplingParams:
 
 
 def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
-    """Return the canary's expanded tokens, and the log-probability of each but the first."""
+    """Return the canary's expanded token ids, and the log-probability of each except the first."""
     assert output.prompt_token_ids is not None
     assert output.prompt_logprobs is not None
     token_ids = list(output.prompt_token_ids)
     scores = []
-    # The first token has no entry: nothing comes before it that could predict it.
+    # The first token has no entry, because no token before it could predict it.
     for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True):
         if entry is not None:
             scores.append(entry[token_id].logprob)
@@ -66,18 +66,18 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
 def to_completion(
     output: RequestOutput, request: RolloutRequest, *, actor: str, version: int
 ) -> Completion:
-    """Read a finished request.
+    """Convert a finished request.
 
-    Raises RolloutError where vLLM did not finish it, or sampled by other weights than `version`.
+    Raises RolloutError if vLLM did not finish it, or sampled with other weights than `version`.
     """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)
-    # vLLM's own account, by token span: it would show an answer that a sync has cut in two.
+    # vLLM's own record by token span. It shows whether a sync happened within an answer.
     versions = {span.version for span in completion.weight_versions or ()}
     if versions - {str(version)}:
         raise RolloutError(
-            f"sample {request.sample_id} was sampled by weights {sorted(versions)}, not"
-            f" {version} alone",
+            f"sample {request.sample_id} was sampled by weights {sorted(versions)};"
+            f" expected only version {version}",
             actor=actor,
             phase="generate",
         )

@@ -1,4 +1,4 @@
-"""The entry point `rollmatch` of `vllm.general_plugins`, called in every process of vLLM."""
+"""vLLM calls the entry point `rollmatch` of `vllm.general_plugins` in each of its processes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rollout_actors.engine.left_over import write_process_down
 from rollout_actors.warm.warm_python import end_at_once
 from shared.weight_sync.transports import TransportKind
 
-# vLLM's name for the process of an engine.
+# vLLM's name of an engine's process.
 ENGINE_CORE = "EngineCore"
-# A module that such a process imports only if its devices have processes of their own.
+# That process imports this module only if its devices have their own processes.
 SEVERAL_DEVICES = "vllm.v1.executor.multiproc_executor"
-# Priority of a finalizer that multiprocessing calls last of all when a process ends.
+# Priority of the finalizer that multiprocessing calls last when a process ends.
 LAST = -1000
 
 
 @cache
 def register() -> None:
-    """Register the weight transports, and have an engine's processes write themselves and their
-    errors down.
+    """Register the weight transports, and record this process and its errors if it is vLLM's.
 
-    vLLM may call its plugins again, and refuses a name twice: only the first call acts.
+    vLLM may call its plugins again, and refuses to register a name twice. So only the first call
+    has an effect.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -40,7 +40,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             transport, "rollout_actors.weight_sync.worker", receiver
         )
-    # Only in vLLM's own processes: an engine's actor, or a learner, must not end here.
+    # Only in vLLM's own processes: an engine's actor or a learner must not end in this way.
     if (parent := parent_process()) is not None:
         write_process_down()
         write_failures_down()
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """End this process with its parent: vLLM would take minutes to notice that it was killed."""
+    """End this process with its parent. vLLM would need minutes to notice a killed parent."""
     parent.join()
     os._exit(1)
 
@@ -60,17 +60,17 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """Replace `gc.unfreeze`, which vLLM calls before a last collection.
+    """Replace `gc.unfreeze`, which vLLM calls before its last garbage collection.
 
-    In a fork of the warm server that would copy every page with an object on it.
+    In a fork of the warm server it would copy every memory page with an object on it.
     """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()
 
 
 def _end_at_once() -> None:
-    """End a process of vLLM's whose work is done."""
-    # With several devices it ends as Python does: only then does it give back named memory.
+    """End a vLLM process that has finished its work, without Python's cleanup."""
+    # With several devices the cleanup is needed, because it frees named memory.
     if SEVERAL_DEVICES not in sys.modules:
-        # Still the error that ended the process, if one did.
+        # Passes on the error that ended the process, if there is one.
         end_at_once(sys.exception())

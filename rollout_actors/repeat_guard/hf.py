@@ -1,4 +1,4 @@
-"""The repeat guard inside transformers' `generate`.
+"""The repeat guard for transformers' `generate`.
 
 Shape legend: B rows (sequences, or beams), L tokens so far, T generated ones, V vocabulary.
 """
@@ -12,12 +12,12 @@ from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 
 
 class HFRepeatGuard(LogitsProcessor):
-    """A processor that ends the rows that exceed the rule's thresholds, for one call of `generate`.
-    It has to come before whatever chooses a token.
+    """A logits processor that ends rows that exceed the rule's thresholds, for one `generate` call.
+    It must come before the processor that chooses a token.
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
-        """`prompt_length` is that of the padded prompts, which have one length."""
+        """`prompt_length` is the length of the padded prompts."""
         self._rule = rule
         self._prompt_length = prompt_length
         self._stop_token_id = stop_token_id
@@ -25,19 +25,19 @@ class HFRepeatGuard(LogitsProcessor):
         self._guards: list[RepeatGuard] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, L], [B, V] -> [B, V]; new where a row is ended."""
+        """[B, L], [B, V] -> [B, V]; a new tensor if a row is ended."""
         over = self._read(input_ids[:, self._prompt_length :])
         if not any(over):
             return scores
         over_B = torch.tensor(over, device=scores.device)
-        # A log-probability of 0 for the stop token alone: that suits logits too.
+        # The stop token gets log-probability 0, all others minus infinity. This suits logits too.
         scores = scores.masked_fill(over_B[:, None], -torch.inf)
         scores[over_B, self._stop_token_id] = 0.0
         return scores
 
     def _read(self, tokens_BT: torch.Tensor) -> list[bool]:
         num_rows, num_tokens = tokens_BT.shape
-        # In a beam search rows change places and copy each other: those are read anew.
+        # In a beam search rows are reordered and copied. Read those rows again from the start.
         goes_on = [False] * num_rows
         if self._last_BT is not None and self._last_BT.shape == (num_rows, num_tokens - 1):
             goes_on = (tokens_BT[:, :-1] == self._last_BT).all(1).tolist()

@@ -1,4 +1,4 @@
-"""The repeat guard's rule for an engine, and the check that its workers hold it. Without vllm."""
+"""The rule of an engine's repeat guard, and the check that its workers use it. Without vllm."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class ActiveGuard(TypedDict):
-    """A worker's account of its guard (`GuardedWorker.active_guard`)."""
+    """A worker's report about its guard (`GuardedWorker.active_guard`)."""
 
     runner: str
-    """Of vLLM's model runners: "V1" or "V2"."""
+    """vLLM's model runner: "V1" or "V2"."""
     is_loaded: bool
-    """Whether its sampler really holds a guard."""
+    """Whether its sampler really has a guard."""
     settings: dict[str, object] | None
-    """Fields of `RepeatGuardSettings`; None: it guards nothing."""
+    """Fields of `RepeatGuardSettings`; None: the guard is inactive."""
 
 
 def repeat_rule(
     settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> RepeatRule | None:
-    """Make the rule; None: nothing is guarded. Only the count of keys needs the tokenizer."""
+    """Build the rule; None: no guard. Only the count of object keys needs the tokenizer."""
     if settings is None:
         return None
     if settings.max_object_keys is None:
@@ -41,11 +41,11 @@ def repeat_rule(
 
 
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
-    """Make the rule of an engine of this checkpoint."""
+    """Build the rule for an engine of this checkpoint."""
 
     def load_tokenizer() -> PreTrainedTokenizerBase:
-        # Here and not above: every client of a server imports this module, most need no tokenizer,
-        # and the import takes seconds.
+        # Imported here, because the import takes seconds. Every client of a server imports this
+        # module, and most need no tokenizer.
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model_path)
@@ -54,17 +54,17 @@ def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> Repeat
 
 
 def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, object] | None]:
-    """Return the name and argument of the workers' method that sets the rule (`GuardedWorker`)."""
+    """Return name and argument of the workers' method that sets the rule (`GuardedWorker`)."""
     return "guard_by", None if settings is None else asdict(settings)
 
 
 def require_guard(
     answers: Sequence[ActiveGuard], settings: RepeatGuardSettings | None, actor: str
 ) -> None:
-    """Raise RolloutError(phase="start") unless every worker of an engine guards by these settings.
+    """Raise RolloutError(phase="start") unless every worker of an engine uses these settings.
 
     Args:
-        answers: what `guard_call` came to, one per worker.
+        answers: results of `guard_call`, one per worker.
     """
     asked = None if settings is None else asdict(settings)
     for rank, answer in enumerate(answers):
@@ -73,18 +73,17 @@ def require_guard(
         held = (
             f"a repeat guard with {answer['settings']}" if answer["settings"] else "no repeat guard"
         )
-        wanted = "none is configured"
+        wanted = "but none is configured"
         if asked is not None:
-            wanted = f"rollout_matching.repeat_terminate asks for {asked}"
+            wanted = f"but rollout_matching.repeat_terminate requires {asked}"
         remedy = (
-            f"it is loaded by the engine argument logits_processors=['{GUARD_PROCESSOR}'] in an"
-            " environment with this package installed"
+            f"set the engine argument logits_processors=['{GUARD_PROCESSOR}'] in an environment"
+            " with this package installed"
         )
         if answer["runner"] != "V1":
-            remedy += "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"
+            remedy += "; VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner"
         raise RolloutError(
-            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted};"
-            f" {remedy}",
+            f"the {answer['runner']} model runner of worker {rank} has {held}, {wanted}; {remedy}",
             actor=actor,
             phase="start",
         )

@@ -1,15 +1,15 @@
-"""The repeat guard inside vLLM's two model runners: a logits processor.
+"""The repeat guard for vLLM's two model runners, as a logits processor.
 
 The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it (`vllm serve
---logits-processors`); no request asks for it. It guards nothing until `GuardedWorker.guard_by` has
-given it a run's rule, so one server serves runs with different rules.
+--logits-processors`); requests do not select it. It is inactive until `GuardedWorker.guard_by` has
+set a run's rule, so one server can serve runs with different rules.
 
-A sequence that is to be ended gets one logit that outweighs all others, at its first stop token; at
-the tokenizer's, where the request names none. A request that ignores that too is not guarded, since
-nothing would end it. Its neighbours' logits are not touched.
+To end a sequence, the guard sets one logit higher than all others: the logit of its first stop
+token, or of the tokenizer's if the request has none. A request that ignores the latter too is not
+guarded, because nothing would end it. Other sequences' logits are unchanged.
 
-vLLM's own `SamplingParams.repetition_detection` is no substitute: requests ask for it, it knows
-neither a minimum of tokens nor keys, and it appends no EOS.
+vLLM's own `SamplingParams.repetition_detection` cannot replace it: it is set per request, supports
+neither a minimum of tokens nor object keys, and appends no EOS.
 
 Shape legend: R requests in the engine's slots, B rows of one step's logits, V vocabulary, W window
 of tokens, S states of the key automaton.
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 FORCED_LOGIT = 1e9
-"""So far above every logit that its probability is 1 to the last bit under any temperature,
-penalty, top-k and top-p; and finite, so that nothing becomes NaN on the way.
+"""So high that the stop token's probability is exactly 1 for any temperature, penalty, top-k and
+top-p; and finite, so that no NaN occurs.
 """
 
 
 class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
-    """The one name for both model runners, each of which accepts its own subclasses alone. What a
-    runner makes of it is `GuardV1` or `GuardV2`.
+    """The class that both model runners accept: each requires its own base class. Its constructor
+    returns a `GuardV1` or `GuardV2`.
     """
 
     def __new__(cls, vllm_config: VllmConfig, *arguments: Any) -> GuardV1 | GuardV2:
@@ -60,25 +60,25 @@ class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
 
 
 class GuardV1(LogitsProcessorV1):
-    """The guard of the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one
+    """The guard for the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one
     `RepeatGuard` per request, on the host.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = vllm_config.model_config.tokenizer
         self.settings: RepeatGuardSettings | None = None
-        """The settings of the rule in force; None: nothing is guarded."""
+        """Settings of the active rule; None: the guard is inactive."""
         self._rule: RepeatRule | None = None
         self._rows: dict[int, _GuardedRequest] = {}
-        """Guarded requests, by their row in the batch."""
+        """Guarded requests by their row in the batch."""
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the rule of the requests that begin from now on. Those under way keep theirs."""
+        """Set the rule of new requests. Running requests keep their rule."""
         self._rule = engine_rule(settings, self._tokenizer)
         self.settings = settings
 
     def is_argmax_invariant(self) -> bool:
-        # It changes the most probable token: with True vLLM would leave it out of greedy batches.
+        # It changes the most probable token. With True vLLM would omit it in greedy batches.
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -86,7 +86,7 @@ class GuardV1(LogitsProcessorV1):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Force the stop tokens in `logits`, [B, V]."""
-        # Not in `update_state`: with asynchronous scheduling the last token is known only now.
+        # Not in `update_state`: with asynchronous scheduling the last token is only known here.
         ended = [(index, row.stop) for index, row in self._rows.items() if row.is_over()]
         if ended:
             rows, stops = zip(*ended, strict=True)
@@ -96,8 +96,8 @@ class GuardV1(LogitsProcessorV1):
     def _row(
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> _GuardedRequest | None:
-        # After a preemption, too: `output` then begins with what was generated before it, and the
-        # guard catches up.
+        # Also called after a preemption: then `output` begins with the tokens generated before it,
+        # and the guard reads them again.
         stop = stop_token(params)
         if stop is None or self._rule is None:
             return None
@@ -105,7 +105,7 @@ class GuardV1(LogitsProcessorV1):
 
 
 class _GuardedRequest:
-    """One request. vLLM appends to `output` as it generates."""
+    """A guarded request. vLLM appends to `output` as it generates."""
 
     __slots__ = ("_guard", "_is_over", "_num_seen", "_output", "_rule", "stop")
 
@@ -118,11 +118,11 @@ class _GuardedRequest:
         self._is_over = False
 
     def is_over(self) -> bool:
-        if len(self._output) < self._num_seen:  # vLLM took tokens back
+        if len(self._output) < self._num_seen:  # vLLM removed tokens
             self._guard = self._rule.guard()
             self._num_seen = 0
             self._is_over = False
-        # As a rule one token; several after a preemption.
+        # Usually one token; several after a preemption.
         while self._num_seen < len(self._output):
             self._is_over = self._guard.push(self._output[self._num_seen])
             self._num_seen += 1
@@ -130,17 +130,17 @@ class _GuardedRequest:
 
 
 class GuardV2(LogitsProcessorV2):
-    """The guard of the V2 model runner (default on GPU), whose tokens are on the device while the
-    host runs ahead: the same rule, computed there without waiting.
+    """The guard for the V2 model runner (default on GPU), where tokens stay on the device and the
+    host runs ahead. It computes the same rule on the device without waiting.
 
-    The last tokens of every row are read anew in every step, so that repetitions need no state.
-    Only the key automaton has one, by slot; after a preemption it is set on the host, from the
-    tokens generated before it. Not run on a GPU; on CPU tensors it is compared with `RepeatGuard`.
+    It reads each row's last tokens again in every step, so that repetitions need no state. Only the
+    key automaton has a state per slot. After a preemption the host sets it from the tokens
+    generated before. Not tested on a GPU; tests compare it with `RepeatGuard` on CPU tensors.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._tokenizer = vllm_config.model_config.tokenizer
-        # What moves rows in ways that this class cannot follow.
+        # Features that move rows in ways that this class cannot follow.
         self._cannot_follow = []
         if vllm_config.speculative_config is not None:
             self._cannot_follow.append("speculative decoding")
@@ -148,19 +148,19 @@ class GuardV2(LogitsProcessorV2):
             self._cannot_follow.append("batch-sharded sampling")
         self._requests = req_states
         self.settings: RepeatGuardSettings | None = None
-        """The settings of the rule in force; None: nothing is guarded."""
+        """Settings of the active rule; None: the guard is inactive."""
         num_slots = req_states.max_num_reqs
         self._stops_R = torch.full((num_slots,), -1, dtype=torch.int64, device=req_states.device)
         """Stop token of each slot's request; -1: not guarded."""
         self._entered: dict[int, int] = {}
-        """Stop tokens of the slots whose request entered since the last step."""
+        """Stop tokens of slots that got a new request since the last step."""
         self._window_W = torch.arange(0, device=req_states.device)
         self._keys: _DeviceKeys | None = None
         self._fewest_tokens = 0
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the rule of the requests that begin from now on. Those under way are guarded no
-        longer.
+        """Set the rule of new requests. Requests that are already running are not guarded any
+        more.
 
         Raises:
             ValueError: the engine moves rows in ways that the guard cannot follow.
@@ -183,7 +183,7 @@ class GuardV2(LogitsProcessorV2):
         self._fewest_tokens = max(settings.min_new_tokens, min(run, whole))
         if settings.max_object_keys is not None:
             self._keys = _DeviceKeys(rule, self._requests)
-            self._fewest_tokens = 0  # every token has to be read
+            self._fewest_tokens = 0  # every token must be read
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         if self.settings is None:
@@ -208,14 +208,14 @@ class GuardV2(LogitsProcessorV2):
         if settings is None:
             return logits
         prompt_lengths = self._requests.prompt_len.np[ctx.idx_mapping_np]
-        # Nothing is launched on the device while all are too short. (vLLM pads the lengths.)
+        # Launch no kernels while all responses are too short. (vLLM pads the lengths.)
         num_new = ctx.seq_lens_upper_bound_np[: len(prompt_lengths)] - prompt_lengths
         if num_new.max(initial=0) < self._fewest_tokens:
             return logits
         slots_B = ctx.expanded_idx_mapping.long()
         last_B = ctx.pos.long()
         stops_B = self._stops_R[slots_B]
-        # In a prompt nothing has been generated: 0 or less.
+        # 0 or less while the prompt is processed.
         num_new_B = last_B - self._requests.prompt_len.gpu[slots_B] + 1
         over_B = self._repeats(settings, slots_B, last_B, num_new_B)
         if self._keys is not None:
@@ -232,20 +232,20 @@ class GuardV2(LogitsProcessorV2):
         last_B: torch.Tensor,
         num_new_B: torch.Tensor,
     ) -> torch.Tensor:
-        """Tell whether the last tokens of each row, which end at `last_B`, are a repetition."""
+        """Return bool [B]: whether the last tokens of each row, up to `last_B`, repeat."""
         positions_BW = (last_B[:, None] - self._window_W).clamp(min=0)
         newest_first_BW = self._requests.all_token_ids.gpu[slots_B[:, None], positions_BW]
         run = settings.max_consecutive_token_repeats
         lag = settings.ngram_size
         whole = lag * settings.ngram_repeats
         same_B = (newest_first_BW[:, :run] == newest_first_BW[:, :1]).all(1)
-        # n-grams repeat where each token is the one that stands n before it.
+        # n-grams repeat if each token equals the token n positions before it.
         periodic_B = (newest_first_BW[:, : whole - lag] == newest_first_BW[:, lag:whole]).all(1)
         return (same_B & (num_new_B >= run)) | (periodic_B & (num_new_B >= whole))
 
 
 class _DeviceKeys:
-    """The key automaton (`ObjectKeys`) of every slot at once, by tables on the device."""
+    """The key automata (`ObjectKeys`) of all slots, computed with tables on the device."""
 
     def __init__(self, rule: RepeatRule, requests: LogitsProcRequestState) -> None:
         assert rule.object_keys is not None
@@ -263,7 +263,7 @@ class _DeviceKeys:
         self._num_read_R = zeros_R.clone()
 
     def enter(self, slots: list[int]) -> None:
-        """Set the state of requests that begin, or go on after a preemption."""
+        """Set the state of requests that begin, or that continue after a preemption."""
         device = self._state_R.device
         values_R3 = torch.tensor([self._so_far(slot) for slot in slots], device=device)
         slots_R = torch.tensor(slots, device=device)
@@ -274,10 +274,10 @@ class _DeviceKeys:
     def exceeded(
         self, slots_B: torch.Tensor, token_B: torch.Tensor, num_new_B: torch.Tensor
     ) -> torch.Tensor:
-        """Read each row's last token and tell whether it has too many keys now: bool [B]."""
+        """Read each row's last token. Return bool [B]: whether the row now has too many keys."""
         state_B = self._state_R[slots_B]
         num_read_B = self._num_read_R[slots_B]
-        # In a prompt, or in what `enter` has read, it is not the request's next token.
+        # False during the prompt, and for tokens that `enter` has already read.
         is_next_B = num_new_B == num_read_B + 1
         after_B = torch.where(is_next_B, self._next_SV[state_B, token_B].long(), state_B)
         num_found_B = torch.where(is_next_B, self._found_SV[state_B, token_B].long(), 0)
@@ -288,12 +288,12 @@ class _DeviceKeys:
         return num_keys_B > self._max_keys
 
     def _so_far(self, slot: int) -> tuple[int, int, int]:
-        """Return (state, keys, tokens read) of what the request had generated when it entered."""
+        """Return (state, keys, tokens read) for the tokens generated before the request entered."""
         start = int(self._requests.prompt_len.np[slot])
         end = int(self._requests.prefill_len.np[slot])
         state = START
         num_keys = 0
-        # After a preemption, and then alone, this waits for the device.
+        # This waits for the device, but only after a preemption.
         if end > start:
             for token_id in self._requests.all_token_ids.gpu[slot, start:end].tolist():
                 state, num_found = self._keys.step(state, token_id)
@@ -302,26 +302,26 @@ class _DeviceKeys:
 
 
 def stop_token(params: SamplingParams) -> int | None:
-    """Return the token that ends a request: its first stop token, else the tokenizer's."""
+    """Return the token that ends a request: its first stop token, or else the tokenizer's."""
     if params.stop_token_ids:
         return params.stop_token_ids[0]
-    return params.eos_token_id  # None where the request ignores it
+    return params.eos_token_id  # None if the request ignores it
 
 
 class GuardedWorker:
-    """A worker's methods about its guard. Part of the worker extension of every engine of a run."""
+    """The guard's methods in vLLM's worker, part of the worker extension of every engine."""
 
     model_runner: GPUModelRunnerV1 | GPUModelRunnerV2
     use_v2_model_runner: bool
 
     def guard_by(self, settings: dict[str, Any] | None) -> ActiveGuard:
-        """Set the rule of the requests that begin from now on, and return `active_guard`.
+        """Set the rule of new requests, and return `active_guard`.
 
         Args:
             settings: fields of `RepeatGuardSettings`; None: requests are not guarded.
         """
-        # A rule in force is not made again: a stock server gets it in every sync, and a tokenizer
-        # takes seconds to load.
+        # An unchanged rule is not set again: a stock server receives it in every sync, and loading
+        # a tokenizer takes seconds.
         asked = None if settings is None else RepeatGuardSettings(**settings)
         for guard in self._guards():
             if guard.settings != asked:

@@ -1,18 +1,18 @@
 """The routes of a rollout server (spec: server mode), each with and without its last slash::
 
-    GET  /health/             200 when rollouts can be asked for, and progress; needs no token
-    GET  /get_world_size/     rollout devices
+    GET  /health/             200 when rollouts can be requested, and progress; needs no token
+    GET  /get_world_size/     number of rollout devices
     GET  /version/  /info/    weight version; settings of the server
     POST /infer/              `messages.InferCall` -> `messages.InferAnswer`
     POST /init_communicator/  phase rendezvous of a sync: `SyncCall` -> `SyncAnswer`
-    POST /sync/{phase}/       its other phases
+    POST /sync/{phase}/       the other phases of a sync
     POST /end_lease/          the run of the header `X-Rollmatch-Run` has ended -> ServerInfo
     /v1/...                   404, with the command of a `vllm serve` that has these routes
 
-Errors are `messages.ErrorAnswer`. 400: the call is wrong; 401: no token or another; 403: an image
-that may not be read; 404, 405; 408: a body that stalls; 409: not now; 413: too large; 415: not
-JSON; 422: the engine's answer contradicts the call, and would again; 499: the caller has gone (its
-status is never read); 500: the engine failed; 503: it loads or has died.
+Errors are `messages.ErrorAnswer`. 400: the call is invalid; 401: no token, or a wrong one; 403: an
+image that may not be read; 404, 405; 408: a body that stalls; 409: not possible now; 413: too
+large; 415: not JSON; 422: the engine's answer contradicts the call, and would again; 499: the
+caller has disconnected (not read); 500: the engine failed; 503: it is loading or has died.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def make_app(
 ) -> FastAPI:
     """
     Args:
-        token: needed by every call but `/health/`; None: by no call.
-        only_from: host names by which the server may be called. A server without a token on this
-            machine's own address takes that address alone, or a page in this machine's browser
-            could call it by a name of its own.
+        token: required in every call except `/health/`; None: not required.
+        only_from: accepted host names of the server. A server without a token on a
+            loopback address accepts only that address. Otherwise a web page in this machine's
+            browser could call it under another host name.
     """
-    # No redirects: a client would have to send its body, with all images, a second time.
+    # No redirects, because a client would have to send its body, with all images, again.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     def add(method: str, path: str, route: Route, *, is_open: bool = False) -> None:
@@ -95,7 +95,7 @@ def make_app(
     async def refuse_openai(request: Request) -> Response:
         command = stock_command(service.settings, service.name)
         why = f"{request.url.path}: this server has no routes of the OpenAI API"
-        raise RefusalError(404, f"{why}; start in its place: {command}")
+        raise RefusalError(404, f"{why}; start this server instead: {command}")
 
     for method in ("GET", "POST"):
         add(method, "/v1/{path:path}", refuse_openai)
@@ -119,12 +119,12 @@ class _PostRoutes:
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
             known = f"{', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/"
-            raise RefusalError(404, f"{name} is no phase; there are {known}")
+            raise RefusalError(404, f"{name} is not a phase; the phases are {known}")
         return await self.run_phase(SyncPhase(name), request)
 
     async def run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:
         call = await self._read(messages.SyncCall, request)
-        # Shielded: a caller may go, and half a phase is worse than all of it. It has a limit.
+        # Shielded: if the caller disconnects, the phase must still complete. It has a time limit.
         work = self._service.run_sync_phase(phase, call, run_of(request))
         report = await asyncio.shield(work)
         return messages.SyncAnswer(report=report)
@@ -143,8 +143,8 @@ def _json(status: int, message: messages.WireMessage) -> Response:
 
 async def _error_answer(request: Request, error: Exception) -> Response:
     match error:
-        # An image that cannot be decoded, other weights, no repeat guard: a second question, here
-        # or to another server, would at best cover it up.
+        # An image that cannot be decoded, other weights, or no repeat guard: a retry, here or on
+        # another server, would at best hide the error.
         case RolloutError():
             return _json(422, messages.ErrorAnswer.of(error))
         case WeightSyncError():
@@ -161,6 +161,6 @@ async def _error_answer(request: Request, error: Exception) -> Response:
     detail = messages.ErrorDetail(kind=kind, message=messages.shortened(message))
     answer = _json(status, messages.ErrorAnswer(error=detail))
     if status == HTTPStatus.REQUEST_TIMEOUT:
-        # The rest of the body would be read as the next call.
+        # Otherwise the rest of the body would be read as the next call.
         answer.headers["Connection"] = "close"
     return answer

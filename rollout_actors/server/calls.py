@@ -1,4 +1,4 @@
-"""Checks of a call before a rollout server looks at it, and while it works on it."""
+"""Checks of a call before a rollout server handles it, and while it works on it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""Longest wait for more of a body."""
+"""Longest wait for the next part of a body."""
 GONE_S = 1.0
-"""How often a working call looks whether its caller is still there."""
+"""Interval of the checks whether the caller is still connected."""
 
 
 def check_token(request: Request, token: str | None, *, is_needed: bool = True) -> bool:
-    """Tell whether the call brings the token; None: all do. Raises RefusalError where it must."""
+    """Return whether the call has the token (None: not required). May raise RefusalError."""
     sent = request.headers.get("authorization", "").encode()
-    # compare_digest: the time it takes does not tell how much of a guess was right.
+    # compare_digest: its duration does not reveal how much of a guess was right.
     if token is None or hmac.compare_digest(sent, f"Bearer {token}".encode()):
         return True
     if is_needed:
         raise RefusalError(
             401,
-            "this server asks for its bearer token; send it as `Authorization: Bearer ...` (runs of"
+            "this server requires its bearer token; send it as `Authorization: Bearer ...` (runs of"
             " its user on its machine find it in its token file, others in the variable that"
             " rollout_matching.vllm.server.token_env names)",
         )
@@ -41,21 +41,21 @@ def check_token(request: Request, token: str | None, *, is_needed: bool = True) 
 
 
 def run_of(request: Request) -> str:
-    """Return the name of the run that calls; empty: none."""
+    """Return the name of the calling run; empty: no run."""
     return decoded(request.headers.get(RUN_HEADER))
 
 
 async def read_body(request: Request, service: RolloutService) -> bytes:
-    """Read a body of JSON within the server's limits. Raises RefusalError."""
+    """Read a JSON body within the server's limits. Raises RefusalError."""
     limit = service.limits.max_request_bytes
-    # Required by name: a page in a browser may send any other type to any address unasked.
+    # Required, because a web page can send other types to any address without asking first.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        why = f"the body's type is {kind or 'not said'}"
+        why = f"the body's type is {kind or 'missing'}"
         raise RefusalError(415, f"{why}; send JSON with `Content-Type: application/json`")
-    remedy = "send less at a time, or start the server with a larger one"
+    remedy = "send less at a time, or start the server with a larger limit"
     too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; {remedy}")
-    # Refused before a byte of it is read.
+    # Refused before the body is read.
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
     body = bytearray()
@@ -64,32 +64,32 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
         async with asyncio.timeout(STALL_S) as stall:
             async for part in request.stream():
                 body += part
-                # Counted, since the header may be missing or wrong.
+                # Counted, because the header may be missing or wrong.
                 if len(body) > limit:
                     raise too_large
                 stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
     except TimeoutError:
-        stalled = "a caller of %r has stalled for %g s after %d bytes of its body"
+        stalled = "a caller of %r stalled for %g s after %d bytes of its body"
         _LOGGER.warning(stalled, path, STALL_S, len(body))
-        why = f"no more of the body has come for {STALL_S:g} s after {len(body)} bytes"
+        why = f"no more of the body arrived within {STALL_S:g} s after {len(body)} bytes"
         raise RefusalError(408, f"{why}; send it again, without a pause") from None
     except ClientDisconnect:
-        # One line: a traceback for each of thousands would keep the server from its other callers.
-        _LOGGER.warning("a caller of %r has gone after %d bytes of its body", path, len(body))
-        raise RefusalError(499, "the caller has gone") from None
+        # One line: thousands of tracebacks would slow down the server for other callers.
+        _LOGGER.warning("a caller of %r disconnected after %d bytes of its body", path, len(body))
+        raise RefusalError(499, "the caller has disconnected") from None
     service.require_small(body)
     return bytes(body)
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it when the caller has gone."""
-    # Polled: nothing is raised here when a caller goes.
+    """Await `work`, and cancel it if the caller disconnects."""
+    # Polled, because a disconnect raises no exception here.
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             await asyncio.wait((task,), timeout=GONE_S)
             if not task.done() and await request.is_disconnected():
-                raise RefusalError(499, "the caller has gone")
+                raise RefusalError(499, "the caller has disconnected")
         return task.result()
     finally:
         task.cancel()

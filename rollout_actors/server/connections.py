@@ -1,4 +1,4 @@
-"""Connections of a rollout server: one on which nothing is asked does not stay open."""
+"""Connections of a rollout server: idle connections are closed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MAX_HEAD_BYTES = 1 << 16
 
 
 class PromptProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits of time and of size for the head of a call.
+    """uvicorn's protocol with limits for the time and the size of a call's head.
 
-    uvicorn would keep a connection that says nothing, or half a head, for as long as the peer does,
-    and a head of any size. The body has a limit of its own (`calls.read_body`).
+    uvicorn would keep a silent connection, or half a head, as long as the peer does, and accept a
+    head of any size. The body has its own limit (`calls.read_body`).
     """
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes: int | None = None
-    """None: no head has begun, or it has ended."""
+    """None: no head has begun, or it is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,7 +34,7 @@ class PromptProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         had_begun = self._num_head_bytes is not None
         super().data_received(data)
-        # The part with which a head begins may be the end of a body, too.
+        # The part that contains the start of a head may also contain the end of a body.
         if had_begun and self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
@@ -51,7 +51,7 @@ class PromptProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # A call that had come before the answer was complete is at work now.
+        # If a call arrived before the answer was complete, the server now works on it.
         if self.cycle.response_complete:
             self._wait_for_head()
 
@@ -67,7 +67,7 @@ class PromptProtocol(HttpToolsProtocol):
 
 
 def open_many_files() -> None:
-    """Let this process open as many files, and so connections, as the system allows it."""
-    # A connection is a file, and the usual limit of 1,024 is soon reached.
+    """Raise this process's limit of open files, and so of connections, to the system's maximum."""
+    # Each connection is a file, and the usual limit of 1,024 is soon reached.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,6 +1,6 @@
-"""An engine on an event loop of its own.
+"""An engine with a separate event loop in its own thread.
 
-A server's loop so answers `/health/` while the engine loads or decodes images.
+So the server's loop can answer `/health/` while the engine loads or decodes images.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """A `ServedEngine` whose work happens in a thread.
+    """A `ServedEngine` that works in a thread.
 
-    Its methods belong to the loop that calls them; cancelling one cancels the work. In the thread
-    `start` makes the engine, which may import vllm for seconds.
+    Call its methods from the server's loop; cancelling a call cancels the work. `start` makes the
+    engine inside the thread, because it may import vllm for seconds.
     """
 
     def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
         self._make_engine = make_engine
         self._engine: ServedEngine | None = None
         self._loop = asyncio.new_event_loop()
-        # A daemon: an engine that is stuck does not hold the process.
+        # A daemon thread, so that a stuck engine does not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
 
@@ -76,8 +76,8 @@ class EngineThread:
         return self._started.why_dead
 
     def close(self, within_s: float = CLOSED_S) -> None:
-        """End the engine and the thread, unless it is stuck. Twice is harmless."""
-        # None first: whoever asks from now on is told that it is not running.
+        """End the engine and, unless it is stuck, the thread. A second call has no effect."""
+        # Cleared first, so that later calls see that the engine is not running.
         engine = self._engine
         self._engine = None
         if engine is not None:

@@ -1,4 +1,4 @@
-"""A look at the engine behind a server that still answers, which may be stuck."""
+"""Detection of a stuck engine in a server that still answers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rollout_actors.server.service import RolloutService
 from shared.errors import RolloutError
 
 QUIET_S = 5.0
-"""Seconds without a token after which the engine is asked whether it is alive."""
+"""Seconds without a token until the engine is asked whether it is alive."""
 
 
 class EngineWatch:
-    """Notices an engine that neither samples nor answers.
+    """Detects an engine that neither samples tokens nor answers.
 
-    An engine answers between two steps, so it may be asked whatever it is doing. Time does not
-    count in which it waits for others: in two phases of a sync, within limits of the offer. One
-    that answers and schedules nothing is not noticed here, only by who waits for its tokens.
+    An engine answers between two steps, so it can be asked at any time. In two phases of a sync it
+    waits for other processes. That time does not count; the offer has limits for it. An engine that
+    answers but schedules no requests is detected only by the clients that wait for tokens.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EngineWatch:
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_s`: seconds without a sign of life; None: it is not watched."""
+        """`limit_s`: seconds without a sign of life; None: the engine is not checked."""
         self._service = service
         self._limit_s = limit_s
         self._clock_s = clock_s
@@ -37,9 +37,9 @@ class EngineWatch:
         self._answer: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Look once, without waiting; in the server's loop, every second or sooner.
+        """Check once, without waiting. Call it in the server's loop at least once per second.
 
-        Raises RolloutError where the limit is over.
+        Raises RolloutError if the limit has passed.
         """
         limit_s = self._limit_s
         if limit_s is None or not self._service.is_up:
@@ -51,27 +51,27 @@ class EngineWatch:
         has_answered = self._answer is not None and self._answer.done()
         if has_answered:
             assert self._answer is not None
-            # An error is an answer; of an engine that is dead it is told elsewhere.
+            # An error counts as an answer. Other code reports the error of a dead engine.
             self._answer.exception()
             self._answer = None
         num_tokens = engine.num_tokens
         if num_tokens != self._num_tokens or has_answered:
             self._num_tokens = num_tokens
             self._alive_s = now_s
-        # It waits for others, or nobody looked, as where this process was stopped: that says
-        # nothing of the engine. It is no sign of life either, or syncs that fail would hide for
-        # good that it is stuck.
+        # The engine waited for other processes, or this process did not run (for example it was
+        # stopped). Such time does not count. It is not a sign of life either: otherwise repeated
+        # failing syncs would hide a stuck engine forever.
         elif away_s > QUIET_S or self._service.num_joined:
             self._alive_s += away_s
         quiet_s = now_s - self._alive_s
-        # One question at a time: a stuck engine would collect them without an end.
+        # One question at a time, because a stuck engine would collect them without limit.
         if quiet_s >= QUIET_S and self._answer is None:
             self._answer = asyncio.create_task(engine.check_alive())
         if quiet_s >= limit_s:
             raise RolloutError(
                 f"the engine has sampled no token and answered nothing for stall_s = {limit_s:g} s;"
-                " check whether its process or the GPU hangs, and start the server again; where one"
-                " step of it takes that long, raise stall_s",
+                " check whether its process or the GPU hangs, and start the server again; if one"
+                " step of the engine takes that long, raise stall_s",
                 actor=self._service.name,
                 phase="serve",
             )

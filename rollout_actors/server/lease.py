@@ -1,4 +1,4 @@
-"""The lease of a server: it takes the weights of one run at a time."""
+"""The lease of a server: it accepts weights from one run at a time."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from urllib.parse import quote, unquote
 from rollout_actors.server.messages import shortened
 
 LEASE_S = 60.0
-"""Time without a call of a run after which another may take its server; a run that lives calls more
-often (`HEARTBEAT_S`).
+"""Seconds without a call of a run after which another run may take its server. A live run calls
+more often (`HEARTBEAT_S`).
 """
 HEARTBEAT_S = 10.0
-"""Time between two calls with which a run renews its lease while it has nothing else to ask."""
+"""Interval of the calls with which an otherwise idle run renews its lease."""
 OWNER_FILE = "owner.txt"
-"""File in a run's folder: the user and machine that started it, and a random identifier."""
+"""File in a run folder: the user and machine that started the run, and a random identifier."""
 RUN_HEADER = "X-Rollmatch-Run"
-"""Header in which the calls of a run say whose they are, percent-encoded."""
+"""Header that names the calling run, percent-encoded."""
 
 
 def run_name(folder: Path, *, is_start: bool = False) -> str:
     """Return the name under which a run holds a lease.
 
-    A restart has it again, also on another machine that has the folder.
+    A restarted run has the same name, also on another machine that has the folder.
 
     Args:
-        is_start: writes `OWNER_FILE` into the folder if it is not there.
+        is_start: write `OWNER_FILE` to the folder if it does not exist.
     """
     file = folder / OWNER_FILE
     try:
@@ -43,7 +43,7 @@ def run_name(folder: Path, *, is_start: bool = False) -> str:
             user = getpass.getuser()
         except (KeyError, OSError):  # a user without a name
             user = str(os.getuid())
-        # Random letters: another machine may have another folder of the same path and user.
+        # Random letters, because another machine may have a folder of the same path and user.
         owner = f"{user}@{socket.gethostname()} {secrets.token_hex(4)}"
         if is_start:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,19 +52,19 @@ def run_name(folder: Path, *, is_start: bool = False) -> str:
 
 
 def encoded(run: str) -> str:
-    """Return the header's text."""
+    """Return the header's value for a run."""
     return quote(run)
 
 
 def decoded(header: str | None) -> str:
-    """Return the run of the header; empty: the call is of no run."""
+    """Return the run that a header names; empty: no run."""
     return shortened(unquote(header or ""))
 
 
 class Lease:
-    """Is taken with the first phase of a sync and renewed with every call of its run.
+    """A lease that starts with the first phase of a sync, and is renewed by every call of its run.
 
-    It is free again when the run ends it, or `limit_s` after the run's last call.
+    It ends when the run ends it, or `limit_s` after the run's last call.
     """
 
     def __init__(self, limit_s: float, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -74,16 +74,16 @@ class Lease:
         self._since_s = 0.0
         self._called_s = 0.0
         self._calls: Counter[str] = Counter()
-        """Calls of each run that are not answered yet."""
+        """Number of calls of each run that are not answered yet."""
 
     def renew(self, run: str) -> None:
-        """Note that this run calls, or has been answered."""
+        """Record that this run has called, or that its call was answered."""
         if run and run == self._run:
             self._called_s = self._clock_s()
 
     @contextmanager
     def call(self, run: str) -> Iterator[None]:
-        """Renew it for a call of this run, which keeps it until it is answered."""
+        """Renew the lease at the start and end of a call. During the call it does not expire."""
         self.renew(run)
         self._calls[run] += 1
         try:
@@ -98,21 +98,21 @@ class Lease:
             self._run = ""
 
     def taken(self, run: str) -> str:
-        """Return why this run cannot have it; empty: it can."""
+        """Return why this run cannot have the lease; empty: it can."""
         quiet_s = self._clock_s() - self._called_s
-        # A long call renews nothing while it runs, and its run is alive all the same.
+        # A long call does not renew the lease while it runs, but its run is alive.
         is_quiet = quiet_s > self._limit_s and not self._calls[self._run]
         if self._run in ("", run) or is_quiet:
             return ""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._since_s))
         return (
             f"it serves the run {self._run} since {since} (last call {quiet_s:.0f} s ago); give"
-            " this run servers of its own, or wait until that one has ended, or has asked for"
-            f" nothing for lease_s = {self._limit_s:g} s"
+            " this run its own servers, or wait until that run has ended or has sent no call for"
+            f" lease_s = {self._limit_s:g} s"
         )
 
     def take(self, run: str) -> str:
-        """Give it to this run, unless another has it; return why it cannot have it, or nothing."""
+        """Give the lease to this run. Return an empty string, or why it cannot have the lease."""
         if reason := self.taken(run):
             return reason
         if run != self._run:

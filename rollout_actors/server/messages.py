@@ -1,7 +1,7 @@
-"""Messages between a rollout server and its client, as JSON. No pickle.
+"""Messages between a rollout server and its client, as JSON without pickle.
 
-They hold the dataclasses of `shared`. Numbers keep every bit, NaN and infinities included: a canary
-that met one has to arrive to be refused.
+They contain dataclasses of `shared`. Numbers keep all bits, including NaN and infinity: a canary
+with such a value must arrive unchanged to be refused.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
 IMAGE_PIXELS = 50_000_000
-"""Largest image of a server where nobody says otherwise."""
+"""Default limit of a server for the size of one image."""
 MAX_PROBLEMS = 20
-"""Most problems of a call that an answer names."""
+"""Most problems of a call that an answer lists."""
 MAX_LISTED = 1000
-"""More problems are only counted: pydantic would write a thousand bytes about each."""
+"""More problems are only counted, because pydantic would write a thousand bytes for each."""
 MAX_MESSAGE_CHARS = 10_000
-"""Longest message of an error: parts of it are the caller's own words."""
+"""Longest error message, because parts of it are the caller's own text."""
 REMEDIES = {
     "missing": "add it",
     "unexpected_keyword_argument": "remove it",
     "extra_forbidden": "remove it",
     "json_invalid": "send JSON",
 }
-"""By pydantic's kind of problem; for others: send a value of that kind."""
+"""Remedies by pydantic's type of problem; for others: send a value of that kind."""
 
 
 class WireMessage(BaseModel):
-    """A closed mapping: nothing unknown is accepted, nothing is converted."""
+    """A strict mapping: unknown keys are refused, and values are not converted."""
 
-    # It holds for the dataclasses in a message, too.
+    # This also applies to the dataclasses in a message.
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
@@ -62,9 +62,9 @@ M = TypeVar("M", bound=WireMessage)
 
 @cache
 def brief_validator(form: type[BaseModel]) -> SchemaValidator:
-    """Return a validator that leaves a list at its first wrong item.
+    """Return a validator that stops reading a list at its first invalid item.
 
-    pydantic's own one goes on: three million wrong items of a body of 6 MB took it 4 GiB.
+    pydantic's own validator continues: with three million invalid items in 6 MB it took 4 GiB.
     """
 
     def at_first(part: Any) -> Any:
@@ -75,12 +75,12 @@ def brief_validator(form: type[BaseModel]) -> SchemaValidator:
         made = {key: at_first(value) for key, value in part.items()}
         return made | {"fail_fast": True} if part.get("type") in ("list", "tuple") else made
 
-    # Else it would take the class's own one, which is made already.
+    # Otherwise pydantic would use the class's existing validator.
     return SchemaValidator(at_first(form.__pydantic_core_schema__), _use_prebuilt=False)
 
 
 def shortened(message: str) -> str:
-    """Return the message of an error, cut where it would repeat what the caller has sent."""
+    """Return an error message, shortened if it repeats much of what the caller has sent."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     return f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
@@ -100,9 +100,9 @@ def problem_lines(error: ValidationError) -> str:
 
 
 def read(form: type[M], body: bytes) -> M:
-    """Read a message.
+    """Parse a message.
 
-    Raises ValueError: a line per problem, at most `MAX_PROBLEMS`, of a list the first wrong item's.
+    Raises ValueError with a line per problem, at most `MAX_PROBLEMS`. A list gets at most one line.
     """
     try:
         message: M = brief_validator(form).validate_json(body)
@@ -112,17 +112,17 @@ def read(form: type[M], body: bytes) -> M:
 
 
 class InferCall(WireMessage):
-    """A share of a round, or a part of it."""
+    """A share of a round, or a part of one."""
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Seed of the first request, as in the run's plan; every request brings its own."""
+    """Seed of the first request, as in the run's plan; every request has its own seed."""
     run: str | None = None
-    """Run that asks; null: nobody in particular. See `SyncCall.run`."""
+    """The run that calls; null: no run. See `SyncCall.run`."""
     version: int | None = None
     """Weight version that must answer; null: any."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
-    """The run's whole `rollout_matching.repeat_terminate`: which responses end for repeating."""
+    """The run's whole `rollout_matching.repeat_terminate`: which repeating responses end."""
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ class InferCall(WireMessage):
         version: int | None = None,
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
-        """Make the call of these requests; `guard` None: none of them is guarded."""
+        """Build the call for these requests; `guard` None: they are not guarded."""
         rule = {} if guard is None else {"enabled": True} | asdict(guard)
         return cls(
             requests=tuple(requests),
@@ -146,7 +146,7 @@ class InferCall(WireMessage):
 
 class InferAnswer(WireMessage):
     rollouts: tuple[Rollout, ...]
-    """One for each request, in order."""
+    """One per request, in order."""
 
 
 class SyncCall(WireMessage):
@@ -154,13 +154,13 @@ class SyncCall(WireMessage):
 
     version: int
     offer: WeightOffer | None
-    """At the first phase, and for full weights again at the rendezvous; null: as it was.
+    """Set in the first phase, and for full weights again at the rendezvous; null: unchanged.
 
-    Full weights travel by the group in its terms, an adapter is in it.
+    It names the group that sends full weights, or contains an adapter.
     """
     run: str | None = None
-    """Run whose weights these are; afterwards the server answers no other run's requests until that
-    has sent its own.
+    """The run of these weights. After the sync the server refuses requests of other runs until they
+    have sent their own weights.
     """
 
     @model_validator(mode="after")
@@ -169,14 +169,14 @@ class SyncCall(WireMessage):
         if offer is None:
             return self
         if offer.version != self.version:
-            raise ValueError("needs an offer of its own version")
+            raise ValueError("the offer's version differs from the call's version")
         if offer.sends_adapter != (offer.transport == TransportKind.ADAPTER):
-            raise ValueError("needs an adapter exactly where that is the transport")
+            raise ValueError("the offer must have an adapter exactly if that is its transport")
         return self
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
-        """Make the call of a phase, with the offer where the phase needs it."""
+        """Build the call of a phase, with the offer if the phase needs it."""
         joins = phase is SyncPhase.RENDEZVOUS and not offer.sends_adapter
         needed = offer if joins or phase is SyncPhase.PAUSE else None
         return cls(version=offer.version, offer=needed, run=run)
@@ -184,57 +184,57 @@ class SyncCall(WireMessage):
 
 class SyncAnswer(WireMessage):
     report: SyncReport | None
-    """Report of the last phase; null after the others."""
+    """Report of the last phase; null after the other phases."""
 
 
 class WorldSize(WireMessage):
     world_size: int
-    """Rollout devices of the server."""
+    """Number of rollout devices of the server."""
 
 
 class Version(WireMessage):
     version: int
-    """Version of the weights being served; 0: the checkpoint's."""
+    """Version of the weights that are served; 0: the checkpoint."""
 
 
 class Health(WireMessage):
-    """State of a server that is up, and progress of its engine."""
+    """State of a running server, and progress of its engine."""
 
     world_size: int
     num_running: int
-    """Requests that the engine has not answered."""
+    """Requests that the engine has not answered yet."""
     num_tokens: int
     """Tokens sampled since the start.
 
-    While requests run and this stands still, the engine is stuck.
+    If this does not change while requests run, the engine is stuck.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits of one call."""
+    """Limits for one call."""
 
     max_request_bytes: int
     max_requests: int
     max_image_pixels: int
-    """Pixels of one image, decoded."""
+    """Pixels of one decoded image."""
 
     def pixel_problem(self, width: int, height: int) -> str:
-        """Return what is wrong with an image of this size; empty: nothing."""
+        """Return what is wrong with an image of this size; empty if it is accepted."""
         if width * height <= self.max_image_pixels:
             return ""
         return (
-            f"{width} x {height} pixels, one image may have {self.max_image_pixels}; send a smaller"
-            f" one, or start the server with max_image_pixels={width * height}"
+            f"{width} x {height} pixels, but one image may have {self.max_image_pixels}; send a"
+            f" smaller one, or start the server with max_image_pixels={width * height}"
         )
 
 
 class ServerInfo(WireMessage):
-    """Settings of a server that a run has to agree with."""
+    """Settings of a server that must suit the run."""
 
     name: str
     model: str
-    """As it was named on the server's command line."""
+    """The model as named on the server's command line."""
     model_type: str
     """From the checkpoint's config.json."""
     dtype: str
@@ -248,9 +248,9 @@ class ServerInfo(WireMessage):
     limits: CallLimits
     version: int
     process: str
-    """Name of this start of the server, by which two addresses of one server are known."""
+    """Unique id of this start of the server. It shows whether two addresses are the same server."""
     taken: str = ""
-    """Why it takes no weights of the run that asks; empty: it does."""
+    """Reason why the server refuses weights of the calling run; empty if it accepts them."""
 
 
 class ErrorKind(StrEnum):
@@ -259,13 +259,13 @@ class ErrorKind(StrEnum):
     WEIGHT_SYNC = "weight_sync"
     """A WeightSyncError of the engine."""
     REFUSED = "refused"
-    """The caller's to mend."""
+    """An error that the caller can correct."""
     FAILED = "failed"
     """Any other failure in the server."""
 
 
 class ErrorDetail(WireMessage):
-    """Fields of an error, as far as its kind has them."""
+    """The fields of an error; fields that its kind does not have are empty."""
 
     kind: ErrorKind
     message: str
@@ -280,7 +280,7 @@ class ErrorAnswer(WireMessage):
 
     @classmethod
     def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
-        """Make the answer that carries this error to the client."""
+        """Build the answer that sends this error to the client."""
         detail = ErrorDetail(
             kind=ErrorKind.ROLLOUT,
             message=shortened(error.message),

@@ -1,4 +1,4 @@
-"""A rollout server apart from HTTP: whom it answers, and in which order it takes weights."""
+"""A rollout server without its HTTP part: which calls it answers, and the order of a sync."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from shared.weight_sync.phases import SyncPhase
 
 PHASES = tuple(SyncPhase)
 MAX_INT = 2**31 - 1
-"""Largest token id and count of vLLM's processes."""
+"""Largest token id and count in vLLM's processes."""
 MAX_SEED = 2**63 - 1
-"""Largest seed of vLLM, which takes -1 for none at all."""
+"""Largest seed of vLLM. There -1 means no seed."""
 MAX_PARTS = 500_000
-"""Most objects, lists and keys, and most commas, of a body that needs no more for its requests: an
-object or a key that is wrong takes 500 bytes while the body is read."""
+"""Most objects, lists and keys, and most commas, of a body, unless its requests need more. An
+invalid object or key takes 500 bytes while the body is parsed."""
 PARTS_PER_REQUEST = 100
-"""More than a request has, but for the tokens of its prompt."""
-OWN_SERVERS = "give every run servers of its own"
+"""More parts than a request has, apart from the tokens of its prompt."""
+OWN_SERVERS = "give every run its own servers"
 
 
 class RefusalError(Exception):
-    """A call that its caller can mend: an HTTP status and what to do."""
+    """A call that the caller can correct: an HTTP status, and what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -57,59 +57,59 @@ class RefusalError(Exception):
 class SyncState:
     """The phase of a sync that may come next, and the run whose weights are served.
 
-    Every phase goes through `enter` and, if it ends well, `finish`. `pause` may always come, any
-    other phase only when it is due. While a phase runs, and after it failed, only `pause` is due.
+    Every phase calls `enter` and, if it succeeds, `finish`. `pause` may always come, any other
+    phase only when it is due. While a phase runs, and after it failed, only `pause` is due.
 
     Example:
         pause -> due: rendezvous -> wire -> verify -> reset -> canary -> due: pause, run: the caller
     """
 
     run: str | None = None
-    """Run whose weights the engine serves; None: nobody in particular's."""
+    """Run whose weights the engine serves; None: no particular run."""
     syncing: str | None = None
-    """Run of the sync under way, or of the last one."""
+    """Run of the current sync, or of the last one."""
     offer: WeightOffer | None = None
-    """Its offer; None: there was no sync."""
+    """Offer of that sync; None: there was no sync."""
     due: SyncPhase = SyncPhase.PAUSE
 
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
-        """Return the state while the phase runs. Raises RefusalError for one that is not due."""
+        """Return the state while the phase runs. Raises RefusalError if the phase is not due."""
         offer = call.offer
         name = f"phase {phase} of version {call.version}"
         if phase is SyncPhase.PAUSE:
             if offer is None:
-                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send it")
+                raise RefusalError(400, f"offer: is null; send it, as phase {phase} begins a sync")
             return replace(self, syncing=call.run, offer=offer, due=SyncPhase.PAUSE)
         if _differ(self.syncing, call.run) and self.due is not SyncPhase.PAUSE:
-            raise RefusalError(409, f"{name}: another run's sync is under way; {OWN_SERVERS}")
+            raise RefusalError(409, f"{name}: another run's sync is running; {OWN_SERVERS}")
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             expected = str(SyncPhase.PAUSE)
             if self.offer is not None and self.due is not SyncPhase.PAUSE:
                 expected = f"{self.due} of version {self.offer.version}"
             order = f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}"
-            why = f"{name} is out of turn, the server waits for {expected}"
+            why = f"{name} is out of order, the server expects {expected}"
             raise RefusalError(409, f"{why}; {order}")
-        # `pause` is due until the phase has finished: after a failure a sync begins anew.
+        # `pause` is due until the phase has finished: after a failure a sync starts again.
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
-        """Return the state after a phase that ended well."""
+        """Return the state after a successful phase."""
         if phase is PHASES[-1]:
             return replace(self, due=SyncPhase.PAUSE, run=self.syncing)
         return replace(self, due=PHASES[PHASES.index(phase) + 1])
 
 
 def _differ(run: str | None, other: str | None) -> bool:
-    # A caller that names no run, such as `curl`, suits the weights of any.
+    # A caller that names no run, for example `curl`, may use the weights of any run.
     return None not in (run, other) and run != other
 
 
 def request_problems(
     requests: Sequence[RolloutRequest], settings: EngineSettings, image_token_id: int | None = None
 ) -> Iterator[str]:
-    """Yield `path: what is wrong; what to do` for what the types allow and the engine cannot do.
+    """Yield `path: what is wrong; what to do` for valid types that the engine cannot process.
 
-    `image_token_id` is the model's placeholder of an image; None: it has none, or is not known.
+    `image_token_id` is the model's image placeholder; None: it has none, or it is unknown.
     """
     for index, request in enumerate(requests):
         for problem in _problems(request, settings, image_token_id):
@@ -125,15 +125,15 @@ def _problems(
     if not prompt:
         yield "prompt_token_ids: is empty; send at least one token"
     if len(prompt) >= settings.max_model_len:
-        limit = f"prompt and response may have {settings.max_model_len}"
+        limit = f"but prompt and response together may have {settings.max_model_len}"
         remedy = "shorten it, or start the server with max_model_len=N"
         yield f"prompt_token_ids: has {len(prompt)} tokens, {limit}; {remedy}"
     if num_images > settings.max_images_per_prompt:
-        limit = f"the server takes {settings.max_images_per_prompt}"
+        limit = f"but the server accepts {settings.max_images_per_prompt}"
         remedy = f"start it with max_images_per_prompt={num_images}"
         yield f"images: has {num_images}, {limit}; {remedy}"
     if image_token_id is not None and (number := prompt.count(image_token_id)) < num_images:
-        has = f"and prompt_token_ids {number} of the placeholder {image_token_id}"
+        has = f"but prompt_token_ids has {number} of the placeholder {image_token_id}"
         yield f"images: has {num_images}, {has}; send one placeholder for each image"
     for key, token_ids in (
         ("prompt_token_ids", prompt),
@@ -142,7 +142,7 @@ def _problems(
     ):
         wrong = next((one for one in token_ids if not 0 <= one <= MAX_INT), None)
         if wrong is not None:
-            yield f"{key}: has {wrong}, which is no token; send ids of the model's tokenizer"
+            yield f"{key}: {wrong} is not a token id; send ids of the model's tokenizer"
     if decode.mode is DecodeMode.BEAM:
         remedy = "send greedy or sample, or decode beams with hf or colocate"
         yield f"decode.mode: 'beam' is not served; {remedy}"
@@ -157,40 +157,40 @@ def _problems(
         ("decode.max_new_tokens", decode.max_new_tokens, 1, MAX_INT),
         ("decode.top_k", decode.top_k, -1, MAX_INT),  # -1 and 0: no limit
     ):
-        if not low <= value <= high:  # NaN is refused, too
+        if not low <= value <= high:  # NaN is refused too
             yield f"{key}: is {value}; send a value from {low} to {high}"
 
 
 class ServedEngine(RolloutEngine, Protocol):
-    """An engine that tells how it is, and takes the repeat guard's rule from any caller.
+    """An engine that reports its state, and accepts the repeat guard's rule from any caller.
 
-    Its properties may be asked from any thread, also of a stuck engine.
+    Its properties may be read from any thread, also if the engine is stuck.
     """
 
     @property
     def why_dead(self) -> str:
-        """Reason why the engine's process ended, where `is_dead`."""
+        """Reason why the engine's process ended, if `is_dead`."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start, those of unfinished answers included."""
+        """Tokens sampled since the start, including tokens of unfinished answers."""
         ...
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Guard what begins from now on; None: not at all. Raises RolloutError."""
+        """Set the guard of new requests; None: no guard. Raises RolloutError."""
 
     async def check_alive(self) -> None:
-        """Return as soon as the engine answers: at once, or behind its present step."""
+        """Return when the engine has answered: at once, or after its current step."""
 
     @property
     def shut(self) -> str:
-        """Reason why it serves no rollouts; empty: it does."""
+        """Reason why the engine serves no rollouts; empty if it does."""
 
 
 @dataclass(eq=False, repr=False)
 class RolloutService:
-    """One engine for callers, open but from the beginning of a sync to its end."""
+    """Serves one engine to callers, except during a sync."""
 
     engine: ServedEngine
     _: KW_ONLY
@@ -199,37 +199,37 @@ class RolloutService:
     settings: EngineSettings
     limits: messages.CallLimits
     image_root: Path | None
-    """Resolved folder of images that may be named by path; None: images come as data."""
+    """Resolved folder of the images that may be named by path; None: only image data."""
     image_token_id: int | None = None
-    """The model's placeholder of an image; None: it has none."""
+    """The model's image placeholder; None: the model has none."""
     lease: Lease = field(default_factory=lambda: Lease(LEASE_S))
-    """The run whose weights it takes."""
+    """The lease of the run whose weights the server accepts."""
 
     def __post_init__(self) -> None:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
-        """Requests of `infer` that the engine has, all guarded by one rule."""
+        """Number of `infer` requests in the engine. All have the same guard rule."""
         self.num_joined = 0
-        """Phases under way in which the engine waits for others of a group."""
+        """Number of running phases that wait for other members of a group."""
         self._guard: RepeatTerminateSection | None = None
-        """Rule of the requests of `infer`; None: not known."""
+        """Rule of the `infer` requests; None: unknown."""
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
-        """Times that weights arrived, completely or not."""
+        """How often weights arrived, completely or not."""
         self._sync = SyncState()
 
     async def start(self) -> None:
-        """Start the engine. Raises what it raises."""
+        """Start the engine. Raises the engine's errors."""
         self._world_size = await self.engine.start()
 
     @property
     def world_size(self) -> int:
-        """Rollout devices. Raises RefusalError while the engine loads, and when it has died."""
+        """Number of rollout devices. Raises RefusalError if the engine is loading or has died."""
         if self.engine.is_dead:
             raise RefusalError(503, f"{self.name} has died; see its output, and start it again")
         if self._world_size is None:
-            raise RefusalError(503, f"{self.name} is starting; ask /health/ until it answers 200")
+            raise RefusalError(503, f"{self.name} is starting; retry when /health/ answers 200")
         return self._world_size
 
     @property
@@ -248,7 +248,7 @@ class RolloutService:
         )
 
     def info(self, run: str = "") -> messages.ServerInfo:
-        """Describe the server to a caller of this run; empty: of none."""
+        """Describe the server to a caller of this run; empty: no run."""
         settings = self.settings
         return messages.ServerInfo(
             name=self.name,
@@ -269,74 +269,74 @@ class RolloutService:
         )
 
     def require_small(self, body: bytes | bytearray) -> None:
-        """Raise RefusalError for JSON that would take many times its size while it is read."""
+        """Raise RefusalError for JSON that would take many times its size while it is parsed."""
         num_parts = sum(body.count(sign) for sign in (b"{", b"[", b":"))
         of_request = PARTS_PER_REQUEST
         for name, number in (("objects, lists and keys", num_parts), ("commas", body.count(b","))):
             limit = max(MAX_PARTS, of_request * self.limits.max_requests)
             if number > limit:
-                why = f"body: has {number} {name}, a call may have {limit}"
+                why = f"body: has {number} {name}, but a call may have {limit}"
                 raise RefusalError(400, f"{why}; send less at a time")
             of_request += self.settings.max_model_len
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
-        """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
+        """Generate rollouts. Cancelling aborts them. Raises RefusalError and engine errors."""
         self._check_open(call.run, call.version)
-        # Compared again after the generation, across which a sync may begin.
+        # Compared again after the generation, because a sync may begin in between.
         arrivals = self._num_arrivals
         held = self.version
         if len(call.requests) > self.limits.max_requests:
-            limit = f"one call may have {self.limits.max_requests}"
+            limit = f"but one call may have {self.limits.max_requests}"
             remedy = "split it, or start the server with max_requests=N"
             raise RefusalError(400, f"requests: has {len(call.requests)}, {limit}; {remedy}")
         problems = request_problems(call.requests, self.settings, self.image_token_id)
         if first := list(islice(problems, messages.MAX_PROBLEMS)):
             raise RefusalError(400, "\n".join(first))
-        # In a thread: files are read, and the server answers others meanwhile.
+        # In a thread, because it reads files and the server answers other calls meanwhile.
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         await self._guard_by(call.repeat_terminate)
-        # Nothing may be awaited in between: a call with another rule looks at these numbers.
+        # No await until the number is set, because a call with another rule checks it.
         self._num_running += len(requests)
         try:
             rollouts = await self.engine.generate(requests)
         except RolloutError:
-            # A sync may have begun while the images were read; then this is a refusal.
+            # If a sync began while the images were read, raise a refusal instead.
             self._check_open(call.run, call.version)
             raise
         finally:
             self._num_running -= len(requests)
         assert self.world_size
         if self._num_arrivals != arrivals:
-            why = f"was given other weights than version {held} before it had answered"
-            raise RefusalError(409, f"{self.name} {why}; ask again")
+            why = f"got other weights than version {held} before it answered"
+            raise RefusalError(409, f"{self.name} {why}; send the call again")
         return rollouts
 
     async def run_sync_phase(
         self, phase: SyncPhase, call: messages.SyncCall, run: str = ""
     ) -> SyncReport | None:
-        """Run a phase; when it fails the sync has to begin anew.
+        """Run a phase. If it fails, the sync must start again.
 
         Args:
-            run: takes the lease; empty: a caller of no run, which needs none while there is none.
+            run: gets the lease; empty: no run, accepted if no run has the lease.
 
-        Raises RefusalError for a phase that is not due or where another run has the lease, and what
-        the engine raises.
+        Raises RefusalError if the phase is not due or another run has the lease. Raises the
+        engine's errors.
         """
         num_workers = self.world_size
         if taken := self.lease.take(run):
-            raise RefusalError(409, f"{self.name} takes no weights of {run or 'no run'}: {taken}")
+            raise RefusalError(409, f"{self.name} refuses weights of {run or 'no run'}: {taken}")
         if call.offer is not None and isinstance(call.offer.terms, FullOffer):
-            # Checked before the engine joins: a group of another size would never be whole, and
-            # the join would wait for its limit.
+            # Checked before the engine joins, because a group of another size would never be
+            # complete, and the join would wait for its limit.
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:
                 group = f"this server's group is the sender and its {num_workers} workers"
-                raise RefusalError(400, f"offer.terms.groups: have {sizes} ranks; {group}")
-        # A later sync may begin while this phase runs: then the state is another.
+                raise RefusalError(400, f"offer.terms.groups: have {sizes} ranks, but {group}")
+        # A later sync may begin while this phase runs. Then the state has changed.
         state = self._sync = self._sync.enter(phase, call)
         assert state.offer is not None
-        # The pause has ended what was running; what was queued would be answered under the weights
-        # that arrive now.
+        # The pause has ended the running requests. Queued requests would be answered with the new
+        # weights.
         self._num_arrivals += phase is SyncPhase.WIRE
         waits = phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE)
         self.num_joined += waits
@@ -345,20 +345,20 @@ class RolloutService:
         finally:
             self.num_joined -= waits
         if self._sync is not state:
-            raise RefusalError(409, f"the sync to version {call.version} was given up for another")
+            raise RefusalError(409, f"the sync to version {call.version} was replaced by another")
         self._sync = state.finish(phase)
         return report
 
     async def _guard_by(self, rule: RepeatTerminateSection) -> None:
-        """Set the engine's guard to a call's rule. Raises RefusalError under another one."""
-        # One at a time: of two callers with different rules only the first may set its own.
+        """Set the engine's guard to a call's rule. Raises RefusalError while another is in use."""
+        # One call at a time: of two callers with different rules only the first may set its own.
         async with self._guard_turn:
             if rule == self._guard:
                 return
             if self._num_running:
-                busy = f"{self.name} answers {self._num_running} requests under another one"
+                busy = f"{self.name} is answering {self._num_running} requests with another rule"
                 raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or wait")
-            self._guard = None  # not known until the engine has it: this call may be cancelled
+            self._guard = None  # unknown until the engine has it, as this call may be cancelled
             await self.engine.guard_by(rule.settings())
             self._guard = rule
 
@@ -366,12 +366,12 @@ class RolloutService:
         assert self.world_size
         if shut := self.engine.shut:
             raise RefusalError(409, f"{self.name} serves no rollouts: {shut}; complete a sync")
-        held = f"{self.name} holds version {self.version}"
+        held = f"{self.name} has version {self.version}"
         if _differ(self._sync.run, run):
             why = f"{held} of another run's weights; sync first, and {OWN_SERVERS}"
             raise RefusalError(409, why)
         if version is not None and version != self.version:
-            remedy = "if it was started again, start the run again, too, from its last checkpoint"
+            remedy = "if the server was restarted, restart the run too, from its last checkpoint"
             raise RefusalError(409, f"{held} of the weights, not {version}: {remedy}")
 
     def _with_image_data(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
@@ -385,15 +385,15 @@ class RolloutService:
         return loaded
 
     def _load_image(self, image: ImageRef, path: str, sample_id: str) -> ImageRef:
-        """Return the image with its bytes, whose size was checked. Raises RefusalError."""
+        """Return the image with its bytes, after a check of its size. Raises RefusalError."""
         if image.data is None:
             image = self._read_file(image, path)
         assert image.data is not None
         try:
-            # Its header alone: a small file can decode to more memory than there is.
+            # Only the header is read: a small file can decode to more than the memory.
             size = open_image(image.data).size
         except ValueError as error:
-            message = f"{path}: is no image that can be read ({error}); send PNG, JPEG or WebP"
+            message = f"{path}: cannot be read as an image ({error}); send PNG, JPEG or WebP"
             raise RefusalError(400, message) from error
         if problem := self.limits.pixel_problem(*size):
             raise RefusalError(413, f"{path}: of sample {sample_id} has {problem}")
@@ -408,7 +408,7 @@ class RolloutService:
             remedy = f"start it with image_root=FOLDER, or {send_data}"
             raise RefusalError(403, f"{path}.path: this server reads no files; {remedy}")
         try:
-            # Resolved first: neither `..` nor a link leads out of the root.
+            # Resolved first, so that neither `..` nor a link leads out of the root.
             resolved = (root / image.path).resolve()
             if not resolved.is_relative_to(root):
                 raise RefusalError(403, f"{path}.path: is outside image_root; {send_data}")
@@ -419,6 +419,6 @@ class RolloutService:
                 why = f"is larger than max_request_bytes = {limit}; send a smaller image"
                 raise RefusalError(413, f"{path}.path: {why}")
             return replace(image, path=resolved).with_data()
-        # No permission, a name that no file can have, or bytes that are not the digest's.
+        # No permission, an invalid file name, or bytes with another digest.
         except (OSError, ValueError) as error:
             raise RefusalError(400, f"{path}.path: {error}; correct it, or {send_data}") from error

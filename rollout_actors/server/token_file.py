@@ -1,6 +1,6 @@
-"""The token of a server of this machine, in a file that only its user's processes can read.
+"""The token file of a server on this machine, which only processes of its user can read.
 
-A server writes it at its start and removes it at its end::
+The server writes it at its start and removes it at its end::
 
     ~/.cache/rollmatch/servers/HOST-127.0.0.1-8000.token
 """
@@ -20,31 +20,31 @@ from shared.errors import ConfigError
 
 
 def token_folder() -> Path:
-    """Return the folder of the user's own that holds the files: mode 0700."""
+    """Return the user's folder for token files, with mode 0700."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(cache) / "rollmatch" / "servers"
 
 
 def token_file(address: str, port: int) -> Path:
-    """Return the file of a server at this address. A home may be shared by several machines."""
+    """Return the token file of a server. Its name has the host: machines may share a home."""
     return token_folder() / f"{socket.gethostname()}-{address}-{port}.token"
 
 
 def write_token(file: Path) -> str:
-    """Write a new token, for the user's eyes alone, and return it. Raises ConfigError."""
+    """Write a new token that only the user can read, and return it. Raises ConfigError."""
     folder = file.parent
-    remedy = "set XDG_CACHE_HOME to a folder of yours, or token_env to a variable with a token"
+    remedy = "set XDG_CACHE_HOME to your own folder, or token_env to a variable with a token"
     token = secrets.token_urlsafe(32)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Another user could have made it, or a link to a folder of theirs, to read the token.
+        # Another user could have created it, or a link to another folder, to read the token.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"token: {folder} is not a folder of this user's; {remedy}")
+            raise ConfigError(f"token: {folder} does not belong to this user; {remedy}")
         folder.chmod(0o700)
-        # Such a file is made with mode 0600.
+        # NamedTemporaryFile creates the file with mode 0600.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
             part.write(token)
-        # Renamed when it is whole: a client that reads it meanwhile finds the old one or the new.
+        # Renamed when it is complete, so that clients read either the old or the new token.
         Path(part.name).replace(file)
     except OSError as error:
         raise ConfigError(f"token: cannot write {file} ({error.strerror}); {remedy}") from error
@@ -59,7 +59,7 @@ def remove_token(file: Path, token: str) -> None:
 
 
 def find_token(url: str) -> str | None:
-    """Return the token of the user's server at a URL of this machine; None: there is no file."""
+    """Return the token of the user's server at a URL of this machine, or None without a file."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if not is_loopback(host):
@@ -68,6 +68,6 @@ def find_token(url: str) -> str | None:
     for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
         try:
             return token_file(address, port).read_text(encoding="ascii")
-        except OSError:  # none, or none of this user's
+        except OSError:  # no file, or not readable by this user
             continue
     return None

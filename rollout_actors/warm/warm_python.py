@@ -1,26 +1,26 @@
-"""A Python that starts with vLLM's imports done: the processes of a run on CPU are forked from it.
+"""A Python that starts with vLLM's imports done. A run's processes on CPU are forked from it.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
-core on the same imports; so do a learner rank and an actor for environments. So the first one of a
-run on a machine starts a *warm server*, which imports torch, transformers and vllm once, has no
-threads, and from then on does nothing but fork. The parts of this file:
+core on the same imports. So do a learner rank and an environment actor. Therefore the first such
+process of a run on a machine starts a *warm server*. It imports torch, transformers and vllm once,
+has no threads, and afterwards only forks. The parts of this file:
 
 - The *shim* runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
-  environment), multiprocessing for EngineCore (`set_executable`). It sends the server arguments,
-  environment, working folder and open files, and asks for a fork. It stays as the process that its
-  parent knows: it ends with the fork's exit status, passes signals on, and when it is killed, so is
-  the fork, as it is `ORPHAN_S` after their parent's end: a fork that is stopped would not notice.
-- The *server* ends when nothing has been connected to it for `IDLE_S`; forks end with it.
-- The *fork* does what a new interpreter would do, with the server's limits, nice value and
-  processors, and no effect of a new `LD_PRELOAD`.
+  environment), multiprocessing for EngineCore (`set_executable`). It sends arguments, environment,
+  working folder and open files to the server, and requests a fork. It remains as the process that
+  its parent knows. It exits with the fork's status and forwards signals. The fork is killed if the
+  shim is killed, or `ORPHAN_S` after the parent's end, as a stopped fork would not notice that.
+- The *server* ends when it has had no connection for `IDLE_S`. Its forks end with it.
+- The *fork* does what a new interpreter would do. It has the server's limits, nice value and
+  processors, and a new `LD_PRELOAD` has no effect.
 
-No two runs share a server. Where none can be had, the shim reports it and becomes an ordinary
-`python`. Engines on a GPU are always started anew: a fork cannot use CUDA.
+Runs never share a server. If no server is available, the shim reports it and becomes an ordinary
+`python`. Engines on a GPU are never forked, because a fork cannot use CUDA.
 
 Example:
     ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/warm/warm_python.py -c "import vllm"
 
-The shim runs for every process, so the top of this file imports the standard library alone.
+The shim runs for every process, so this file imports only the standard library at the top.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
-# Nothing of this project: a fork runs the code on the disk.
+# Modules of this project are not imported, because a fork runs the code that is on disk.
 PRELOADED = (
     "torch",
     "transformers",
@@ -54,24 +54,23 @@ PRELOADED = (
     "vllm.model_executor.models.qwen3_vl",
 )
 # Modules that vllm and transformers would import too. Ray reads its settings from the environment
-# when it is imported, so each fork imports it anew; nothing here needs the others, which take 2 s,
-# and pyarrow starts a thread.
+# at import, so each fork imports it again. The others are not needed here: they take 2 s, and
+# pyarrow starts a thread.
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
-IDLE_S = 3.0  # of a server without connections
-START_S = 240.0  # to import everything, on a machine where others do the same
-REQUEST_S = 10.0  # for a shim that has begun to ask
-LOOK_S = 2.0  # between two looks at the parent
-ORPHAN_S = 5.0  # for a fork to end by itself when its parent has
+IDLE_S = 3.0  # time without connections after which a server ends
+START_S = 240.0  # limit for all imports, on a machine where other processes do the same
+REQUEST_S = 10.0  # limit for a shim to send its request
+LOOK_S = 2.0  # interval of the checks of the parent
+ORPHAN_S = 5.0  # time for a fork to end by itself after its parent's end
 FOLDER = "ROLLMATCH_WARM_FOLDER"
-"""Environment variable: the folder of the server to ask, also for a fork's own children."""
+"""Environment variable: the folder of the server to use. A fork's children use it too."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: a JSON object of variables for the server's own imports; no fork gets them.
-"""
-# First word of a shim in `ps -o comm`, before the process id of its fork.
+"""Environment variable: a JSON object of variables for the server's own imports, not for forks."""
+# First word of a shim in `ps -o comm`, followed by the process id of its fork.
 NAME = "warm"
 
-# OpenMP reads the second one when torch is imported, for all forks: threads that spin while they
-# wait would slow a learner beside engines tens of times.
+# OpenMP reads the second variable when torch is imported, for all forks. Threads that spin while
+# they wait would slow down a learner next to engines by a factor of tens.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253  # the most that Linux sends over a socket at once
@@ -81,22 +80,22 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def command() -> list[str]:
-    """Return the command line that stands for `python`."""
+    """Return the command line that replaces `python`."""
     return [sys.executable, "-IS", str(_THIS_FILE)]
 
 
 def run_folder() -> str:
-    """Return the folder of this run's servers, which the first shim makes on each machine."""
+    """Return the folder of this run's servers, which the first shim creates on each machine."""
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
 
 
 def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
-    """Be the process that `python *arguments` would be."""
+    """Act as the process that `python *arguments` would be."""
     parent = os.getppid()
     folder = Path(os.environ[FOLDER])
     try:
         connection = connect(folder, os.environ, preloaded)
-        # The answer comes when the server has imported everything: minutes on a busy machine.
+        # The server answers after all its imports, which takes minutes on a busy machine.
         connection.settimeout(START_S)
         files = _open_files(connection)
         _ask_for_fork(connection, arguments, files)
@@ -109,7 +108,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     for number in _FORWARDED:
         signal.signal(number, lambda received, _frame: _kill(pid, received))
     Path("/proc/self/comm").write_text(f"{NAME} {pid}")
-    # A pipe's reader waits until its last writer has closed it: the fork must be the only one.
+    # A pipe's reader waits until the last writer has closed it, so only the fork may have it open.
     for file in files:
         os.close(file)
     while not select.select([connection], [], [], LOOK_S)[0]:
@@ -121,10 +120,10 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     if status is None:  # the server has died
         _kill(pid, signal.SIGKILL)
         os._exit(1)
-    # The fork was killed by a signal: this process ends by the same one, so that its parent sees
+    # The fork was killed by a signal. This process ends by the same one, so that its parent sees
     # the same status.
     if status < 0:
-        with suppress(OSError):  # what SIGKILL does cannot be changed
+        with suppress(OSError):  # the action of SIGKILL cannot be changed
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
@@ -133,25 +132,25 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
 def connect(
     folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED
 ) -> socket.socket:
-    """Return a connection to the folder's server, which is started where there is none.
+    """Return a connection to the folder's server. Start the server if it is not running.
 
-    Raises OSError where the folder is somebody else's, or no socket can be made there.
+    Raises OSError if the folder belongs to another user, or if no socket can be created in it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
-            f"{folder} is not this user's alone; another one could read this process's environment"
-            " there"
+            f"{folder} is not private to this user, so another user could read this process's"
+            " environment there; remove it"
         )
     address = str(folder / "socket")
     connection = socket.socket(socket.AF_UNIX)
-    with (folder / "lock").open("w") as lock:  # held by a server that is about to end, too
+    with (folder / "lock").open("w") as lock:  # a server that is about to end holds it too
         fcntl.flock(lock, fcntl.LOCK_EX)
         with suppress(FileNotFoundError, ConnectionRefusedError):
             connection.connect(address)
             return connection
-        # What a server that was killed has left; the lock keeps others from making one meanwhile.
+        # A killed server has left its socket. The lock keeps others from making one now.
         Path(address).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)
@@ -163,7 +162,7 @@ def connect(
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
-                # Ctrl-C is for those who started something, not for what forks for them
+                # Ctrl-C must reach the processes that started something, not the warm server.
                 start_new_session=True,
                 env={**environment, **json.loads(environment.get(VARIABLES, "{}")), **_ONE_THREAD},
                 cwd="/",
@@ -173,15 +172,15 @@ def connect(
 
 
 def _open_files(connection: socket.socket) -> list[int]:
-    """Return the numbers of the files that this process has inherited."""
+    """Return the descriptors of the files that this process has inherited."""
     files = []
     for number in sorted(int(file.name) for file in Path("/proc/self/fd").iterdir()):
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the descriptor of the listing itself
             os.fstat(number)
             files.append(number)
     files.remove(connection.fileno())
     if len(files) > _MAX_FILES:
-        raise OSError(f"{len(files)} open files are more than can be handed over ({_MAX_FILES})")
+        raise OSError(f"{len(files)} open files are too many to pass on (at most {_MAX_FILES})")
     return files
 
 
@@ -216,7 +215,7 @@ def _receive_number(connection: socket.socket) -> int | None:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes | None:
-    """Return so many bytes; None where the other end has closed."""
+    """Return `size` bytes; None if the other end has closed."""
     data = b""
     while len(data) < size:
         try:
@@ -230,7 +229,7 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
 
 
 def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
-    """Import everything, then fork on request, until nothing is connected any more."""
+    """Import everything, then fork on request, until no connections are left."""
     import gc
     import importlib
     import shutil
@@ -243,43 +242,43 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads != 1:
         raise RuntimeError(
-            f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is"
-            " OMP_NUM_THREADS 1?"
+            f"a fork would inherit the locks of {num_threads - 1} other threads; set"
+            " OMP_NUM_THREADS=1"
         )
     python = folder / "python"
     python.write_text("#!/bin/sh\nexec " + shlex.join(command()) + ' "$@"\n')
     python.chmod(0o700)
     if not os.access(python, os.X_OK):
         raise RuntimeError(f"{python} cannot be run: {folder} is mounted noexec")
-    # What is frozen no fork looks through for garbage, which would copy every page of it.
+    # Forks do not collect frozen objects. A collection would copy every memory page of them.
     gc.collect()
     gc.freeze()
     _Server(folder, listener).run()
-    shutil.rmtree(folder, ignore_errors=True)  # where it has failed, the log stays
+    shutil.rmtree(folder, ignore_errors=True)  # after a failure the log remains
 
 
 class _Request(TypedDict):
-    """What a shim asks the server for, as JSON."""
+    """A shim's request to the server, as JSON."""
 
     arguments: list[str]
-    """Of `python`."""
+    """The arguments of `python`."""
     environment: dict[str, str]
     folder: str
-    """The working folder."""
+    """Working folder."""
     files: Sequence[int]
-    """The numbers that the open files, which come with the request, have in the shim."""
+    """Numbers, in the shim, of the open files that are sent with the request."""
 
 
 class _Server:
-    """One thread that waits for connections, requests and ended forks."""
+    """A single thread that waits for connections, requests and ended forks."""
 
     def __init__(self, folder: Path, listener: socket.socket) -> None:
         self._folder = folder
         self._listener = listener
         self._forks: dict[socket.socket, int | None] = {}
-        """Process of every connection; None before its request."""
+        """The fork of each connection; None before its request."""
         self._woken, self._wake = os.pipe()
-        """A pipe that wakes `select` when a fork has ended, which the signal alone does not."""
+        """A pipe that wakes `select` when a fork has ended. The signal itself does not."""
 
     def run(self) -> None:
         for end in (self._woken, self._wake):
@@ -291,9 +290,9 @@ class _Server:
             waited_for: list[Any] = [self._listener, self._woken, *self._forks]
             ready = select.select(waited_for, [], [], 1.0)[0]
             if self._listener in ready:
-                with suppress(OSError):  # too many open files: tried again in the next round
+                with suppress(OSError):  # too many open files: retried in the next iteration
                     connection = self._listener.accept()[0]
-                    # A shim that stops in its request would block all others.
+                    # A shim that stops during its request would block all others.
                     connection.settimeout(REQUEST_S)
                     self._forks[connection] = None
             if self._woken in ready:
@@ -319,7 +318,7 @@ class _Server:
                         self._forget(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        """Handle a request, or the end of a shim, which takes its fork with it."""
+        """Handle a request. If the shim has ended instead, kill its fork."""
         fork = self._forks[connection]
         if fork is not None:
             _kill(fork, signal.SIGKILL)
@@ -330,7 +329,7 @@ class _Server:
             self._forget(connection)
             return
         request, files = received
-        # What is buffered would be written twice: here, and by the fork.
+        # Buffered output would be written twice: here and by the fork.
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -339,10 +338,10 @@ class _Server:
             print(f"cannot fork: {error}", flush=True)
             fork = None
         if fork == 0:
-            # Its own children's ends must not wake the server.
+            # The ends of the fork's own children must not wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # A fork that held the server's files would keep its shims from seeing its end.
+            # If the fork kept the server's files open, shims could not detect the server's end.
             sockets = [self._listener, *self._forks]
             for file in (self._woken, self._wake, *(each.detach() for each in sockets)):
                 os.close(file)
@@ -364,7 +363,7 @@ class _Server:
         connection.close()
 
     def _has_closed(self) -> bool:
-        """Close for good, unless a shim has come; later ones find no socket behind the lock."""
+        """Close the server, unless a shim has connected. Later shims find no socket."""
         import select
 
         with (self._folder / "lock").open("w") as lock:
@@ -379,7 +378,7 @@ class _Server:
 
 
 def _receive_request(connection: socket.socket) -> tuple[_Request, list[int]] | None:
-    """Return a shim's request and files; None where the shim has ended or stopped sending."""
+    """Return a shim's request and files; None if the shim has ended or stopped sending."""
     files: list[int] = []
     try:
         head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, _MAX_FILES)
@@ -394,7 +393,7 @@ def _receive_request(connection: socket.socket) -> tuple[_Request, list[int]] | 
 
 
 def _run_as(folder: Path, request: _Request, files: Sequence[int]) -> NoReturn:
-    """Be the requested process, in the fork."""
+    """Act as the requested process, in the fork."""
     import threading
 
     error: BaseException | None = None
@@ -410,7 +409,7 @@ def _run_as(folder: Path, request: _Request, files: Sequence[int]) -> NoReturn:
 
 
 def end_at_once(error: BaseException | None) -> NoReturn:
-    """End this process as Python does, without taking its modules apart, which takes a core 4 s."""
+    """End this process as Python does, but without freeing its modules, which takes 4 s."""
     import atexit
 
     status = 0 if error is None else 1
@@ -424,13 +423,13 @@ def end_at_once(error: BaseException | None) -> NoReturn:
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more, or it has been closed
+            with suppress(OSError, ValueError):  # the reader has ended, or the stream is closed
                 stream.flush()
         os._exit(status & 0xFF)
 
 
 def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
-    """Take over files, environment and working folder, and begin a session and a random state."""
+    """Take over files, environment and working folder. Start a session and a random state."""
     import multiprocessing.spawn
     import random
 
@@ -440,7 +439,7 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
-    # Moved out of the way of the numbers that they get: `dup2` closes what has such a number.
+    # Moved to numbers that are not needed, because `dup2` closes the file that has the number.
     free = max([*request["files"], *files], default=2) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]
     for file in files:
@@ -457,12 +456,12 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
     os.environ.update(request["environment"] | {FOLDER: str(folder)})
     os.chdir(request["folder"])
     multiprocessing.spawn.set_executable(str(folder / "python"))
-    # All forks would draw the same numbers: they have the server's state.
+    # Otherwise all forks would draw the same numbers, from the server's state.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:  # which has read the server's variables
-        # "4,2": 2 are for loops within loops
+    if "torch" in sys.modules:  # it has read the server's variables
+        # "4,2": 2 threads are for nested loops
         num_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         is_number = num_threads.isdecimal() and int(num_threads) > 0
         sys.modules["torch"].set_num_threads(
@@ -471,12 +470,12 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:
-    """Return the program that arguments of `python` name: `-c CODE`, `-m MODULE` or a file."""
+    """Return the program in the arguments of `python`: `-c CODE`, `-m MODULE` or a file."""
     import runpy
     import types
 
     rest = list(arguments)
-    # Other flags mean nothing here.
+    # Other flags have no effect here.
     while rest[0].startswith("-") and rest[0] not in ("-c", "-m"):
         if rest.pop(0) in ("-X", "-W"):
             rest.pop(0)
@@ -497,7 +496,7 @@ def _program(arguments: Sequence[str]) -> Callable[[], object]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--server"]:
         with suppress(ValueError):
-            sys.path.remove(str(_THIS_FILE.parent))  # a fork has the folders of its own program
+            sys.path.remove(str(_THIS_FILE.parent))  # a fork uses the folders of its program
         serve(Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])), sys.argv[4:])
     else:
         shim(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Loading an adapter into an engine whose base weights stay, by files (decision 38)."""
+"""Loading of an adapter from files into an engine, on its unchanged base weights (decision 38)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from shared.weight_sync.offer import AdapterOffer
 
 ADAPTER_ID = 1
-"""vLLM's number of the one adapter, which every sync replaces."""
+"""vLLM's id of the only adapter, which every sync replaces."""
 _NAME = "policy"
 
 
@@ -26,21 +26,21 @@ class AdapterEngine(Protocol):
 
 @dataclass(eq=False, repr=False)
 class AdapterLoader:
-    """The adapter that an engine serves on top of its base weights."""
+    """Loads, verifies and removes the adapter that an engine serves on its base weights."""
 
     llm: AdapterEngine
     _: KW_ONLY
     enabled: bool
     """Whether the engine was started with `enable_lora`."""
     request: LoRARequest | None = field(init=False, default=None)
-    """For every request and every canary; None: the base weights alone."""
+    """Used in every request and canary; None: only the base weights."""
 
     async def take(self, terms: AdapterOffer) -> None:
-        """Serve this adapter in place of the one before.
+        """Load this adapter in place of the previous one.
 
         Raises:
-            ValueError: the engine has no LoRA, or the adapter is not as it was sent.
-            Exception: its files cannot be written, or whatever vLLM finds wrong with it.
+            ValueError: the engine has no LoRA, or the adapter did not arrive as it was sent.
+            Exception: the files cannot be written, or vLLM refuses the adapter.
         """
         if not self.enabled:
             raise ValueError(
@@ -49,22 +49,22 @@ class AdapterLoader:
             )
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
-        # Until it is loaded there is no adapter: after a failure no request may name the old one.
+        # No adapter until it is loaded: after a failure no request may use the old one.
         self.request = None
-        # Gone before the engine serves it: an actor that is killed later leaves no files.
+        # The files are deleted before the engine serves the adapter, so a killed actor leaves none.
         with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-") as folder:
             terms.files.save(Path(folder))
             await self.llm.add_lora(LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True))
-        # Without `load_inplace`, or vLLM would load it again with every request.
+        # Without `load_inplace`, because vLLM would load it again for every request.
         self.request = LoRARequest(_NAME, ADAPTER_ID, folder)
 
     async def verify(self) -> None:
-        """Raise RuntimeError where vLLM does not hold it; that it is right the canary shows."""
+        """Raise RuntimeError if vLLM did not load the adapter. The canary checks its values."""
         if set(await self.llm.list_loras()) != {ADAPTER_ID}:
-            raise RuntimeError("vLLM does not hold the adapter that it was given")
+            raise RuntimeError("vLLM does not have the adapter that was loaded")
 
     async def drop(self) -> None:
-        """Serve the base weights alone."""
+        """Serve only the base weights."""
         self.request = None
         if self.enabled:
             await self.llm.remove_lora(ADAPTER_ID)

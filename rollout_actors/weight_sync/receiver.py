@@ -1,4 +1,4 @@
-"""One engine's side of a weight sync, through vLLM's weight-transfer API (decision 38)."""
+"""The engine's side of a weight sync, through vLLM's weight-transfer API (decision 38)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.weight_sync.offer import AdapterOffer, FullOffer
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase, phase_limit
 from shared.weight_sync.transports import TransportKind
 
-# Imports vllm, which a client of a server has not.
+# Imports vllm, which the client of a server does not have.
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's account of the full weights of one sync.
+    """A worker's report about the full weights of one sync.
 
     Example: `LoadReport(checksums=[5, 9], sent=[5, 9], missing=[], unexpected=[], load_s=0.2,
-    verify_s=0.1, logprobs=["-0.5"])` is of two buckets that arrived as they were sent.
+    verify_s=0.1, logprobs=["-0.5"])` reports two buckets that arrived unchanged.
     """
 
     checksums: list[int]
-    """One per bucket, of what was handed to the model."""
+    """One per bucket, of the tensors that the model got."""
     sent: list[int]
-    """One per bucket, of what the sender packed."""
+    """One per bucket, of the tensors that the sender packed."""
     missing: list[str]
-    """The engine's parameters that were not loaded."""
+    """Parameters of the engine that were not loaded."""
     unexpected: list[str]
-    """Loaded names that are none of the engine's parameters."""
+    """Loaded names that the engine has no parameter for."""
     load_s: float
-    """Seconds in which the model took the weights."""
+    """Seconds of loading tensors into the model."""
     verify_s: float
-    """Seconds in which checksums were computed."""
+    """Seconds of computing checksums."""
     logprobs: list[str]
-    """The learner's of the canary; empty where the offer has them. As text: the JSON of a stock
-    server has no number for a NaN."""
+    """The learner's log-probabilities of the canary; empty if the offer has them. As text, because
+    the JSON of a stock server has no NaN."""
 
 
 def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
-    """Raise WeightSyncError unless every worker loaded all parameters as they were sent."""
+    """Raise WeightSyncError unless every worker loaded all parameters unchanged."""
 
     def error(message: str, quantity: str, size: int | None = None) -> WeightSyncError:
         return WeightSyncError(
@@ -77,24 +77,24 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
             raise error(message, "bucket checksums", len(wrong))
 
 
-# vLLM's `WeightTransferInitRequest` and `WeightTransferUpdateRequest`, whose module imports all of
-# vLLM.
+# Copies of vLLM's `WeightTransferInitRequest` and `WeightTransferUpdateRequest`, because their
+# module imports all of vLLM.
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """The group that an engine is to join."""
+    """The group that an engine joins."""
 
     init_info: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """The tensors that an engine is to take."""
+    """The tensors that an engine receives."""
 
     update_info: dict[str, object]
 
 
 class UpdatedEngine(Protocol):
-    """The methods of vLLM's `AsyncLLM` that a sync calls, by whatever way to an engine."""
+    """The methods of vLLM's `AsyncLLM` that a sync calls, directly or through a server."""
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -109,7 +109,7 @@ class UpdatedEngine(Protocol):
 
 
 class GroupedEngine(Protocol):
-    """Two more methods of vLLM's `AsyncLLM`, of an engine that joins process groups."""
+    """Two more methods of vLLM's `AsyncLLM`, for an engine that joins process groups."""
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
     async def shutdown_weight_transfer_engine(self) -> None: ...
@@ -117,21 +117,21 @@ class GroupedEngine(Protocol):
 
 @dataclass(slots=True)
 class TransferGroup:
-    """One engine's membership in the sender's process group, kept from sync to sync."""
+    """An engine's membership in the sender's process group. It lasts from sync to sync."""
 
     llm: GroupedEngine
     _: KW_ONLY
     transport: TransportKind
     rank_offset: int
-    """The rank of the engine's first worker."""
+    """Rank of the engine's first worker."""
     _joined: str = field(init=False, default="")
 
     async def join(self, terms: FullOffer) -> None:
-        """Join the offered group, unless this is the one that was joined last."""
+        """Join the offered group, unless the engine has joined this group last."""
         group = terms.group
         if self._joined == group.key:
             return
-        # Before anything can fail: half a change of groups must not count as joined.
+        # Forget the group first, so that a failure midway does not count as joined.
         self.forget()
         await self.llm.shutdown_weight_transfer_engine()
         info: dict[str, object] = {
@@ -141,7 +141,7 @@ class TransferGroup:
             "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
-        # vLLM's NCCL transport has no limits of its own: there the phase's limit has to do.
+        # vLLM's NCCL transport has no limits, so the limit of the phase must be enough.
         if self.transport is TransportKind.GLOO:
             info |= {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
         else:
@@ -150,17 +150,17 @@ class TransferGroup:
         self._joined = group.key
 
     def forget(self) -> None:
-        """Join again next time, whatever the sender offers."""
+        """Join again next time, even if the sender offers the same group."""
         self._joined = ""
 
 
 @dataclass(slots=True)
 class _SyncInProgress:
-    """The sync under way, as far as it has come."""
+    """The results so far of the current sync."""
 
     measures_noise: bool = False
     scores_before: Scores | None = None
-    """Scores of the checkpoint, where the noise is measured by them."""
+    """Scores of the checkpoint, if the noise is measured with them."""
     reports: list[LoadReport] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=dict)
     finish_s: float = 0.0
@@ -170,7 +170,7 @@ class _SyncInProgress:
 
 
 class WeightReceiver:
-    """Receiving side of a sync. Refuses requests from the pause until the canary has passed."""
+    """The receiving side of a sync. Refuses requests from the pause until the canary has passed."""
 
     def __init__(
         self,
@@ -182,30 +182,30 @@ class WeightReceiver:
         adapter: AdapterLoader | None,
         fatal: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Keep what the phases need.
+        """Store the arguments for the phases.
 
         Args:
-            group: None: the weights pass from hand to hand.
+            group: None: the weights are handed over within the process.
             score: `await score(probe, adapted=True)` scores the probe with the adapter that is
-                served, if any, or without.
-            adapter: None: the engine takes no adapter alone.
-            fatal: errors that mean that the engine is gone; every phase lets them pass.
+                served, if there is one; `adapted=False` scores it without.
+            adapter: None: the engine does not accept adapters.
+            fatal: errors that mean that the engine is lost. Every phase raises them unchanged.
         """
         self.version = 0
-        """0 is the checkpoint's."""
+        """0: the checkpoint."""
         self.unavailable_reason = ""
-        """Why no rollouts are served; empty: they are."""
+        """Reason why no rollouts are served; empty if they are."""
         self._name = name
         self._llm = llm
         self._group = group
         self._score = score
         self.adapter = adapter
         self._passed_on: tuple[type[Exception], ...] = (WeightSyncError, *fatal)
-        # A new sync begins when the clean-up of a failed one is over.
+        # A new sync waits until the clean-up of a failed one has finished.
         self._lock = asyncio.Lock()
         self._sync = _SyncInProgress()
         self._noise: Differences | None = None
-        """The noise that this run's first sync measured here, for offers that bring none."""
+        """The noise that this run's first sync measured here, for offers without a noise."""
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -217,14 +217,14 @@ class WeightReceiver:
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
+        """vLLM's `LoRARequest` for every request and canary; None: only the base weights."""
         return None if self.adapter is None else self.adapter.request
 
     def measures_noise(self, offer: WeightOffer) -> bool:
-        """Return whether a sync begun now first scores the weights that it replaces."""
-        # They have to be the checkpoint, which the run's first offer is of. After a first sync that
-        # failed they are not: the one that takes its place is held to the usual bounds, and so are
-        # all after it.
+        """Return whether a sync that begins now first scores the weights that it replaces."""
+        # That is possible only for the run's first offer, when the engine has the checkpoint. If
+        # the first sync fails, the engine no longer has it. The next sync and all later ones are
+        # then checked against the usual bounds.
         probe = offer.canary
         is_first = offer.version == 1 and self.version == 0 and not self.unavailable_reason
         return is_first and probe.tolerance is None and probe.noise is None
@@ -232,61 +232,61 @@ class WeightReceiver:
     async def run_all_phases(
         self, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport:
-        """Run every phase in order; `handed` are weights that pass from hand to hand.
+        """Run every phase in order; `handed` are weights handed over within the process.
 
-        Raises what `run_phase` does.
+        Raises the errors of `run_phase`.
         """
         for phase in SyncPhase:
             report = await self.run_phase(phase, offer, handed)
-        assert report is not None, "the last phase gives it"
+        assert report is not None, "the last phase returns a report"
         return report
 
     async def run_phase(
         self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport | None:
-        """Run one phase, in order; the last one returns the report.
+        """Run one phase; the phases come in order. The last one returns the report.
 
-        Raises WeightSyncError, at the latest after the phase's limit, and what is fatal.
+        Raises WeightSyncError, at the latest after the phase's limit, and the fatal errors.
         """
         limit = phase_limit(offer, phase)
         async with self._lock:
             if phase is SyncPhase.PAUSE:
                 self._sync = _SyncInProgress(measures_noise=self.measures_noise(offer))
                 if offer.version == 1:
-                    # What is left is of a first sync that failed, or, on a server, of another run.
+                    # Left from a first sync that failed, or from another run of the server.
                     self._noise = None
                 self.unavailable_reason = (
-                    f"its sync to version {offer.version} is under way, or was not completed"
+                    f"its sync to version {offer.version} is running, or did not complete"
                 )
             started = time.perf_counter()
             try:
                 await self._bounded(phase, self._phases[phase](offer), limit)
             except WeightSyncError:
-                # Only these two leave something behind: a half-joined group, or a model in pieces.
+                # Only these phases can leave a half-joined group or a half-loaded model.
                 if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
                     await self._abandon(phase_limit(offer, SyncPhase.WIRE))
                 raise
             self._sync.phase_s[str(phase)] = time.perf_counter() - started
             if phase is not SyncPhase.CANARY:
                 return None
-            # The canary has passed: only now do rollouts carry the new number.
+            # The canary has passed, so rollouts may now have the new version.
             self.version = offer.version
             self.unavailable_reason = ""
             return self._report(offer, handed)
 
     def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
-        """Divide the clock of the phase `wire` by what was done in it.
+        """Divide the time of the phase `wire` into its parts.
 
-        Receiving, checksums and loading alternate within one call to vLLM; the accounts of the
-        worker, and from hand to hand of the sender, take them apart:
+        Receiving, checksums and loading alternate within one call to vLLM. The measurements of the
+        worker (and of the sender, if it is in this process) separate them:
 
-            reported    over a wire                         from hand to hand
-            wire        what is left of it: waiting         -
+            reported    over a network                      within the process
+            wire        the remainder: waiting              -
             gather      -                                   the sender's
             load        the worker's, and vLLM's finish     the same
-            verify      names, checksums of the worker      and of the sender
+            verify      names, and the worker's checksums   and the sender's
 
-        An adapter is read and loaded by one call, reported as `load`.
+        An adapter is received and loaded by one call, which is reported as `load`.
         """
         sync = self._sync
         phase_s = dict(sync.phase_s)
@@ -316,20 +316,20 @@ class WeightReceiver:
 
     async def _pause(self, offer: WeightOffer) -> None:
         expected = None if self._group is None else self._group.transport
-        # An adapter comes with the offer, whatever transport the engine was started for.
+        # An adapter is part of the offer, so it needs no transport.
         if expected not in (None, offer.transport) and not offer.sends_adapter:
             raise self._error(
-                f"the learner offers {offer.transport}, the engine was started for {expected}",
+                f"the learner offers {offer.transport}, but the engine was started for {expected}",
                 SyncPhase.PAUSE,
             )
         if self._sync.measures_noise:
             self._sync.scores_before = await self._score(offer.canary, adapted=True)
-        # No cache is cleared here: that has to follow the new weights (`_reset`).
-        # "wait": what still runs ends under the weights it began with.
+        # The caches are cleared after the weights have changed (`_reset`).
+        # "wait": running requests finish with the old weights.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
-        # An adapter comes with the offer: there is nothing to join.
+        # An adapter is part of the offer, so the engine joins no group.
         if self._group is not None and isinstance(offer.terms, FullOffer):
             await self._group.join(offer.terms)
 
@@ -338,15 +338,15 @@ class WeightReceiver:
         if isinstance(terms, AdapterOffer):
             if self.adapter is None:
                 raise ValueError(
-                    "this kind of engine takes no adapter alone; set"
+                    "this kind of engine does not accept adapters; set"
                     " rollout_matching.vllm.sync.mode: full"
                 )
             await self.adapter.take(terms)
             return
-        # The merged weights hold the adapter: served on top of them it would count twice.
+        # The merged weights contain the adapter. Served on top of them it would count twice.
         if self.adapter is not None:
             await self.adapter.drop()
-        # Before the update, which moves the parameters to the meta device: the worker notes their
+        # Before the update, which moves the parameters to the meta device. The worker records their
         # names now.
         await self._llm.collective_rpc("begin_verified_load", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
@@ -364,25 +364,25 @@ class WeightReceiver:
 
     async def _verify(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
-            assert self.adapter is not None, "it has taken the adapter"
+            assert self.adapter is not None, "the wire phase has loaded it"
             await self.adapter.verify()
         else:
             check_load_reports(self._sync.reports, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
-        # Loading resets no cache, and what they hold was computed with the old weights: rollouts
-        # would mix both, without any error.
+        # Loading does not clear the caches, which were computed with the old weights. Without this
+        # step rollouts would silently mix both.
         if not await self._llm.reset_prefix_cache():
             raise self._error("the prefix cache is in use", SyncPhase.RESET)
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
 
     async def _canary(self, offer: WeightOffer) -> None:
-        # The canary is a request too. Rollouts are still refused: `unavailable_reason` is set.
+        # The canary is a request too. Other requests are refused, as `unavailable_reason` is set.
         await self._llm.resume_generation()
         probe = offer.canary
-        # The learner computes them while the engines load, so they came after its weights and not
-        # in the offer.
+        # The learner computes the log-probabilities while the engines load. Then they arrive after
+        # its weights and not in the offer.
         if probe.expected_logprobs is None:
             probe = probe.with_logprobs(map(float, self._sync.reports[0].logprobs))
         if self._sync.scores_before is not None:
@@ -391,17 +391,17 @@ class WeightReceiver:
         scores = await self._score(probe, adapted=True)
         self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
-            # Without the adapter: equal scores would mean that the engine ignores it.
+            # Compare with the scores without the adapter. If they are equal, it has no effect.
             base = await self._score(probe, adapted=False)
             self._sync.adapter_effect = probe.check_adapter(self._name, scores, base)
-        # Only now: a version that was not verified is never the label of a rollout.
+        # Set last, so that no rollout is labelled with an unverified version.
         await self._llm.update_weight_version(str(offer.version))
 
     async def _abandon(self, limit: Timeout) -> None:
-        """Leave the group, which ends the sender's wait, and make the model whole again.
+        """Leave the group, which ends the sender's wait, and restore the model.
 
-        Else its next forward would kill the process. An engine that cannot do even this is stuck
-        inside a collective: its actor has to be ended.
+        Otherwise its next forward pass would kill the process. An engine that cannot do this is
+        stuck inside a collective, and its actor must be ended.
         """
         if self._group is not None:
             self._group.forget()
@@ -409,21 +409,21 @@ class WeightReceiver:
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[object], limit: Timeout) -> None:
         try:
-            # Margins grow outward (engine, client, pool): the innermost limit ends first, and its
+            # The limits increase outward (engine, client, pool). The innermost ends first, and its
             # error says most.
             await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:
             raise
         except TimeoutError as error:
             check = (
-                "whether it is stuck (then a server has to be ended and started again), and that"
-                " the learner and every other engine are alive"
+                "whether it is stuck (then end a server and start it again), and that the learner"
+                " and every other engine are alive"
             )
             message = late("the engine", limit, check)
             raise self._error(message, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error
-        # vLLM reports whatever failed in its worker as a plain Exception
+        # vLLM reports any failure in its worker as a plain Exception.
         except Exception as error:
             raise self._error(str(error), phase) from error
 

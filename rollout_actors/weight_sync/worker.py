@@ -1,4 +1,4 @@
-"""vLLM's worker in a weight sync: its transports, and the check of what goes into the model
+"""vLLM's worker in a weight sync: its transports, and the verification of the loaded weights
 (decision 38).
 """
 
@@ -34,27 +34,27 @@ UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
 class VllmModel(Protocol):
-    """What every model of vLLM has."""
+    """The methods that every vLLM model has."""
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
     def load_weights(self, weights: Iterable[Named]) -> set[str]: ...
 
 
 class ChecksumLoader(nn.Module):
-    """Stands in for the model during an update: passes tensors on one by one and keeps account."""
+    """Replaces the model during an update: passes tensors on one by one and records them."""
 
     def __init__(self, model: VllmModel, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
-        # An engine that serves adapters has put wrappers around its layers; loading reaches through
-        # them, under the layers' own names.
+        # An engine that serves adapters has wrapped its layers. Loading works through the wrappers,
+        # with the layers' own names.
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
-        # Of the buckets that arrived. vLLM's own checksums see empty tensors on CPU, where linear
-        # weights are packed.
+        # Checksums of the received buckets. vLLM's own checksums see empty tensors on CPU, because
+        # linear weights are packed there.
         self.checksums: list[int] = []
-        self.sent: list[int] = []  # the sender's, which arrive behind the weights
-        self.logprobs: list[float] = []  # the canary's, where they arrive last
+        self.sent: list[int] = []  # the sender's checksums, which arrive after the weights
+        self.logprobs: list[float] = []  # the canary's log-probabilities, if they arrive last
         self.load_s = 0.0
         self.verify_s = 0.0
         self._wait_s = 0.0
@@ -63,24 +63,24 @@ class ChecksumLoader(nn.Module):
         self._checksum = BucketChecksum()
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
-        """Load what the transport brings in one call; return the names."""
+        """Load the tensors of one call of the transport. Return their names."""
         started = time.perf_counter()
         elsewhere_s = self._wait_s + self.verify_s
         loaded = self.hand_over(self._checked(weights))
         self.loaded |= loaded
-        # Waiting and checking happen inside the loader's iteration: they are not loading.
+        # Waiting and checking happen inside the loader's iteration, and are not loading time.
         elsewhere_s = self._wait_s + self.verify_s - elsewhere_s
         self.load_s += time.perf_counter() - started - elsewhere_s
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Give checked tensors to vLLM's loader; return the names of the parameters it filled."""
-        # What goes wrong from here on, only the canary sees.
+        """Pass checked tensors to vLLM's loader. Return the names of the loaded parameters."""
+        # From here on only the canary detects errors.
         return self.model.load_weights(tensors)
 
     def _checked(self, weights: Iterable[Named]) -> Iterator[Named]:
         stream = iter(weights)
-        # `next` waits for the transport; what comes after `yield` is vLLM's loading.
+        # `next` waits for the transport. After `yield` vLLM loads the tensor.
         while True:
             started = time.perf_counter()
             named = next(stream, None)
@@ -91,13 +91,13 @@ class ChecksumLoader(nn.Module):
             name, tensor = named
             if name == CHECKSUMS:
                 self._close_bucket()
-                # A clone, because bytes in a packed bucket may begin anywhere.
+                # A clone, because bytes in a packed bucket may start at any offset.
                 self.sent = tensor.clone().view(torch.int64).tolist()
                 continue
             if name == CANARY:
                 self.logprobs = tensor.clone().view(torch.float64).tolist()
                 continue
-            # Of what is handed to the model, so that a fault of the transport shows.
+            # The checksum is of the tensor that the model gets, so it detects transport errors.
             self._checksum.add(tensor)
             self._size += tensor.nbytes
             if self._size > self._bucket_bytes:
@@ -113,20 +113,20 @@ class ChecksumLoader(nn.Module):
 
 
 class VerifyingWorker(GuardedWorker):
-    """A base class of vLLM's `Worker` (`worker_extension_cls`) with the further calls of a sync."""
+    """A base class of vLLM's `Worker` (`worker_extension_cls`) with more methods for a sync."""
 
     weight_transfer_engine: WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
     _loader: ChecksumLoader
 
-    # vLLM's, declared for the type checker alone: a definition here would collide with the
+    # vLLM's attributes, declared for the type checker. A definition here would collide with the
     # worker's.
     _weight_update_active: bool
     start_weight_update: Callable[[], None]
     finish_weight_update: Callable[[], None]
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
-        """Watch the next update. Called before `start_weight_update`, while the parameters are in
-        place and their names known.
+        """Record the next update. Call it before `start_weight_update`, while the parameters are
+        in place and their names known.
         """
         engine = self.weight_transfer_engine
         self._loader = self.make_loader(engine.model, bucket_bytes)
@@ -145,16 +145,16 @@ class VerifyingWorker(GuardedWorker):
             "unexpected": sorted(loader.loaded - loader.expected),
             "load_s": loader.load_s,
             "verify_s": loader.verify_s,
-            # As text: JSON has no NaN, and `repr` keeps every bit.
+            # As text: JSON has no NaN, and `repr` keeps all bits.
             "logprobs": [repr(logprob) for logprob in loader.logprobs],
         }
 
     def abandon_update(self) -> None:
-        """Leave the group, which ends the sender's wait, and bring the model back from the meta
-        device: of old and new weights, good for nothing but a full sync.
+        """Leave the group, which ends the sender's wait, and restore the model from the meta
+        device. It then has old and new weights, and needs a full sync.
         """
-        # Start and finish with nothing in between restore a whole model. An update that was begun
-        # needs the finish only.
+        # Start and finish without an update restore a whole model. If an update has begun, finish
+        # is enough.
         self.weight_transfer_engine.shutdown()
         if not self._weight_update_active:
             self.start_weight_update()
@@ -163,23 +163,23 @@ class VerifyingWorker(GuardedWorker):
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """The group to join. Field names are those of vLLM's NCCL transport."""
+    """The group to join. The field names are the same as in vLLM's NCCL transport."""
 
     master_address: str
     master_port: int
     rank_offset: int
-    """This engine's first rank; each engine has its own."""
+    """Rank of this engine's first worker; it differs between engines."""
     world_size: int
     packed_buffer_size_bytes: int
     join_s: float
-    """Longest time of the joining."""
+    """Time limit for joining."""
     timeout_s: float
-    """Longest time of every later wait in the group."""
+    """Time limit for each later wait in the group."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """The metadata of a whole sync, once: what will come, in order."""
+    """Metadata of a whole sync: all tensors that will be sent, in order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -200,35 +200,35 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Begins and ends an update of a model in host memory."""
+    """Starts and finishes an update of a model in host memory."""
 
     supports_draft_weight_update = False
 
     def start_weight_update(self) -> None:
-        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload
-        # unpacks and repacks each layer.
+        # On CPU linear weights are packed, so a direct copy is impossible. The reload unpacks and
+        # repacks each layer.
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        # The base class then waits for an accelerator, which is not there.
+        # The base class would then wait for an accelerator, which does not exist here.
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU
-        # the head multiplies with a packed copy of its own, which nobody renews. Without this the
-        # engine samples with the old head, silently.
+        # With tied embeddings the reload fills the embedding, whose memory the head shares. But on
+        # CPU the head uses its own packed copy, which the reload does not update. Without this step
+        # the engine silently samples with the old head.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
             elif isinstance(module, RoutedExperts):
-                # The kernel multiplies with packed matrices, and a reload leaves them unpacked.
+                # The kernel uses packed matrices, and a reload leaves them unpacked.
                 kernel = module.quant_method.moe_kernel
                 kernel.fused_experts.process_weights_after_loading(module)
 
 
 class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives packed buckets from rank 0, each while the one before is loaded."""
+    """Receives packed buckets from rank 0. Loads each bucket while the next one arrives."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -239,7 +239,7 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()
         config = self.parallel_config
-        # This worker's rank in the group: the engine's earlier replicas and devices come first.
+        # The worker's rank in the group: the engine's earlier replicas and devices come first.
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._group = GlooReceiver(
@@ -254,8 +254,8 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise RuntimeError("the weight transfer group was not joined")
-        # One call for all of them: at the beginning of each vLLM's loader walks the whole model
-        # several times.
+        # One call for all tensors, because vLLM's loader walks the whole model several times at
+        # the start of each call.
         self.model.load_weights(self._arriving(self._group, update_info.tensors()))
 
     def _arriving(
@@ -274,19 +274,19 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
 @dataclass
 class InProcessInitInfo(WeightTransferInitInfo):
-    """Nothing to join."""
+    """Empty, because the engine joins no group."""
 
 
 @dataclass
 class InProcessUpdateInfo(WeightTransferUpdateInfo):
-    """One sync's weights, from hand to hand, and their checksums behind them."""
+    """The weights of one sync as tensors in memory, followed by their checksums."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """One layer's must stay as they are until the next layer's have come."""
+    """A layer's tensors must not change until the next layer's have arrived."""
 
 
 class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):
-    """Takes the learner's tensors from the learner's own process, one at a time."""
+    """Receives the learner's tensors within the learner's process, one at a time."""
 
     init_info_cls = InProcessInitInfo
     update_info_cls = InProcessUpdateInfo

@@ -147,7 +147,7 @@ class ObedientEngine:
     async def run_sync_phase(self, phase, offer):
         self.phases.append((phase, offer))
         if phase is SyncPhase.PAUSE:
-            self.shut = f"its sync to version {offer.version} is under way, or was not completed"
+            self.shut = f"its sync to version {offer.version} is running, or did not complete"
         await self._serve()
         if phase is not SyncPhase.CANARY:
             return None

@@ -410,7 +410,7 @@ def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
     adapter = {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj"]}
     changes = {"model__adapter": adapter, "rollout_matching__vllm__enable_lora": True}
     config = trajectory_config(stock, tmp_path / "run", **changes)
-    message = "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of"
+    message = "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters"
     assert any(one.startswith(message) for one in preflight(config, **CPU_NODE).problems)
     merged = changes | {"rollout_matching__vllm__enable_lora": False}
     config = trajectory_config(stock, tmp_path / "run", **merged)

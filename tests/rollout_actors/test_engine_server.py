@@ -104,7 +104,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
         pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=2.0))).result(timeout=30)
     with pytest.raises(
-        RolloutError, match=r"its sync to version \d+ is under way, or was not completed"
+        RolloutError, match=r"its sync to version \d+ is running, or did not complete"
     ):
         pool.generate([learner.request(0)])
     learner.sender.close()  # a sender whose broadcast failed does so itself
@@ -124,10 +124,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
         assert one.process.wait(30) == 1
-        assert (
-            "the engine's process has ended (EngineCore was ended by SIGKILL, as the system does"
-            " where memory runs out); check" in one.errors.read_text()
-        )
+        assert "has ended (EngineCore was ended by SIGKILL" in one.errors.read_text()
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 

@@ -126,7 +126,7 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
     with pytest.raises(
         RolloutError,
         match=(
-            r"serves no rollouts: it holds weights that another run has sent"
+            r"serves no rollouts: it has weights from another run"
             r" \(rollmatch-unverified\)"
         ),
     ):
@@ -183,7 +183,7 @@ def test_a_server_that_was_started_otherwise_is_refused_with_every_argument_that
         "--weight-transfer-config",
     ):
         # The last sentence is a command of all arguments.
-        assert argument in caught.value.message.partition("All of it:")[0]
+        assert argument in caught.value.message.partition("A suitable command:")[0]
 
 
 def test_a_signal_ends_the_server_and_leaves_no_process(

@@ -69,8 +69,8 @@ def test_packages_are_not_installed_through_a_link(machine, tmp_path):
     done = run(str(machine.script))
     assert done.returncode == 1
     assert done.stderr == (
-        f"set-up: .venv is a link to {tmp_path / 'elsewhere'}, which this would change for"
-        " everybody who uses it; remove the link (rm .venv), and run the same command again\n"
+        f"set-up: .venv is a link to {tmp_path / 'elsewhere'}, which the set-up would"
+        " change for all its users; remove the link (rm .venv), and run the same command again\n"
     )
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_a_copy_of_another_clone_s_environment_is_refused_and_one_that_was_moved
     done = machine.call("require_own_venv")
     assert done.returncode == 1
     assert done.stderr == (
-        f"set-up: .venv is a copy of {other}, of another clone, and its programs use that one;"
+        f"set-up: .venv is a copy of {other} from another clone, and its programs use that one;"
         " remove it (rm -r .venv), and run the same command again\n"
     )
     assignment = f"VIRTUAL_ENV={quote}{machine.folder}/.venv{quote}"
@@ -165,7 +165,7 @@ def test_what_uv_cannot_install_pip_does(machine, uv_status):
     done = machine.call("install_locked", "locks/cpu.txt")
     options = "--no-deps --no-build-isolation --require-hashes -r locks/cpu.txt"
     asked = f"pip install --python .venv/bin/python {options}"
-    by_pip = ["uv could not; pip tries", f"python: -m pip install {options}"]
+    by_pip = ["uv failed; trying pip", f"python: -m pip install {options}"]
     assert done.stdout.splitlines() == [f"uv: {asked}", *(by_pip if uv_status else [])]
     assert done.returncode == 0
 

@@ -261,9 +261,7 @@ def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(
     ray.get(learner.__ray_ready__.remote())
     generating = make_client().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
-    message = (
-        "^generate on the learner: what actor-0 was asked for is lost, for the learner's process"
-    )
+    message = "^generate on the learner: the requests for actor-0 are lost"
     with pytest.raises(LearnerError, match=message):
         generating.result()
 
@@ -309,7 +307,7 @@ def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> 
     call = RayCall("generate", None, "", RolloutError)
     error = call.translate_error("actor-0", lost)
     assert isinstance(error, LearnerError)
-    assert "what actor-0 was asked for is lost, for the learner's process has ended" in str(error)
+    assert "the requests for actor-0 are lost" in str(error)
 
 
 def picture(number: int) -> ImageRef:

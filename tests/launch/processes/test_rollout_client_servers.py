@@ -215,7 +215,7 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
         client.receive_weights(make_offer(num_groups=2)).result(timeout=60)
-    message = "its sync to version 1 is under way, or was not completed"
+    message = "its sync to version 1 is running, or did not complete"
     with pytest.raises(RolloutError, match=message):
         generated(client, 4)
     client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
@@ -337,7 +337,7 @@ def test_a_lost_server_is_waited_for_and_asked_again_when_it_has_the_weights(
     assert who_answers(client) == BOTH
     (replaced,) = client.pop_replaced()
     assert replaced.actor == "server-1"
-    why = "was started again in the midst of the run" if is_back_at_once else "failed 2 times"
+    why = "was restarted during the run" if is_back_at_once else "failed 2 times"
     assert f"generate on server-1: {supervised.urls[1]} {why}" in replaced.reason
 
 
@@ -368,7 +368,7 @@ def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
     assert who_answers(client) == ["server-0"] * 4
     url = supervised.urls[1]
     message = (
-        rf"start on server-1: {url} did not get ready within .*; end what is left of the server at"
+        rf"start on server-1: {url} was not ready within .*; end what is left of the server at"
         rf" {url}, start it, and go on with `resume=RUN`, or go on with the others"
         r" \(`resume=RUN .*server\.servers=\[\.\.\.\]`\)"
     )
@@ -392,7 +392,7 @@ def test_where_no_server_may_come_back_the_others_finish_the_round_and_no_sync_b
     supervised.start(1)
     for _ in range(2):
         assert who_answers(client) == ["server-0"] * 4
-    with pytest.raises(RolloutError, match=r"server-1: .* was started again in the midst"):
+    with pytest.raises(RolloutError, match=r"server-1: .* was restarted during the run"):
         client.join_replacements()
 
 

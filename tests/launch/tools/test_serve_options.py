@@ -162,7 +162,7 @@ def test_what_vllm_does_not_do_with_a_family_is_said_before_anything_is_loaded(t
         settings(*words, "dtype=float32")
     assert settings(*words, "dtype=bfloat16").dtype == "bfloat16"
     config.write_text('{"model_type": "qwen3_vl_moe"}')
-    with pytest.raises(ConfigError, match=r"^enable_lora: vLLM 0.32 serves adapters beside"):
+    with pytest.raises(ConfigError, match=r"^enable_lora: vLLM 0.32 serves adapters"):
         settings(*words, "enable_lora=true")
 
 

@@ -143,7 +143,7 @@ class TestStart:
                 run.start(url, timeout_s=1.0)
 
     def test_something_else_that_answers_there_is_said_at_once(self, run):
-        no_server = r"answers /health/? with HTTP 404.*no rollout server"
+        no_server = r"is not a rollout server: it answers /health/? with HTTP 404"
         with pytest.raises(RolloutError, match=no_server):
             run.start(f"{run.url}/elsewhere", timeout_s=60.0)
 
@@ -218,7 +218,7 @@ class TestLoss:
 
     def test_a_server_that_was_started_again_is_lost_whatever_it_answers(self, restarted):
         run, start_again = restarted
-        again = "was started again in the midst of the run, and holds the checkpoint's weights"
+        again = "was restarted during the run, so it has the checkpoint's weights"
         with start_again():
             with pytest.raises(UnreachableError, match=again):
                 asyncio.run(run.client.check_alive())

@@ -136,7 +136,7 @@ class TestRepeatGuard:
             first = asyncio.create_task(guarded.generate([make_request(0)]))
             while not run.server.asked:
                 await asyncio.sleep(0.01)
-            busy = r"HTTP 409: repeat_terminate: .* answers 1 requests under another one"
+            busy = r"HTTP 409: repeat_terminate: .* is answering 1 requests with another rule"
             with pytest.raises(RolloutError, match=busy):
                 await free.generate([make_request(1)])
             run.server.goes_on.set()
@@ -191,7 +191,7 @@ class TestGenerate:
     def test_an_answer_of_other_requests_is_refused(self, run, monkeypatch):
         monkeypatch.setattr(run.server, "_rollout", lambda _: ObedientEngine()._rollout(other))
         other = make_request(7)
-        with pytest.raises(RolloutError, match="1 rollouts that are not those of the 1 requests"):
+        with pytest.raises(RolloutError, match="1 rollouts that do not match the 1 requests"):
             run.start().generate(make_request(0))
 
     def test_a_share_that_is_too_large_for_one_call_comes_in_several_at_a_time_and_in_order(
@@ -211,7 +211,7 @@ class TestGenerate:
     def test_a_sample_that_no_call_can_hold_is_refused_unsent_with_the_servers_option(self, run):
         large = make_request(1, images=(ImageRef(None, b"x" * (1 << 20), "ab"),))
         too_large = (
-            r"max_request_bytes = 1048576, and sample sample-1 with its images is (\d+); start it"
+            r"max_request_bytes = 1048576, but sample sample-1 with its images has (\d+); start it"
             r" with max_request_bytes=\1"
         )
         with pytest.raises(RolloutError, match=too_large):
@@ -343,7 +343,7 @@ class TestInferCalls:
         (alone,) = self.calls(REQUESTS[3:4])
         needed = len(alone.body())
         too_large = (
-            rf"takes calls of max_request_bytes = {needed - 1}, and sample sample-3 .* start it"
+            rf"accepts calls of max_request_bytes = {needed - 1}, but sample sample-3 .* start it"
             rf" with max_request_bytes={needed}, "
         )
         with pytest.raises(ValueError, match=too_large):

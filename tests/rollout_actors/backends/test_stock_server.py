@@ -128,7 +128,7 @@ class TestStart:
     def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, run):
         run.server.holds_guard = False
         missing = (
-            r"holds no repeat guard, and rollout_matching\.repeat_terminate asks for one:"
+            r"has no repeat guard, which rollout_matching\.repeat_terminate requires:"
             r" --logits-processors rollout_actors"
         )
         with pytest.raises(RolloutError, match=missing):
@@ -168,7 +168,7 @@ class TestStart:
     def test_the_weights_of_another_run_are_not_served(self, run, label):
         run.server.label = label
         run.start()
-        with pytest.raises(RolloutError, match="weights that another run has sent"):
+        with pytest.raises(RolloutError, match="has weights from another run"):
             run.generate()
         is_whole = "/collective_rpc abandon_update" in run.server.routes
         assert is_whole == (label == "rollmatch-unverified"), "a model in pieces is made whole"
@@ -244,7 +244,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("choice", "said"),
         [
-            ({"finish_reason": "abort"}, "half an answer is none"),
+            ({"finish_reason": "abort"}, "was ended with 'abort'"),
             ({"weight_versions": [{"version": "default"}]}, r"labelled \['default'\]"),
             ({"weight_versions": None}, "labelled"),
             ({"logprobs": None}, "one log-probability for each"),

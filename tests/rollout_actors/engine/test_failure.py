@@ -84,12 +84,12 @@ def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_sta
 
 EARLIER = ValueError("of an earlier call, which the engine has survived")
 NO_WEIGHTS = OSError("no such weights")
-SILENT = "and wrote no error, as where it is killed; see what it printed"
+SILENT = "without an error, probably killed; see the output of the process"
 
 
 def test_an_engine_that_was_killed_is_said_to_have_been(failures):
     killed = RuntimeError(STARTED.format("{'EngineCore': -9}"))
-    reason = "EngineCore was ended by SIGKILL, as the system does where memory runs out"
+    reason = "EngineCore was ended by SIGKILL, which is the system's signal when memory runs out"
     assert failures.of_error(killed) == (reason, "")
     assert failures.of_end({"EngineCore": -signal.SIGSEGV})[0] == "EngineCore was ended by SIGSEGV"
 
@@ -157,7 +157,7 @@ def test_an_error_of_hours_ago_is_not_told_as_the_end(failures, monkeypatch):
     log(EARLIER)
     now_s = time.time()
     monkeypatch.setattr(engine_failure.time, "time", lambda: now_s + 2 * 3600)
-    assert "wrote no error" in failures.of_end({"EngineCore": 1})[0]
+    assert "without an error" in failures.of_end({"EngineCore": 1})[0]
     log(NO_WEIGHTS)
     assert failures.of_end({"EngineCore": 1})[0].endswith(": OSError: no such weights")
 

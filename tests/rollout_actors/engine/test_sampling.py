@@ -40,7 +40,7 @@ def test_an_engine_gets_the_learners_upright_pixels_and_does_not_turn_them_again
     assert (of_engine.size, of_engine.tobytes()) == ((2, 3), of_learner.tobytes())
 
 
-NO_FORMAT = "cannot be decoded: it is of no format that is known$"
+NO_FORMAT = "cannot be decoded: its format is not known$"
 NO_RANGE = "cannot be decoded: its pixels are floating-point .*; save it with 8 or 16 bits"
 
 

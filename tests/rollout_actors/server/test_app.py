@@ -191,9 +191,9 @@ class TestBodies:
             # To the end, which the server makes.
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"no more of the body has come for 0.2 s after 4 bytes; send it again" in answer
+        assert b"no more of the body arrived within 0.2 s after 4 bytes; send it again" in answer
         assert [record.getMessage() for record in caplog.records] == [
-            "a caller of '/infer/' has stalled for 0.2 s after 4 bytes of its body"
+            "a caller of '/infer/' stalled for 0.2 s after 4 bytes of its body"
         ]
 
     @pytest.mark.slow
@@ -232,7 +232,7 @@ class TestBodies:
 
         assert [asyncio.run(call()) for _ in range(3)] == [[499]] * 3
         assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [
-            ("a caller of '/infer/' has gone after 4 bytes of its body", None)
+            ("a caller of '/infer/' disconnected after 4 bytes of its body", None)
         ] * 3
 
 

@@ -127,8 +127,8 @@ def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"transport": "adapter"}, "needs an adapter exactly where that is the transport"),
-        ({"version": 2}, "needs an offer of its own version"),
+        ({"transport": "adapter"}, "must have an adapter exactly if that is its transport"),
+        ({"version": 2}, "the offer's version differs from the call's version"),
     ],
 )
 def test_an_offer_that_contradicts_itself_or_its_call_is_refused(change, problem):

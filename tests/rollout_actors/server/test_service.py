@@ -61,15 +61,15 @@ def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(ph
     assert before.due is phase
     running = before.enter(phase, call(phase))
     for next_ in PHASES[1:]:
-        with refused(409, "out of turn, the server waits for pause; begin with pause"):
+        with refused(409, "out of order, the server expects pause; begin with pause"):
             running.enter(next_, call(next_))
     assert through(running, PHASES, version=2).offer == make_offer(2)
 
 
 def test_a_phase_of_another_version_is_out_of_turn():
     door = through(SyncState(), PHASES[:1])
-    waits = "the server waits for rendezvous of version 1"
-    with refused(409, f"phase rendezvous of version 2 is out of turn, {waits}"):
+    waits = "the server expects rendezvous of version 1"
+    with refused(409, f"phase rendezvous of version 2 is out of order, {waits}"):
         door.enter(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
 
 
@@ -85,7 +85,7 @@ def test_a_sync_begins_with_its_offer_and_what_the_rendezvous_brings_takes_its_p
 @pytest.mark.parametrize("phase", PHASES[1:])
 def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_another(phase):
     door = through(SyncState(), PHASES[: PHASES.index(phase)])
-    with refused(409, f"phase {phase} of version 1: another run's sync is under way"):
+    with refused(409, f"phase {phase} of version 1: another run's sync is running"):
         door.enter(phase, call(phase, run="another"))
     assert door.enter(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"
 
@@ -94,9 +94,13 @@ def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_ano
     ("path", "value", "problem"),
     [
         ("prompt_token_ids", (), "is empty"),
-        ("prompt_token_ids", (1,) * 64, "has 64 tokens, prompt and response may have 64"),
+        (
+            "prompt_token_ids",
+            (1,) * 64,
+            "has 64 tokens, but prompt and response together may have 64",
+        ),
         *[
-            (key, (1, token_id), f"has {token_id}, which is no token")
+            (key, (1, token_id), f"{token_id} is not a token id")
             for key in ("prompt_token_ids", "decode.stop_token_ids", "decode.banned_token_ids")
             for token_id in (-1, 2**70)
         ],
@@ -138,10 +142,10 @@ def test_an_image_that_no_placeholder_stands_for_is_refused():
     ]
     no_placeholder, too_many = request_problems(asked, SETTINGS, image_token_id=7)
     assert no_placeholder == (
-        "requests[0].images: has 1, and prompt_token_ids 0 of the placeholder 7; send one"
+        "requests[0].images: has 1, but prompt_token_ids has 0 of the placeholder 7; send one"
         " placeholder for each image"
     )
-    assert too_many.startswith("requests[2].images: has 3, the server takes 2; start it with")
+    assert too_many.startswith("requests[2].images: has 3, but the server accepts 2; start it with")
 
 
 def test_a_body_of_very_many_parts_is_refused_before_it_is_read():
@@ -187,7 +191,7 @@ def service():
 
 
 def test_more_requests_than_allowed_are_refused(service):
-    with refused(400, "requests: has 9, one call may have 8"):
+    with refused(400, "requests: has 9, but one call may have 8"):
         service.infer(*map(make_request, range(9)))
 
 
@@ -201,7 +205,7 @@ def test_a_group_of_other_sizes_than_this_servers_is_refused(service):
 def test_rollouts_wait_for_the_end_of_a_sync(service):
     for phase in PHASES[:-1]:
         service.phase(phase)
-        with refused(409, "its sync to version 1 is under way, or was not completed"):
+        with refused(409, "its sync to version 1 is running, or did not complete"):
             service.infer()
     service.phase(SyncPhase.CANARY)
     assert service.infer()
@@ -223,7 +227,7 @@ def test_what_has_no_answer_when_other_weights_arrive_is_refused(service):
         service.engine.goes_on.set()
         await asking
 
-    with refused(409, "was given other weights than version 0 before it had answered"):
+    with refused(409, "got other weights than version 0 before it answered"):
         asyncio.run(sync_meanwhile())
 
 
@@ -234,7 +238,7 @@ def test_after_a_failed_phase_only_a_new_sync_opens_the_door(service):
         service.phase(SyncPhase.RENDEZVOUS)
     with refused(409, "complete a sync"):
         service.infer()
-    with refused(409, "out of turn"):
+    with refused(409, "out of order"):
         service.phase(SyncPhase.RENDEZVOUS)
     assert len(service.engine.phases) == 2, "the engine was not asked"
     service.sync()
@@ -254,7 +258,7 @@ def test_a_sync_that_another_one_takes_the_place_of_has_no_end(service):
         await service.service.run_sync_phase(SyncPhase.PAUSE, call(SyncPhase.PAUSE, 2))
         await first
 
-    with refused(409, "the sync to version 1 was given up for another"):
+    with refused(409, "the sync to version 1 was replaced by another"):
         asyncio.run(both())
 
 
@@ -274,7 +278,7 @@ def test_other_weights_than_the_caller_asks_for_do_not_answer(service):
     for held in (0, 4):
         if held:
             service.sync(version=held)
-        with refused(409, f"holds version {held} of the weights, not 3"):
+        with refused(409, f"has version {held} of the weights, not 3"):
             service.infer(version=3)
     service.sync(version=3)
     assert service.infer(version=3)
@@ -320,19 +324,19 @@ def test_a_path_that_leads_out_of_it_is_not(rooted, path):
         ({"path": "a.png", "sha256": "00"}, 400, ".path: "),
         ({"path": "large.png"}, 413, ".path: is larger than max_request_bytes = 20000"),
         ({}, 400, ": has neither data nor path"),
-        ({"data": b""}, 400, ": is no image"),
-        ({"data": b"no image"}, 400, ": is no image"),
-        ({"data": b"\x89PNG\r\n\x1a\ncut off"}, 400, ": is no image"),
+        ({"data": b""}, 400, ": cannot be read as an image"),
+        ({"data": b"no image"}, 400, ": cannot be read as an image"),
+        ({"data": b"\x89PNG\r\n\x1a\ncut off"}, 400, ": cannot be read as an image"),
         (
             {"data": image_bomb()},
             400,
-            ": is no image that can be read (it has more than MAX_PIXELS",
+            ": cannot be read as an image (it has more than MAX_PIXELS",
         ),
         (
             {"data": make_png(100, 101)},
             413,
             (
-                ": of sample sample-1 has 100 x 101 pixels, one image may have 10000; send a"
+                ": of sample sample-1 has 100 x 101 pixels, but one image may have 10000; send a"
                 " smaller one, or start the server with max_image_pixels=10100"
             ),
         ),

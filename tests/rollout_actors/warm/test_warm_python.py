@@ -327,7 +327,7 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")
     os.chown(tmp_path, 12345, 12345)
-    with pytest.raises(PermissionError, match="not this user's alone"):
+    with pytest.raises(PermissionError, match="not private to this user"):
         warm_python.connect(tmp_path, os.environ)
 
 

@@ -84,7 +84,7 @@ def an_offer(version: int = 1, probe: CanaryProbe = PROBE, **terms: Any) -> Weig
 
 
 def under_way(version: int) -> str:
-    return f"its sync to version {version} is under way, or was not completed"
+    return f"its sync to version {version} is running, or did not complete"
 
 
 def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> (
@@ -246,7 +246,9 @@ def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group
 
 
 def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
-    told = "pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"
+    told = (
+        "pause on actor-0: the learner offers nccl, but the engine was started for rollmatch_gloo"
+    )
     with pytest.raises(WeightSyncError, match=told):
         Engine().sync(replace(an_offer(), transport=TransportKind.NCCL))
 

@@ -305,7 +305,7 @@ def test_a_teacher_that_is_not_there_is_waited_for_and_then_named_with_its_keys(
     section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.6)
     client = Teacher(TeacherSettings.from_section(section), max_under_way=3)
     problem = (
-        r"start on teacher: http://127\.0\.0\.1:9 did not get ready within"
+        r"start on teacher: http://127\.0\.0\.1:9 was not ready within"
         r" environment\.teacher\.timeout_s = 0\.6 s \(last: .*\); check that it runs, that"
         r" environment\.teacher\.base_url is its address without /v1"
     )
