@@ -142,11 +142,11 @@ def by_place(answer, /):
     ("functions", "weights", "problem"),
     [
         ([one_point], [1.0, 2.0], "weights: 2 for 1"),
-        ([length, length], None, "length is there already"),
+        ([length, length], None, "length exists already"),
         (
             [by_place],
             None,
-            "reward function by_place: answer can only be given by position; .* leave out the slash",
+            "reward function by_place: parameter answer is positional-only, .* remove the slash",
         ),
     ],
 )
