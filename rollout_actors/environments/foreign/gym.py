@@ -63,7 +63,7 @@ def load_environment(
     try:
         environment = gymnasium.make(name, **options)
     except gymnasium.error.Error as error:
-        remedy = "gymnasium.pprint_registry() lists them; MODULE:NAME imports a module of yours"
+        remedy = "gymnasium.pprint_registry() lists all names; MODULE:NAME imports your module"
         raise ValueError(f"gym:{name}: {error}; {remedy}") from error
     try:
         if "ansi" in environment.metadata.get("render_modes", ()):

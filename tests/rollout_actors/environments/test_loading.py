@@ -132,5 +132,5 @@ def test_wrong_arguments_are_named_with_those_that_there_are(here):
     with pytest.raises(ValueError) as caught:
         load_environment("mine", size=3, stop=1)
     assert str(caught.value) == (
-        "mine: got an unexpected keyword argument 'stop'; it takes (size, step=1)"
+        "mine: got an unexpected keyword argument 'stop'; load_environment takes (size, step=1)"
     )

@@ -114,7 +114,7 @@ def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
         return 1.0
 
     error = (
-        r"TypeError: reward function wants asks for grader; there are advantage, answer, .*turn;"
+        r"TypeError: reward function wants has unknown parameters: grader; known are advantage, .*turn;"
         r" add others to the rubric's class_objects"
     )
     assert re.match(error, scored(Rubric([wants]))["error"])
