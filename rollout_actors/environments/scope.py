@@ -97,8 +97,9 @@ def enter_scope(scope: RolloutScope) -> None:
 def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
     """Wrap `Environment.rollout`: open a scope around it, and clean up at its end.
 
-    If the current scope has no state yet, the rollout shares it: `generate` opened it, or an
-    override that calls `super().rollout`. Any other rollout inside a scope becomes a child of it.
+    If the current scope is of this environment and has no state yet, the rollout uses it: it was
+    opened by `generate`, or by an override that calls `super().rollout`. Any other rollout inside a
+    scope becomes its child.
     """
 
     @wraps(rollout)
