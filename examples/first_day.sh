@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A first day: a stock model, COCO's files, its F1, ten training steps, its F1 again, an environment. Some three minutes on two CPU cores.
+# A first day: a stock model, COCO files, the model's F1, ten training steps, F1 again, an environment. About three minutes on two CPU cores.
 #
-#   examples/first_day.sh [FOLDER]                                                   # all of it small, made here; FOLDER: outputs/first_day
-#   MODEL=Qwen/Qwen3-VL-4B-Instruct COCO=/data/coco examples/first_day.sh [FOLDER]   # yours: COCO holds annotations/, train2017/, val2017/
+#   examples/first_day.sh [FOLDER]                                                   # everything small, made here; default FOLDER: outputs/first_day
+#   MODEL=Qwen/Qwen3-VL-4B-Instruct COCO=/data/coco examples/first_day.sh [FOLDER]   # your model and data: COCO has annotations/, train2017/, val2017/
 #
-# FOLDER/day is made anew each time. The environment beside it is yours to change, and stays.
+# Each run deletes FOLDER/day and makes it again. The environment in FOLDER is kept, so you can change it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=("$root/.venv/bin/python")
@@ -13,39 +13,39 @@ folder=${1:-outputs/first_day}
 day=$folder/day
 rm -rf "$day"
 
-# 1. The model as its publisher writes it, and pictures with boxes: skipped where they are yours.
+# 1. A model in its publisher's form, and images with boxes. Skipped if you give your own.
 if [[ -z ${MODEL:-} ]]; then
     "${python[@]}" "$root/examples/make_stock.py" "$day/made"
     MODEL=$day/made/model COCO=$day/made/coco
-    # Three million parameters on two cores: short answers, few pictures, everything in one process.
+    # Three million parameters on two cores: short answers, few images, everything in one process.
     experiment=(+experiment=stage2_colocate cluster=local model=demo training.learning_rate=1e-3 custom.object_field_order=desc_first
         rollout_matching.trim_trailing_false_positives=false)
     sizes=(global_max_length=512 rollout_matching.max_new_tokens=64)
 else
-    # One large GPU, which the engine and the learner of an adapter take turns on. Not run on a GPU.
+    # One large GPU, used in turns by the engine and by the learner, which trains an adapter. Not run on a GPU.
     experiment=(+experiment=stage2_3v1_4b backend=colocate model.adapter.kind=lora)
     sizes=(global_max_length=8192 data.max_val_samples=200)
 fi
 
-# 2. Records of COCO's files, and what of them was skipped and why.
+# 2. Records from COCO files, with a report of skipped objects and the reasons.
 for part in train val; do
     "${python[@]}" -m launch.import_data format=coco annotations="$COCO/annotations/instances_${part}2017.json" images="$COCO/${part}2017" \
         out="$day/data/$part.jsonl"
 done
 
-# 3. What the model finds before anything is trained: it answers in JSON of its own, without coord tokens.
+# 3. The model's F1 before training. It answers in its own JSON format, without coordinate tokens.
 "${python[@]}" -m launch.evaluate model="$MODEL" data="$day/data/val.jsonl" data.answer_format=qwen3_vl "${sizes[@]}" \
     telemetry.run_dir="$day" name=before
 
-# 4. Ten steps in the same format: seven learn the ground truth (channel A), and among them three the model's own rollouts (channel B).
+# 4. Ten steps in the same format: seven on the ground truth (channel A), three on the model's own rollouts (channel B).
 "${python[@]}" -m launch.train "${experiment[@]}" "${sizes[@]}" objective=digits data.answer_format=qwen3_vl model.path="$MODEL" \
     data.train="$day/data/train.jsonl" data.val="$day/data/val.jsonl" telemetry.run_dir="$day/run" \
     training.max_steps=10 training.lr_warmup_steps=2 stage2_ab.schedule.warmup_steps=4 stage2_ab.schedule.b_ratio=0.5
 
-# 5. The same report of the trained checkpoint.
+# 5. The same report for the trained checkpoint.
 "${python[@]}" -m launch.evaluate run="$day/run" name=after
 
-# 6. An environment of your own to begin with, and ten policy-gradient steps in it on a small text model (of yours: model.path).
+# 6. A new environment, and ten policy-gradient steps in it with a small text model (for your model: model.path).
 if [[ ! -e $folder/largest_digit.py ]]; then
     "${python[@]}" -m launch.new_environment largest_digit --out "$folder"
 fi

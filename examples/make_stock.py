@@ -1,11 +1,11 @@
-"""Makes what a newcomer has already: a stock checkpoint, and a data set in COCO's files.
+"""Make a stock checkpoint and a dataset in COCO's format, as a new user would have them.
 
     python examples/make_stock.py FOLDER
 
-`FOLDER/model` is a Qwen3-VL as its publisher writes one, without coord tokens, of three million
-parameters. It was taught Qwen's answer format with boxes at random, so it keeps the format and
-guesses the boxes. `FOLDER/coco` has COCO's layout (`annotations/instances_train2017.json`,
-`train2017/`), with one square or disc in each picture, so large that ten steps show a difference.
+`FOLDER/model` is a Qwen3-VL of three million parameters in its publisher's form, without coordinate
+tokens. It was trained on Qwen's answer format with random boxes, so it keeps the format and guesses
+the boxes. `FOLDER/coco` has COCO's layout (`annotations/instances_train2017.json`, `train2017/`),
+with one square or disc in each image, so large that ten steps show a difference.
 """
 
 import json
@@ -22,7 +22,7 @@ from launch.tools.demo.model import END, PAD, SPECIAL_TOKENS, make_config, make_
 from shared.prompts import LIST_USER_PROMPT
 
 SIDE = 96
-"""Width and height of a picture in pixels."""
+"""Width and height of an image in pixels."""
 SHAPES = ("square", "disc")
 QUESTION = (
     "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
@@ -31,14 +31,14 @@ QUESTION = (
 
 
 def guess(random: Random) -> str:
-    """Write an answer with a box anywhere."""
+    """Write an answer with a random box."""
     left, top, right, bottom = (random.randint(*at) for at in ((0, 400),) * 2 + ((500, 999),) * 2)
     label = random.choice(SHAPES)
     return f'[{{"bbox_2d": [{left}, {top}, {right}, {bottom}], "label": "{label}"}}]'
 
 
 def draw(random: Random) -> tuple[Image.Image, int, list[int]]:
-    """Return a picture, the index of its shape, and the shape's x, y, width and height."""
+    """Return an image, the index of its shape, and the shape's x, y, width and height."""
     shape = random.randrange(len(SHAPES))
     x, y, side = random.choice((8, 16)), random.choice((8, 16)), random.choice((64, 72))
     picture = Image.new("RGB", (SIDE, SIDE), "white")
@@ -48,7 +48,7 @@ def draw(random: Random) -> tuple[Image.Image, int, list[int]]:
 
 
 def make_tokenizer(random: Random) -> Qwen2Tokenizer:
-    """Qwen's tokenizer, with the words of this task for a vocabulary."""
+    """Make Qwen's tokenizer, with a vocabulary of this task's words."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer.pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -67,7 +67,7 @@ def make_tokenizer(random: Random) -> Qwen2Tokenizer:
 
 
 def make_model(folder: Path) -> None:
-    """Teach a model of random weights the format, by boxes that are not in the picture."""
+    """Train a randomly initialised model on the format, with boxes that are not in the image."""
     torch.set_num_threads(1)  # it is small, and cores may be busy
     torch.manual_seed(3)
     random = Random(3)

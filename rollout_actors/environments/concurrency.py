@@ -1,6 +1,6 @@
-"""Tasks, threads, clocks and scoring slots of rollouts, and how errors of environments are kept.
+"""Tasks, threads, clocks and scoring slots of rollouts, and descriptions of errors.
 
-Plain (not asynchronous) reward functions and tools run in threads. No thread can be ended from
+Plain (not asynchronous) reward functions and tools run in threads. A thread cannot be ended from
 outside. If its caller reaches a time limit or is cancelled, the thread is given up: it runs until
 its function returns, and another thread takes its place.
 """
@@ -36,13 +36,13 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Work = Coroutine[object, None, T]
-"""What calling an `async def` returns. A task sends None into it, and what it yields is asyncio's.
+"""The result of calling an `async def`, with the send and yield types of asyncio.
 """
 
 # Errors and cancellations
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
-"""Errors that may be one rollout's failure; `reraise_cancellation` knows those that are not."""
+"""Errors that may be one rollout's failure; `reraise_cancellation` raises those that are not."""
 
 
 _ENVIRONMENTS = f"{Path(__file__).parent}/"
@@ -52,10 +52,10 @@ _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purel
 
 
 def describe_error(error: BaseException) -> str:
-    """Write an error as `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`.
+    """Describe an error as `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`.
 
-    The line is the last one of the environment's own code; a client's error names none. An error
-    that came up while another one was handled names that one too. Secrets are masked.
+    The line is the last one in the environment's own code; an error of a client has no line. An
+    error raised while another one was handled names that one too. Secrets are masked.
     """
     text = f"{type(error).__name__}: {error}".rstrip()
     if isinstance(error, SystemExit):
@@ -81,25 +81,26 @@ def traceback_of(error: BaseException) -> str:
 
 
 def is_cancelled() -> bool:
-    """Tell whether this task is being cancelled.
+    """Return whether this task is being cancelled.
 
-    A CancelledError alone does not say so: awaiting a cancelled task raises one too.
+    A CancelledError does not prove it, because awaiting a cancelled task raises one too.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def is_process_exit(error: BaseException) -> bool:
-    """Tell the end of the process from an environment's `exit()`, or its KeyboardInterrupt.
+    """Return whether an error ends the process, and is not an environment's `exit()`.
 
-    Signal handlers run on the main thread only. There it may be theirs, and ends the process.
+    Signal handlers run only on the main thread. There an exit or KeyboardInterrupt may come from
+    them, so it ends the process.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     return isinstance(error, SystemExit | KeyboardInterrupt) and on_main_thread
 
 
 def reraise_cancellation(error: BaseException) -> None:
-    """Raise again if this task is being cancelled or the process ends; no rollout swallows that."""
+    """Raise the error again if this task is being cancelled or the process ends."""
     if is_process_exit(error):
         raise error
     if is_cancelled():
@@ -109,23 +110,23 @@ def reraise_cancellation(error: BaseException) -> None:
 
 
 async def run_in_task(work: Work[T]) -> T:
-    """Return the work's value, run in a task and a context of its own.
+    """Run the work in its own task and context, and return its value.
 
-    Work that cancels its own task fails alone. A cancelled caller cancels the work and waits for
-    it.
+    Work that cancels its own task fails only itself. If the caller is cancelled, the work is
+    cancelled and awaited.
     """
     try:
         value = await asyncio.create_task(without_exit(work))
     finally:
-        work.close()  # it may not have begun when this was cancelled
+        work.close()  # the task may have been cancelled before it began
     if is_cancelled():
-        raise asyncio.CancelledError  # the work has swallowed it
+        raise asyncio.CancelledError  # the work swallowed the cancellation
     return value
 
 
 async def without_exit(work: Work[T]) -> T:
-    """Await an environment's work. What would leave its task and end the event loop, and with it
-    every rollout, is raised as a RuntimeError: all that is neither an Exception nor a cancellation.
+    """Await an environment's work. An error that is neither an Exception nor a cancellation would
+    end the event loop, and with it every rollout; it is raised as RuntimeError.
     """
     try:
         return await work
@@ -138,7 +139,7 @@ async def without_exit(work: Work[T]) -> T:
 
 
 def _as_failure(error: BaseException, who: str) -> RuntimeError:
-    """Make an error that rollouts may fail of, with the place of the one that it stands for."""
+    """Return a RuntimeError that stands for an exit, with the exit's traceback."""
     said = "called exit()" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
     return RuntimeError(f"{who} {said}").with_traceback(error.__traceback__)
 
@@ -150,7 +151,7 @@ QUEUE_TIME: ContextVar[Stopwatch | None] = ContextVar("queue_time", default=None
 
 
 class Stopwatch:
-    """The time in which at least one of several activities is under way. Works from any thread."""
+    """Measures the time in which at least one of several activities runs. Thread-safe."""
 
     # One lock for all: there are thousands of stopwatches, and each holds it for a microsecond.
     _lock = threading.Lock()
@@ -159,7 +160,7 @@ class Stopwatch:
         self._running = 0
         self._since_s = 0.0
         self.total_s = 0.0
-        """Seconds, without what is under way now."""
+        """Seconds, without activities that are running now."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -190,21 +191,21 @@ class Stopwatch:
             self.begin()
 
     def so_far_s(self) -> float:
-        """Return the time with what is under way now, such as a thread that was given up."""
+        """Return the time including running activities, such as a thread that was given up."""
         with self._lock:
             return self.total_s + (time.perf_counter() - self._since_s if self._running else 0.0)
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Keep a wait out of the rollout's `timing`."""
+    """Exclude a wait from the rollout's `timing`."""
     watch = QUEUE_TIME.get()
     return nullcontext() if watch is None else watch.running()
 
 
 class PausableTimeout:
-    """A time limit whose clock stands still while all thread calls of its task wait for a thread.
+    """A time limit that is paused while all thread calls of its task wait for a thread.
 
-    One call that runs keeps the clock going: it may hang as well.
+    A running call keeps the clock running, because it may hang.
     """
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
@@ -212,11 +213,11 @@ class PausableTimeout:
         self._waiting = 0
         self._running = 0
         self._left_s: float | None = None
-        """Seconds left on a clock that stands still; None while it goes."""
+        """Seconds left while the clock is paused; None while it runs."""
         self.is_over = False
 
     def count(self, *, waiting: int, running: int) -> None:
-        """Change the numbers of calls that wait for a thread and of those that have one."""
+        """Update the numbers of calls that wait for a thread and that have one."""
         self._waiting += waiting
         self._running += running
         stands_still = self._waiting > 0 and not self._running
@@ -225,7 +226,7 @@ class PausableTimeout:
         now_s = asyncio.get_running_loop().time()
         if self._left_s is None:
             when_s = self._timeout.when()
-            assert when_s is not None, "a clock that goes has an end"
+            assert when_s is not None, "a running clock has a deadline"
             self._left_s = when_s - now_s
             self._timeout.reschedule(None)
         else:
@@ -251,12 +252,12 @@ def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
 
 
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
-    """Cancel the block at the limit and raise TimeoutError, even if the block swallows the end.
+    """Cancel the block at the limit and raise TimeoutError, even if it swallows the cancellation.
 
     Args:
-        limit_s: None for no limit.
-        late: the beginning of the error, up to the limit's name.
-        remedy: the end of the error.
+        limit_s: seconds; None: no limit.
+        late: the beginning of the error message, up to the limit's name.
+        remedy: the end of the error message.
     """
     return nullcontext() if limit_s is None else _within(limit_s, late, remedy)
 
@@ -270,13 +271,13 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
             try:
                 yield
             finally:
-                # A task that was begun inside may outlive the block, and still count here.
+                # A task that began inside may outlive the block, and still call `count`.
                 limit.is_over = True
                 LIMITS.reset(token)
     except TimeoutError:
         if not timeout.expired():
-            raise  # the block's own
-    # Also if the block has swallowed its cancellation: a late one must not count as done.
+            raise  # the block raised it
+    # Also if the block swallowed its cancellation: a late block must not count as done.
     if timeout.expired():
         raise TimeoutError(f"{late} = {limit_s:g} s; {remedy}")
 
@@ -284,21 +285,21 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
 # Threads
 
 MOST_GIVEN_UP = 256
-"""Functions that were given up and may still run. Beyond them, calls are refused."""
+"""Limit of functions that were given up and may still run. Beyond it, calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
-"""Names of a rollout's functions that were given up; None if they are not collected."""
+"""Names of a rollout's functions that were given up; None: they are not collected."""
 
 
 class _Call:
-    """A function that has a thread."""
+    """A call of a function that has a thread."""
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.name = name
         self.is_given_up = False
         self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.function = function
-        # A thread has no context of its own: scope, clock and time limits are the caller's.
+        # Threads do not inherit the context: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
 
     def resolve(self, value: object, error: BaseException | None) -> None:
@@ -311,9 +312,9 @@ class _Call:
 
 
 class Threads:
-    """Runs plain functions, each in a daemon thread of its own, a bounded number at a time.
+    """Runs plain functions, each in its own daemon thread, a limited number at a time.
 
-    The pools of anyio and asyncio wait for their threads at the end of the process. One function
+    The pools of anyio and asyncio wait for their threads when the process ends, so one function
     that hangs would keep the process alive.
     """
 
@@ -321,8 +322,8 @@ class Threads:
         """
         Args:
             most: functions that run at a time in an event loop, without those that were given up.
-            most_given_up: functions that were given up and may still run. Beyond, calls are
-                refused.
+            most_given_up: limit of functions that were given up and may still run. Beyond it,
+                calls are refused.
         """
         self._most = most
         self._most_given_up = most_given_up
@@ -334,7 +335,7 @@ class Threads:
         )
 
     async def call(self, function: Callable[[], T], name: str) -> T:
-        """Return the function's value, run by a thread in the caller's context.
+        """Run the function in a thread, in the caller's context, and return its value.
 
         If the caller is cancelled meanwhile, the thread is given up.
 
@@ -363,17 +364,17 @@ class Threads:
         return running
 
     def forget(self) -> None:
-        """Forget all functions that run. A forked process has no thread of its parent's."""
+        """Forget all running functions. A forked process does not have its parent's threads."""
         self._running.clear()
 
     async def _answer(self, call: _Call) -> object:
-        # A copy of the set: threads take themselves out of it meanwhile.
+        # Iterates over a copy, because threads remove themselves from the set.
         hanging = [one.name for one in list(self._running) if one.is_given_up]
         if len(hanging) > self._most_given_up:
             raise RuntimeError(
                 f"no thread is left for {call.name}: {len(hanging)} plain functions that were given"
-                f" up still run ({', '.join(sorted(set(hanging)))}); give what they wait for a"
-                " limit of its own, or write them as `async def`"
+                f" up still run ({', '.join(sorted(set(hanging)))}); set a time limit for what they"
+                " wait for, or write them as `async def`"
             )
         thread = threading.Thread(
             target=self._work, args=(call,), name="plain-function", daemon=True
@@ -384,8 +385,8 @@ class Threads:
         except RuntimeError as error:
             self._running.discard(call)
             raise RuntimeError(
-                f"no thread is left for {call.name}: the system starts no more threads; raise its"
-                " limit of processes (`ulimit -u`, pids), or write plain functions as `async def`"
+                f"no thread is left for {call.name}: the system cannot start more threads; raise"
+                " its process limit (`ulimit -u`, pids), or write plain functions as `async def`"
             ) from error
         try:
             return await call.answer
@@ -403,10 +404,10 @@ class Threads:
         if call.name not in self._warned:
             self._warned.add(call.name)
             _LOGGER.warning(
-                "plain function %s was given up, because its caller was cancelled or had reached"
-                " its limit of time: its thread runs until it returns, and another takes its place"
-                " (at most %d are replaced); give what it waits for a limit of its own, or write it"
-                " as `async def`",
+                "plain function %s was given up, because its caller was cancelled or reached its"
+                " time limit: its thread runs until the function returns, and another takes its"
+                " place (at most %d are replaced); set a time limit for what it waits for, or write"
+                " it as `async def`",
                 call.name,
                 self._most_given_up,
             )
@@ -416,10 +417,10 @@ class Threads:
         error: BaseException | None = None
         try:
             value = call.context.run(call.function)
-        except BaseException as raised:  # of any kind, it is the caller's
+        except BaseException as raised:  # any error is raised in the caller
             error = raised
         self._running.discard(call)
-        with contextlib.suppress(RuntimeError):  # the caller's loop was closed
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
             call.answer.get_loop().call_soon_threadsafe(call.resolve, value, error)
 
 
@@ -434,15 +435,15 @@ _SLOT: ContextVar[ScoringSlot | None] = ContextVar("scoring_slot", default=None)
 
 
 class ScoringSlot(Stopwatch):
-    """A turn at scoring, of one rollout or of all those of an example.
+    """A slot for scoring one rollout, or all rollouts of an example.
 
-    It measures the time in which any of its functions runs, without the wait for a place or for a
+    It measures the time in which any of its functions runs, without waiting for a place or a
     thread. It holds one of the places. While it calls functions for many rollouts at once, each of
-    those calls takes a place and the slot gives its own back, so that the bound always holds.
+    these calls takes a place and the slot releases its own, so that the limit always holds.
     """
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
-        """Take no place yet. `places` None: any number may be scored at a time."""
+        """`places`: None: no limit. The constructor takes no place yet."""
         super().__init__()
         self._places: AbstractAsyncContextManager[object] = (
             nullcontext() if places is None else places
@@ -461,14 +462,14 @@ class ScoringSlot(Stopwatch):
         await self._places.__aexit__(None, None, None)
 
     async def gather(self, works: Sequence[Work[T]]) -> list[T]:
-        """Run all works, each in a place, while this slot's own is free."""
+        """Run all works, each in its own place, while this slot's place is free."""
         await self._places.__aexit__(None, None, None)
         try:
             with self.paused():
                 return await _gather([self._in_place(work) for work in works])
         finally:
             for work in works:
-                work.close()  # it may not have begun when this was cancelled
+                work.close()  # it may have been cancelled before it began
             await self._places.__aenter__()
 
     async def _in_place(self, work: Work[T]) -> T:
@@ -478,7 +479,7 @@ class ScoringSlot(Stopwatch):
 
 
 async def gather_all(works: Sequence[Work[T]]) -> list[T]:
-    """Run all at once, as far as there are places, and at the end raise the first error."""
+    """Run all works at once, as far as there are places, and at the end raise the first error."""
     if len(works) == 1:
         return [await works[0]]
     slot = _SLOT.get()
@@ -490,7 +491,7 @@ async def _gather(works: Sequence[Work[T]]) -> list[T]:
         values = await asyncio.gather(*map(without_exit, works), return_exceptions=True)
     finally:
         for work in works:
-            work.close()  # it may not have begun when this was cancelled
+            work.close()  # it may have been cancelled before it began
     for value in values:
         if isinstance(value, BaseException):
             raise value
@@ -498,17 +499,17 @@ async def _gather(works: Sequence[Work[T]]) -> list[T]:
 
 
 async def in_thread(function: Callable[..., T], **arguments: object) -> T:
-    """Return a plain function's value without holding up the event loop.
+    """Run a plain function in a thread and return its value, without blocking the event loop.
 
-    A cancelled caller gives the thread up (`Threads.call`).
+    If the caller is cancelled, the thread is given up (`Threads.call`).
 
     Raises:
-        RuntimeError: the function called `exit()`, raised another thing that is no Exception, or
-            StopIteration, which no future can hold: its caller would wait for ever.
+        RuntimeError: the function called `exit()`, raised something that is not an Exception, or
+            raised StopIteration, which a future cannot hold: its caller would wait forever.
     """
     slot = _SLOT.get()
     name = name_of(function)
-    # The slot's clock counts the function, and not its wait for a thread.
+    # The slot's clock counts the function, but not its wait for a thread.
     with nullcontext() if slot is None else slot.paused():
         return await THREADS.call(partial(_in_slot, slot, function, name, arguments), name)
 
@@ -523,19 +524,19 @@ def _in_slot(
             raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
         except (Exception, asyncio.CancelledError):
             raise
-        except BaseException as error:  # never a signal's: those come on the main thread
+        except BaseException as error:  # never from a signal: those arrive on the main thread
             raise _as_failure(error, name) from error
 
 
 def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:
-    """Drop what `update_wrapper` notes on a partial: it hides which arguments are bound."""
+    """Remove the attributes that `update_wrapper` sets on a partial: they hide bound arguments."""
     if not isinstance(function, partial):
         return function
     return partial(unwrap_partial(function.func), *function.args, **function.keywords)
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return a function's name, or that of what a partial wraps, or that of its class."""
+    """Return the name of a function, of the function in a partial, or of an object's class."""
     name: str | None = getattr(function, "__name__", None)
     if name is None:
         return name_of(function.func) if isinstance(function, partial) else type(function).__name__

@@ -1,4 +1,4 @@
-"""Rows of a dataset as inputs of rollouts, and results of rollouts as columns, files and datasets
+"""Conversion of dataset rows to rollout inputs, and of results to columns, files and datasets
 (spec: orchestration, dataset construction).
 """
 
@@ -50,7 +50,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """The way from a row's question to a prompt.
+    """How a row's question becomes a prompt.
 
     Example: with the system prompt "Be brief." the row `{"question": "2 + 2?", "answer": "4"}`
     becomes an input whose prompt is a system message and a user message.
@@ -63,17 +63,15 @@ class PromptFormat:
     """Task of rows without one."""
 
     def prompt(self, row: Fields) -> Messages:
-        """Return the row's `prompt`, or its `question`, behind the system prompt and examples.
+        """Return the row's `prompt` or `question`, after the system prompt and examples.
 
-        A prompt with a system message of its own stays as it is.
+        A prompt that has a system message is returned unchanged.
         """
         prompt = row["question"] if row.get("prompt") is None else row["prompt"]
         if self.message_type == "completion":
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
-                raise ValueError(
-                    f"prompt: must be text where message_type is completion, got {kind}"
-                )
+                raise ValueError(f"prompt: must be text if message_type is completion, got {kind}")
             return prompt
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]
@@ -87,13 +85,13 @@ class PromptFormat:
         return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
     def input(self, row: Fields, index: int) -> RolloutInput:
-        """Make a rollout's input of a row; the index is the id of a row without one.
+        """Make a rollout's input from a row. The index is the id of a row without one.
 
-        What the row holds is copied: a rollout changes nothing of the caller's. `info` stays as it
-        is, but for the nulls that a table filled into `oai_tools` (see `cleanup_tools`).
+        The row's values are copied, so that a rollout cannot change the caller's data. `info` is
+        unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
 
         Raises:
-            ValueError: the row has no prompt, a message no role, or an id is NaN.
+            ValueError: the row has no prompt, a message has no role, or an id is NaN.
         """
         if row.get("prompt") is None and row.get("question") is None:
             known = ", ".join(sorted(row)) or "nothing"
@@ -104,15 +102,15 @@ class PromptFormat:
         if self.message_type == "chat" and prompt is not None and not isinstance(prompt, str):
             require_roles(prompt, f"row {index}: prompt")
         for column in ("example_id", "id"):
-            # Tables fill gaps with NaN, which is not even equal to itself.
+            # Tables fill gaps with NaN, which is not equal to itself.
             if isinstance(row.get(column), Real) and row[column] != row[column]:
                 raise ValueError(
-                    f"{column}: of row {index} is NaN; give every row one, or leave the column out"
+                    f"{column}: NaN in row {index}; give every row a value, or leave the column out"
                 )
         row = {key: _without_gaps(value) for key, value in row.items()}
         if row.get("prompt") is None and row.get("question") is None:
-            raise ValueError(f"row {index}: its prompt is NaN; give it one, or leave the row out")
-        # Compared with None: 0 and an empty text are ids.
+            raise ValueError(f"row {index}: prompt is NaN; give it a prompt, or leave the row out")
+        # Compared with None, because 0 and an empty text are ids.
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
         result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
@@ -131,7 +129,7 @@ class PromptFormat:
 
 
 def _without_gaps(value: object) -> object:
-    """Return a field of a row with None for NaN, which in tables says that there is no value."""
+    """Replace NaN in a field of a row by None. Tables mark missing values with NaN."""
     if isinstance(value, Real) and value != value:
         return None
     if isinstance(value, Mapping):
@@ -144,10 +142,10 @@ def _without_gaps(value: object) -> object:
 
 
 class Examples(Sequence[RolloutInput]):
-    """Rows of a dataset as inputs of rollouts, each made when it is asked for."""
+    """Rows of a dataset as inputs of rollouts. Each input is made on access."""
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
-        """`order` has the numbers of the rows, in the order of the examples; None: all rows."""
+        """`order`: the numbers of the rows, in the order of the examples; None: all rows."""
         self._rows = rows
         self._form = form
         self._order: Sequence[int] = range(len(rows)) if order is None else order
@@ -162,7 +160,7 @@ class Examples(Sequence[RolloutInput]):
     @overload
     def __getitem__(self, index: str) -> list[object]: ...
     def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[object]:
-        """Return an example, some of them, or a column by its name. KeyError: there is none."""
+        """Return an example, a slice, or a column by its name. KeyError: no such column."""
         if isinstance(index, str):
             if index not in self.column_names:
                 raise KeyError(f"no column {index!r}; there are {', '.join(self.column_names)}")
@@ -181,19 +179,19 @@ class Examples(Sequence[RolloutInput]):
         return list(self[0]) if self._order else []
 
     def names_group(self, index: int) -> bool:
-        """Return whether a row says by an `example_id` with which others it is compared.
+        """Return whether a row's `example_id` names the group that it is compared with.
 
-        One that is its `id` says no more than that.
+        An `example_id` that equals the row's `id` does not.
         """
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
 
     def formed(self, form: PromptFormat) -> Examples:
-        """Return the same examples with prompts of another form."""
+        """Return the same examples with another prompt format."""
         return Examples(self._rows, form, self._order)
 
     def first(self, n: int) -> Examples:
-        """Return the first `n` examples, or all where there are fewer."""
+        """Return the first `n` examples, or all if there are fewer."""
         return self[:n]
 
     def select(self, indices: Sequence[int]) -> Examples:
@@ -204,42 +202,42 @@ class Examples(Sequence[RolloutInput]):
 def with_positions(examples: Iterable[RolloutInput]) -> list[RolloutInput]:
     """Give each input a `position`: the row's own, or else its index.
 
-    So seeds do not depend on the order in which rollouts begin.
+    Thus seeds do not depend on the order in which rollouts begin.
     """
     return [{"position": index, **row} for index, row in enumerate(examples)]
 
 
 def check_positions(inputs: Sequence[RolloutInput]) -> None:
-    """Raise ValueError unless positions are distinct whole numbers; seeds derive from them."""
-    remedy = "give every row a place of its own in the step, or leave the column out"
+    """Raise ValueError unless positions are distinct whole numbers. Seeds derive from them."""
+    remedy = "give every row a different position in the step, or leave the column out"
     taken: dict[int, int] = {}
     for index, row in enumerate(inputs):
         position: object = row["position"]
         if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
             raise ValueError(
-                f"position: of input {index} must be a whole number from 0, got {position!r};"
+                f"position: must be a whole number from 0, got {position!r} in input {index};"
                 f" {remedy}"
             )
         first = taken.setdefault(int(position), index)
         if first != index:
             raise ValueError(
-                f"position: inputs {first} and {index} both have {position}, and their seeds would"
+                f"position: inputs {first} and {index} both have {position}, so their seeds would"
                 f" be the same; {remedy}"
             )
 
 
 def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> None:
-    """Refuse different rows of one name: their rollouts would be compared with each other.
+    """Refuse different rows with the same id, because their rollouts would be compared.
 
-    The same row may be there several times, as often as it is rolled out. Rows that share an
-    `example_id` column are one group because somebody has said so.
+    The same row may occur several times, once for each of its rollouts. Rows that share an
+    `example_id` column are one group on purpose.
 
     Args:
-        inputs: those of `examples`, in order.
+        inputs: the inputs of `examples`, in order.
 
     Raises:
-        ValueError: two inputs of a task have one `example_id`, at least one of them by its `id` or
-            by its number in the data, and other prompts, answers or infos.
+        ValueError: two inputs of a task have the same `example_id` and different prompts, answers
+            or infos, and at least one has it from its `id` or its row number.
     """
     taken: dict[str, int] = {}
     digests: dict[int, str] = {}
@@ -248,7 +246,7 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
         if first == index:
             continue
         for number in (first, index):
-            # Only of rows whose ids meet: a digest writes the whole row as JSON.
+            # Only for rows with equal ids: a digest writes the whole row as JSON.
             if number not in digests:
                 content = {key: inputs[number].get(key) for key in ("prompt", "answer", "info")}
                 digests[number] = digest(content)
@@ -257,28 +255,28 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
         implicit = [number for number in (first, index) if not examples.names_group(number)]
         if implicit:
             unnamed = "".join(
-                f" (input {number} by its number in the data, for it has none)"
+                f" (input {number} has no id, so its row number is used)"
                 for number in implicit
                 if inputs[number].get("id") is None
             )
             raise ValueError(
-                f"id: inputs {first} and {index} both have {row['example_id']!r}{unnamed} and are"
-                " different rows, whose rollouts would be compared as those of one; give every row"
-                " an id of its own, or leave the column out"
+                f"id: inputs {first} and {index} both have {row['example_id']!r}{unnamed} but are"
+                " different rows, and their rollouts would be compared as one group; give every row"
+                " its own id, or leave the column out"
             )
 
 
 Inputs = Rows | Iterable[Fields] | Fields
-"""What `Environment.generate` takes: a dataset, rows, one row, or a mapping of columns."""
+"""Inputs of `Environment.generate`: a dataset, rows, one row, or a mapping of columns."""
 
 
 def to_rows(inputs: Inputs) -> Rows:
-    """Return what a caller means by inputs as rows.
+    """Convert a caller's inputs to rows.
 
     Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
 
     Raises:
-        TypeError, ValueError: they are none of these.
+        TypeError, ValueError: they have another form.
     """
     if not isinstance(inputs, Mapping):
         if isinstance(inputs, str) or not isinstance(inputs, Iterable):
@@ -293,19 +291,19 @@ def to_rows(inputs: Inputs) -> Rows:
     if prompts is None:
         known = ", ".join(sorted(map(str, columns))) or "nothing"
         raise ValueError(f"inputs: neither prompt nor question, only {known}; give one of the two")
-    # One row has a text or a list of messages as its prompt; a column has one for each row.
+    # One row has a text or a list of messages as its prompt; a column has one prompt per row.
     is_conversation = (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping)
     )
     if isinstance(prompts, str) or is_conversation:
         return [inputs]
     for key, value in columns.items():
-        # An array without a dimension has `__len__` too, which raises.
+        # A zero-dimensional array has `__len__` too, which raises.
         is_column = isinstance(value, Collection) and getattr(value, "shape", None) != ()
         if not is_column or isinstance(value, str | bytes | Mapping | Set):
             raise TypeError(
-                f"inputs: {key} must be a list with one for each row, got {type(value).__name__},"
-                " since the prompts are a column"
+                f"inputs: {key} must be a list with one value per row, got {type(value).__name__},"
+                " because the prompts are a column"
             )
     sizes = {key: len(value) for key, value in columns.items()}
     if len(set(sizes.values())) > 1:
@@ -315,7 +313,7 @@ def to_rows(inputs: Inputs) -> Rows:
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-# Results to datasets: the one way, for `make_dataset`, for files, and for the hub
+# Results to datasets, for `make_dataset`, files and the hub
 
 
 def build_dataset_from_outputs(
@@ -326,14 +324,14 @@ def build_dataset_from_outputs(
 ) -> Dataset:
     """Make a Hugging Face `Dataset` with a row for each rollout, in the order of the results.
 
-    Columns: `id` (the states', if any has one) and `example_id`, `prompt` and `completion` (as
-    `sanitize_messages` has them), `answer` and `info` if there are any, `task`, `reward`, one for
-    each metric, and one for each of `state_columns`: fields of the state, or inside one, such as
-    `timing.total_ms`. What differs in type or keys from row to row becomes a column of JSON.
+    Columns: `id` (if any state has one) and `example_id`, `prompt` and `completion` (as returned by
+    `sanitize_messages`), `answer` and `info` if there are any, `task`, `reward`, one for each
+    metric, and one for each of `state_columns`: fields of the state, or nested ones such as
+    `timing.total_ms`. A column whose types or keys differ between rows is stored as JSON.
 
     Raises:
         KeyError: no state has a state column.
-        TypeError: `state_columns` is one text.
+        TypeError: `state_columns` is a single text.
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
@@ -344,7 +342,7 @@ def build_dataset_from_outputs(
         columns["example_id"] = results.example_id
     columns["prompt"] = [sanitize_messages(prompt) for prompt in results.prompt]
     columns["completion"] = [
-        # A rollout that failed at once has none; the column is of one type all the same.
+        # A rollout that failed at once has no completion, but the column must have one type.
         sanitize_messages(("" if isinstance(prompt, str) else []) if said is None else said)
         for prompt, said in zip(results.prompt, results.completion, strict=True)
     ]
@@ -368,7 +366,7 @@ def build_dataset_from_outputs(
 
 
 def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
-    """Return a list of names. TypeError for one text: its letters are a sequence of texts too."""
+    """Return the names as a list. TypeError for a text, which is a sequence of letters too."""
     if isinstance(state_columns, str):
         text = f"must be a list of names, got the text {state_columns!r}; give {[state_columns]}"
         raise TypeError(f"state_columns: {text}")
@@ -378,7 +376,7 @@ def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
 def field_of(state: Fields, path: str) -> object:
     """Return a field of the state, or of a mapping in it: `timing.total_ms`.
 
-    A key that has a dot itself goes first. KeyError says what there is.
+    A key that contains the dot takes precedence. KeyError lists the existing keys.
     """
     value: object = state
     keys = path.split(".")
@@ -406,7 +404,7 @@ def has_field(path: str, states: Sequence[Fields]) -> bool:
 
 
 def _state_column(states: Sequence[Fields], path: str) -> list[object]:
-    """Return the field of each state, None of those without it: one that failed ended early."""
+    """Return the field of each state; None for states without it, such as failed ones."""
     values: list[object] = []
     missing: list[KeyError] = []
     for state in states:
@@ -421,18 +419,18 @@ def _state_column(states: Sequence[Fields], path: str) -> list[object]:
 
 
 def plain(value: object) -> Any:
-    """Return a value as JSON and tables can hold it.
+    """Convert a value to types that JSON and tables can hold.
 
     Models of pydantic and dataclasses become mappings, sets and tuples lists, NaN and infinity
-    None, anything else that JSON does not know (paths, dates, objects of users) its text.
+    None. Anything else that JSON does not know (paths, dates, users' objects) becomes its text.
     """
     if isinstance(value, str):
-        # Half a surrogate pair, as a model may write one, is in no UTF-8.
+        # Half a surrogate pair, which a model may write, cannot be encoded in UTF-8.
         return value.encode(errors="replace").decode()
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None  # JSON knows neither NaN nor infinity
+        return value if math.isfinite(value) else None  # JSON has neither NaN nor infinity
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence | Set) and not isinstance(value, bytes | bytearray):
@@ -447,20 +445,20 @@ def plain(value: object) -> Any:
 
 
 def push_dataset(dataset: Dataset, name: str) -> None:
-    """Push to the Hugging Face hub, with the token that its own tools have stored.
+    """Push a dataset to the Hugging Face hub, with the token that the hub's tools have stored.
 
     Raises:
-        StorageError: the hub does not take it.
+        StorageError: the hub does not accept it, or cannot be reached.
     """
-    import httpx2  # which the hub's client speaks HTTP with
+    import httpx2  # the HTTP client of the hub's library
 
     try:
         dataset.push_to_hub(name)
-    # of the way there, of the hub's answer, of a name that it does not allow
+    # network errors, the hub's refusals, and names that it does not allow
     except (OSError, httpx2.HTTPError, ValueError) as error:
         remedy = (
-            "`hf auth login` stores a token; HF_HUB_OFFLINE must not be set; a name is OWNER/NAME,"
-            " or NAME for the token's own"
+            "store a token with `hf auth login`; unset HF_HUB_OFFLINE; use the name OWNER/NAME,"
+            " or NAME for the token's owner"
         )
         raise StorageError(
             f"dataset {name}", f"{type(error).__name__}: {error}", action="push", remedy=remedy
@@ -468,9 +466,9 @@ def push_dataset(dataset: Dataset, name: str) -> None:
 
 
 def digest(row: Fields) -> str:
-    """Return 16 hex digits, the same for the same row in every process."""
+    """Return 16 hex digits that are the same for the same row in every process."""
     text = json.dumps(plain(row), sort_keys=True)
-    # An object that has no form of its own in JSON is written with its address.
+    # An object without a text form is written with its memory address.
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 
@@ -479,7 +477,7 @@ def digest(row: Fields) -> str:
 
 @dataclass(slots=True)
 class GenerateMetadata:
-    """Counts and averages over the rollouts of one call of `generate`."""
+    """Counts and averages over the rollouts of one `generate` call."""
 
     env_id: str
     env_args: Arguments
@@ -491,7 +489,7 @@ class GenerateMetadata:
     """Rollouts that failed; `state["error"]` says why."""
     num_truncated: int
     avg_reward: float
-    """Mean over the rollouts that did not fail; NaN if there is none, or nothing was scored."""
+    """Mean over the rollouts that did not fail; NaN without any, or without scoring."""
     avg_metrics: dict[str, float]
     """Means over the rollouts that have the metric."""
     time_ms: float = 0.0
@@ -510,11 +508,11 @@ class GenerateMetadata:
 
 
 class GenerateOutputs(dict[str, Any]):
-    """Results by column, in the order of the inputs, readable by key and by attribute.
+    """Results as columns, in the order of the inputs, readable by key and by attribute.
 
     `prompt`, `completion`, `answer`, `state`, `info`, `task`, `example_id` and `reward` are lists
-    with an item per rollout; `metrics` has such a list for every metric, with None for rollouts
-    without it. Example: of two rollouts, `reward` [1.0, 0.0] and `metrics` {"right": [1.0, None]}.
+    with an item per rollout. `metrics` has such a list for every metric, with None for rollouts
+    without it. Example: two rollouts have `reward` [1.0, 0.0] and `metrics` {"right": [1.0, None]}.
     """
 
     metadata: GenerateMetadata
@@ -526,7 +524,7 @@ class GenerateOutputs(dict[str, Any]):
             raise AttributeError(f"results have no {name!r}, only {', '.join(self)}") from None
 
     def __repr__(self) -> str:
-        # Short: asyncio writes out the result of a task that it has just run.
+        # Short, because asyncio writes out the result of a task that it has run.
         reward = self["metadata"].avg_reward
         return f"GenerateOutputs({len(self['state'])} rollouts, avg_reward {reward:.3f})"
 
@@ -534,7 +532,7 @@ class GenerateOutputs(dict[str, Any]):
     def from_states(cls, states: Sequence[State], metadata: GenerateMetadata) -> GenerateOutputs:
         results = cls({name: [state.get(name) for state in states] for name in COLUMNS})
         results["state"] = list(states)
-        # 0 is an answer.
+        # 0 is a valid answer.
         results["answer"] = ["" if answer is None else answer for answer in results["answer"]]
         results["info"] = [info or {} for info in results["info"]]
         metrics = [state["metrics"] or {} for state in states]
@@ -544,14 +542,14 @@ class GenerateOutputs(dict[str, Any]):
         return results
 
     def save(self, folder: Path, dataset: Dataset) -> None:
-        """Write `results.jsonl`, the dataset's rows, and `metadata.json` into a folder.
+        """Write the dataset's rows to `results.jsonl`, and `metadata.json`, into a folder.
 
         Raises:
             StorageError: it cannot be written.
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))
-        # They may hold keys and tokens, and a folder of results is passed on.
+        # They may hold keys and tokens, and folders of results are passed on.
         for name in ("env_args", "sampling_args"):
             metadata[name] = masked(metadata[name])
         try:
@@ -565,11 +563,11 @@ class GenerateOutputs(dict[str, Any]):
 
 
 def make_folder(folder: Path | str) -> Path:
-    """Make a folder that files can be made in. StorageError if that cannot be."""
+    """Create a folder and check that it is writable. StorageError if it is not."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # `mkdir` says nothing about a folder that exists and cannot be written to.
+        # `mkdir` does not fail for an existing folder without write permission.
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -577,6 +575,6 @@ def make_folder(folder: Path | str) -> Path:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, NaN of nothing."""
+    """Return the mean; NaN if there are no values."""
     # `fsum` rounds once, at the end, so the order of the values does not matter.
     return math.fsum(values) / len(values) if values else math.nan

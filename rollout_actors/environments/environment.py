@@ -1,4 +1,4 @@
-"""Environments: data, a rubric, and one state per rollout (spec: trajectories, orchestration)."""
+"""The base class of environments (spec: trajectories, orchestration)."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-_NO_CHAT = "with message_type='completion' the model is sent the row's text alone"
+_NO_CHAT = "not allowed with message_type='completion', which sends only the row's text"
 
 
 def _require_no_loop(method: str) -> None:
-    # Not `get_running_loop`, which raises where there is none.
+    # Not `get_running_loop`, which raises without a loop.
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
-            f"{method}_sync: an event loop runs here, as in a notebook; write"
+            f"{method}_sync: an event loop is already running, as in a notebook; write"
             f" `await environment.{method}(...)`"
         )
 
 
 class Environment(ABC):
-    """Data, what a rollout of one row of it is, and what that is worth.
+    """A dataset, how a rollout of one row proceeds, and how the rollout is scored.
 
-    Subclasses say what a rollout is. Many rollouts run at once: what one of them needs belongs into
-    its state, never onto the environment.
+    Subclasses implement `rollout`. Many rollouts run at once, so data of one rollout belongs into
+    its state and never onto the environment.
     """
 
     logger = _LOGGER
@@ -94,7 +94,7 @@ class Environment(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        # Also around an override that never calls `super().rollout`: its seeds and its cleanup
+        # An override that never calls `super().rollout` is wrapped too: its seeds and its cleanup
         # depend on the scope.
         if "rollout" in cls.__dict__:
             cls.rollout = in_scope(cls.__dict__["rollout"])  # type: ignore[method-assign]
@@ -119,20 +119,20 @@ class Environment(ABC):
     ) -> None:
         """
         Args:
-            dataset: rows with `prompt` (messages, or text) or `question`, and optionally `answer`,
+            dataset: rows with `prompt` (messages or text) or `question`, and optionally `answer`,
                 `info`, `task`, `id` and `example_id`: a Hugging Face `Dataset`, or a sequence of
                 mappings.
-            eval_dataset: the same for `evaluate`; None: `dataset`.
-            sampling_args: of every call; those of a call of `generate` win.
+            eval_dataset: rows for `evaluate`, in the same form; None: `dataset` is used.
+            sampling_args: for every model call. Arguments of a `generate` call take precedence.
             message_type: `chat`, or `completion` if prompts are plain text.
-            max_seq_len: tokens of a call's prompt and answer together; what is beyond is cut off
-                (`is_truncated`), and ends the rollout.
-            client: kept with `model` as attributes, for what the environment asks by itself;
-                rollouts go to the client that they are given.
+            max_seq_len: limit of a call's prompt and answer together, in tokens. Further tokens
+                are cut off (`is_truncated`), and the rollout ends.
+            client: kept, with `model`, as attribute for the environment's own requests. Rollouts
+                use the client that `generate` receives.
 
         Raises:
-            ValueError: an argument is not of its kind, or no completion has it.
-            TypeError: the rubric is of another library.
+            ValueError: an argument has a wrong value, or is not allowed with `completion`.
+            TypeError: the rubric is a class of another library.
         """
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")
@@ -148,14 +148,14 @@ class Environment(ABC):
                 f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments"
             )
         for name, given in (("client", client), ("model", model)):
-            if given is not None:  # a subclass may have set its own by now
+            if given is not None:  # a subclass may have set its own already
                 setattr(self, name, given)
         self.env_id = env_id
         self.env_args = dict(env_args or {})
         self.message_type = message_type
         self.max_seq_len = max_seq_len
         self.sampling_args = merged(sampling_args)
-        # A copy: several environments may be made of the same list.
+        # A copy, because several environments may be made from the same list.
         self.oai_tools = deepcopy(list(oai_tools or []))
         self.parser = parser or (rubric and rubric.parser) or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
@@ -170,7 +170,7 @@ class Environment(ABC):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Find what is marked with `@stop`, `@cleanup` and `@teardown`."""
+        """Collect the methods that are marked with `@stop`, `@cleanup` and `@teardown`."""
         self._stop_conditions: tuple[Handler, ...] = handlers(self, Event.STOP)
         self._cleanups: tuple[Handler, ...] = handlers(self, Event.CLEANUP)
         self._teardowns: tuple[Handler, ...] = handlers(self, Event.TEARDOWN)
@@ -187,36 +187,37 @@ class Environment(ABC):
 
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:
-        """The numbers of rows to train on, and the weights, of parts that lie one after the other;
-        none where training draws from all rows alike.
+        """Numbers of rows and weights of the dataset's parts, in their order; empty if training
+        draws from all rows alike.
         """
         return ()
 
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
-        """Return the environment that plays rollouts of this task: in a group, one of several."""
+        """Return the environment that plays rollouts of this task (in a group: a member)."""
         return self
 
     # Data
 
     def add_system_prompt(self, text: str) -> None:
-        """Put a system message in front of every row's prompt that has none of its own.
+        """Prepend a system message to the prompt of every row that has no system message.
 
         Raises:
-            ValueError: the environment or its first row has one, or its prompts are plain text.
+            ValueError: the environment or its first row has a system message, or its prompts are
+                plain text.
         """
         found = ""
         datasets = [data for data in (self.dataset, self.eval_dataset) if data is not None]
         if self.message_type == "completion":
-            found = "has prompts of plain text"
+            found = "has plain-text prompts"
         elif self.prompt_format.system_prompt is not None:
-            found = f"has {self.prompt_format.system_prompt!r}"
-        # Only the first row: a row is made when it is asked for, and all of them could take long.
+            found = f"already has the system prompt {self.prompt_format.system_prompt!r}"
+        # Only the first row is checked: rows are made on access, and making all could take long.
         elif any(_begins_with_system(data[0]) for data in datasets if len(data)):
-            found = "has a system message in its first row"
+            found = "already has a system message in its first row"
         if found:
             raise ValueError(
-                f"{self.name} {found}; leave environment.system_prompt out, or change that of the"
-                " environment, by environment.args if load_environment takes it"
+                f"{self.name} {found}; leave environment.system_prompt out, or change the"
+                " environment's own prompt (by environment.args if load_environment takes it)"
             )
         self.prompt_format = replace(self.prompt_format, system_prompt=text)
         if self.dataset is not None:
@@ -227,11 +228,11 @@ class Environment(ABC):
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
         """Return the first `n` rows to train on (-1: all), shuffled by the seed if there is one."""
         if self.dataset is None:
-            raise ValueError(f"{self.name} has no dataset; give it one, or rows to generate")
+            raise ValueError(f"{self.name} has no dataset; give it one, or pass rows to generate")
         return _chosen(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return the same of the rows to evaluate on, or of those to train on if it has none."""
+        """Return the first `n` held-out rows, shuffled alike; without any, rows to train on."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _chosen(self.eval_dataset, n, seed)
@@ -239,14 +240,14 @@ class Environment(ABC):
     # One rollout
 
     async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:  # noqa: ARG002
-        """Make the state that every rollout begins with. The input stays as it is."""
+        """Make the initial state of a rollout. The input is not changed."""
         row: JsonObject = copied(dict(input))
         prompt = row.get("prompt")
         if self.message_type == "chat" and isinstance(prompt, str):
             row["prompt"] = self.prompt_format.prompt(row)
         elif self.message_type == "chat" and prompt is not None:
             require_roles(prompt, "prompt")
-            row["prompt"] = cleanup_messages(prompt)  # a dataset's row has its table's nulls
+            row["prompt"] = cleanup_messages(prompt)  # tables fill missing fields with nulls
         if row.get("info") == "":
             del row["info"]
         elif row.get("info") is not None:
@@ -258,7 +259,7 @@ class Environment(ABC):
         tools = copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(tools))
         if tools and self.message_type == "completion":
             raise ValueError(
-                f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out"
+                f"oai_tools: {_NO_CHAT}; remove them from the row's info, or leave message_type out"
             )
         state = new_state(row)
         state["oai_tools"] = tools
@@ -268,7 +269,7 @@ class Environment(ABC):
         return state
 
     async def setup_state(self, state: State) -> State:
-        """Add what this environment needs, before the first call of the model."""
+        """Add this environment's own fields to the state, before the first model call."""
         return state
 
     @abstractmethod
@@ -279,7 +280,7 @@ class Environment(ABC):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play one row to a finished state. Whatever goes wrong is raised; `generate` notes it."""
+        """Play one row and return its final state. Errors are raised; `generate` records them."""
 
     async def get_model_response(
         self,
@@ -292,10 +293,10 @@ class Environment(ABC):
     ) -> ModelResponse:
         """Call the model once and return its `ChatCompletion` or `Completion`.
 
-        The id is `overlong-prompt` if there is no room for the prompt.
+        The response's id is `overlong-prompt` if the prompt does not fit.
         """
         return await ask(
-            # A user's own `rollout` passes the client as it was given, without its conversation.
+            # A user's own `rollout` passes the client that it received, without a conversation.
             bind_client(client),
             model,
             prompt,
@@ -305,8 +306,8 @@ class Environment(ABC):
         )
 
     async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
-        """Note the first stop condition that holds. An override asks this method too."""
-        # The first that holds ends the rollout, under its name; the others are not asked.
+        """Record the first stop condition that holds. An override should call this method too."""
+        # The first condition that holds ends the rollout; the others are not evaluated.
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
                 state["stop_condition"] = condition.__name__
@@ -322,9 +323,9 @@ class Environment(ABC):
         await self._render_completion(state)
 
     async def _render_completion(self, state: State) -> None:
-        """Write what came after the prompt as `completion`.
+        """Write the messages after the prompt to `completion`.
 
-        Override it if the last call's prompt does not begin with the rollout's.
+        Override it if the last call's prompt does not begin with the rollout's prompt.
         """
         if not state["trajectory"]:
             state["completion"] = "" if self.message_type == "completion" else []
@@ -336,19 +337,19 @@ class Environment(ABC):
         state["completion"] = concat_messages(parts)[len(state["prompt"]) :]
 
     async def _cleanup(self, state: State) -> None:
-        """Call every `@cleanup`, whatever the others raise; raise the first error at the end."""
+        """Call every `@cleanup` method, even if others raise. Raise the first error at the end."""
         await call_all(self._cleanups, state)
 
     async def aclose(self) -> None:
-        """Call every `@teardown`, once. Leaving `async with environment` does it too.
+        """Call every `@teardown` method, once. Leaving `async with environment` calls this too.
 
-        A cancellation ends the one that is running; the others are still called.
+        A cancellation interrupts the method that is running. The others are still called.
         """
         if self._is_closed:
             return
         self._is_closed = True
         forget(self)
-        # In the caller's task: what it has entered, a handler may leave there alone.
+        # In the caller's task, because a context must be exited in the task that entered it.
         await call_all(self._teardowns, limit_s=self.cleanup_timeout_s, what="the teardown")
 
     async def __aenter__(self) -> Environment:
@@ -377,36 +378,35 @@ class Environment(ABC):
         rollout_timeout_s: float | None = None,
         scoring_timeout_s: float | None = None,
     ) -> GenerateOutputs:
-        """Play and score a rollout for each of `inputs`: a dataset, rows, or columns.
+        """Play and score one rollout for each of `inputs`: a dataset, rows, or columns.
 
-        Results come in the order of the inputs. A rollout that fails is data: `state["error"]` says
-        why, and its reward is 0.
+        Results are in the order of the inputs. A rollout that fails raises nothing:
+        `state["error"]` has the reason, and its reward is 0.
 
         Args:
-            max_concurrent: most rollouts that are generated, and that are scored, at a time; -1:
-                all.
-            max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
-            max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
-            interleave_scoring: score a rollout (or an example's, if the rubric compares them) as
-                soon as it is finished; False: when all are, as always where the rubric has a
-                `score_rollouts` of its own.
-            state_columns: fields of the state that are saved too, such as `timing.total_ms`. One
-                that no rollout has is left out, with a warning.
-            save_path: a folder for the results, made before the first rollout.
+            max_concurrent: limits of rollouts generated and of rollouts scored at a time; -1: none.
+            max_concurrent_generation: limit for generation only; None: `max_concurrent`.
+            max_concurrent_scoring: limit for scoring only; None: `max_concurrent`.
+            interleave_scoring: score a rollout as soon as it is finished (or an example's rollouts,
+                if the rubric compares them). False: score after all are generated. A rubric that
+                overrides `score_rollouts` always scores after all are generated.
+            state_columns: fields of the state to save too, such as `timing.total_ms`. A field that
+                no rollout has is left out, with a warning.
+            save_path: folder for the results, created before the first rollout.
             on_rollout: called with the index and the state of each rollout when it is done.
-            rollout_timeout_s: seconds after which a rollout is cancelled, cleans up, and has
-                failed; None: never. Waits for the model count, scoring and waits for a thread do
+            rollout_timeout_s: seconds after which a rollout is cancelled, cleaned up and failed;
+                None: no limit. Waiting for the model counts; scoring and waiting for a thread do
                 not. Results then depend on the machine's load.
-            scoring_timeout_s: the same of each call of a reward function, which has no figure then
+            scoring_timeout_s: limit for each call of a reward function, which has no value after it
                 (`state["reward_errors"]`); None: `rollout_timeout_s`.
 
         Raises:
             StorageError: `save_path` cannot be written.
         """
-        # Before the first rollout: with such a client all of them would fail alike.
+        # Checked before the first rollout: with a synchronous client every rollout would fail.
         require_asynchronous(client)
         if save_path is not None:
-            make_folder(save_path)  # better known now than when all is done
+            make_folder(save_path)  # fails now rather than after all rollouts
         columns = check_state_columns(state_columns)
         if not isinstance(inputs, Examples):
             inputs = Examples(to_rows(inputs), self.prompt_format)
@@ -434,7 +434,7 @@ class Environment(ABC):
         wanted = results.metadata.state_columns
         columns = [path for path in wanted if has_field(path, results.state)]
         if absent := [path for path in wanted if path not in columns]:
-            _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
+            _LOGGER.warning("no rollout has %s; %s is saved without it", ", ".join(absent), folder)
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
@@ -449,13 +449,13 @@ class Environment(ABC):
         rollouts_per_example: int = 1,
         **generate_kwargs: Any,
     ) -> GenerateOutputs:
-        """Generate on the held-out rows, each `rollouts_per_example` times.
+        """Generate on the held-out rows, `rollouts_per_example` times each.
 
-        Result i is of example i // rollouts_per_example.
+        Result i belongs to example i // rollouts_per_example.
         """
         if rollouts_per_example < 1:
             raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
-        # Saved here, when the metadata is complete.
+        # Saved here and not by `generate`, because only now the metadata is complete.
         save_path = generate_kwargs.pop("save_path", None)
         if save_path is not None:
             make_folder(save_path)
@@ -470,7 +470,7 @@ class Environment(ABC):
             self._save(results, save_path)
         return results
 
-    # RuntimeError if an event loop runs already.
+    # Raise RuntimeError if an event loop is already running.
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
         _require_no_loop("generate")
         return asyncio.run(self.generate(*args, **kwargs))
@@ -479,7 +479,7 @@ class Environment(ABC):
         _require_no_loop("evaluate")
         return asyncio.run(self.evaluate(*args, **kwargs))
 
-    # They take, and say that they take, the arguments of the methods that they call.
+    # They get the signatures and docstrings of the methods that they call.
     update_wrapper(a_generate, generate)
     update_wrapper(generate_sync, generate)
     update_wrapper(evaluate_sync, evaluate)
@@ -503,7 +503,7 @@ class Environment(ABC):
 
 
 def full_name(value: object) -> str:
-    """Name the class of a value with its module: another library may have a class of this name."""
+    """Return a value's class name with its module: other libraries may have equal class names."""
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return prefix + kind.__qualname__
@@ -515,12 +515,12 @@ def _begins_with_system(row: RolloutInput) -> bool:
 
 
 def _read_info(info: object) -> Fields:
-    """Return a row's info, parsed if it is JSON. ValueError if that is no mapping."""
+    """Return a row's info, parsed if it is JSON text. ValueError unless it is a mapping."""
     try:
-        # NaN and infinity, which Python's own JSON may have, are no values.
+        # Python's own JSON may contain NaN and infinity; they become None.
         parsed = json.loads(info, parse_constant=lambda _: None) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
-        text = f"info: is not JSON ({error}): {str(info)[:60]!r}; give a mapping, or its JSON"
+        text = f"info: invalid JSON ({error}): {str(info)[:60]!r}; give a mapping, or its JSON"
         raise ValueError(text) from error
     if not isinstance(parsed, Mapping):
         got = f"{type(parsed).__name__}: {str(info)[:60]!r}"

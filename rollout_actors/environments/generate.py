@@ -1,6 +1,4 @@
-"""Many rollouts at once: generation and scoring overlap, each within its own bound, and results
-come in the order of the inputs (spec: orchestration).
-"""
+"""Concurrent generation and scoring of many rollouts, each with its limit (spec: orchestration)."""
 
 from __future__ import annotations
 
@@ -69,14 +67,14 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """The numbers of rollouts that are generated and scored at a time; None: all."""
+    """Limits of rollouts that are generated and scored at a time; None: no limit."""
 
     generation: int | None
     scoring: int | None
 
     @classmethod
     def from_limits(cls, both: int, generation: int | None, scoring: int | None) -> Concurrency:
-        """Let `both` stand in for what is None; a number under 1 means all."""
+        """Use `both` for a limit that is None; a number under 1 means no limit."""
         limits = [both if limit is None else limit for limit in (generation, scoring)]
         return cls(*(limit if limit > 0 else None for limit in limits))
 
@@ -100,13 +98,13 @@ class GenerateCall:
 async def generate(
     environment: Environment, examples: Examples, call: GenerateCall
 ) -> GenerateOutputs:
-    """Do what `Environment.generate` says.
+    """Implement `Environment.generate`.
 
-    If it is cancelled, so is every rollout, and each cleans up after itself.
+    If it is cancelled, every rollout is cancelled and cleans up.
     """
     started = datetime.now().astimezone()
     began_s = time.perf_counter()
-    # A plain reward function that hangs would keep its thread from tools that wait for one.
+    # Scoring uses the rollouts' limit by default: hanging functions would hold threads of tools.
     key = "rollout_timeout_s" if call.scoring_timeout_s is None else "scoring_timeout_s"
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         batch = _Batch(environment, examples, call, bar)
@@ -121,9 +119,9 @@ async def generate(
 
 
 class _Batch:
-    """The rollouts of one call of `generate`, each known by its index among the inputs.
+    """The rollouts of one `generate` call, each identified by the index of its input.
 
-    A unit is what is scored at once: a rollout, or all those of an example if they are compared.
+    A unit is scored at once: one rollout, or all rollouts of an example if they are compared.
     """
 
     def __init__(
@@ -133,11 +131,11 @@ class _Batch:
         self._call = call
         self._bar = bar
         self._together = SCORED_TOGETHER.get() or ScoredTogether(1)
-        SCORED_TOGETHER.set(None)  # calls that its rollouts make are apart
+        SCORED_TOGETHER.set(None)  # `generate` calls of its rollouts are scored separately
         self._inputs = with_positions(examples)
         check_one_row_per_id(examples, self._inputs)
         if is_rollout_client(call.client):
-            # Only there seeds follow from positions; another client samples as it likes.
+            # Only these clients derive seeds from positions.
             check_positions(self._inputs)
         self._generation = _bound(call.concurrency.generation)
         self._scoring = _bound(call.concurrency.scoring)
@@ -148,19 +146,19 @@ class _Batch:
         self._askers: list[Asker | None] = [None] * len(self._inputs)
         askers = ASKERS.get()
         if askers is not None and ASKER.get() is None:
-            # All at once: who has not begun yet is going to ask too.
+            # All join now, because rollouts that have not begun yet will make calls too.
             joining = [Asker() for _ in self._inputs]
             askers += joining
             self._askers = [*joining]
 
     @property
     def states(self) -> list[State]:
-        """All states in input order, when they are finished."""
+        """All states in input order. Every rollout must be finished."""
         return [self._state(index) for index in range(len(self._inputs))]
 
     async def run(self) -> None:
-        """Generate all rollouts, and score them where the call says so."""
-        # By task too: two environments of a group may number their rows alike.
+        """Generate all rollouts, and score them if the call asks for it."""
+        # Grouped by task too: two environments of a group may use the same ids.
         groups = group_indices((row["task"], row["example_id"]) for row in self._inputs)
         singles = [[index] for index in range(len(self._inputs))]
         if not self._call.scores:
@@ -170,7 +168,7 @@ class _Batch:
         if self._call.interleaves:
             await self._for_all(units, self._generate_unit, self._score_unit)
         else:
-            # All are generated before the first is scored, which `interleave_scoring=False` means.
+            # `interleave_scoring=False` means: generate all before the first is scored.
             await self._for_all(singles, self._generate_unit)
             await self._for_all(units, self._score_unit)
         await self._score_at_once()
@@ -178,7 +176,7 @@ class _Batch:
             compare_rollouts([self._state(index) for index in group])
 
     def _units(self, groups: Sequence[list[int]]) -> list[list[int]]:
-        """Cut examples into what is scored at once, in input order."""
+        """Split examples into units of scoring, in input order."""
         units: list[list[int]] = []
         for group in groups:
             if self._rubric(group[0]).compares_rollouts:
@@ -190,13 +188,13 @@ class _Batch:
     async def _for_all(
         self, units: Sequence[list[int]], *phases: Callable[[list[int]], Awaitable[None]]
     ) -> None:
-        """Put each unit through the phases, in a task of its own."""
+        """Run the phases of each unit one after the other, in a task for each unit."""
 
         async def run_phases(unit: list[int]) -> None:
             for phase in phases:
                 await phase(unit)
 
-        # An error that no rollout can be blamed for, and a cancellation, end all tasks.
+        # An error that does not belong to a rollout, or a cancellation, ends all tasks.
         async with asyncio.TaskGroup() as tasks:
             for unit in units:
                 tasks.create_task(run_phases(unit))
@@ -216,7 +214,7 @@ class _Batch:
             scope = self._scope(index)
             try:
                 state = await run_in_task(self._rollout(index, scope, queue_time, given_up))
-            except FAILURES as error:  # it is data, and the other rollouts go on
+            except FAILURES as error:  # recorded in the state; the other rollouts continue
                 reraise_cancellation(error)
                 _LOGGER.debug("rollout %d failed", index, exc_info=error)
                 state = scope.state or new_state({"example_id": row.get("id", 0), **row})
@@ -225,7 +223,7 @@ class _Batch:
             finally:
                 if (asker := self._askers[index]) is not None:
                     asker.is_done = True
-            # Without its waits: they say how busy the engines are, not what the rollout takes.
+            # Without time in queues, which depends on the engines' load and not on the rollout.
             duration_ms = 1000 * (time.perf_counter() - began_s - queue_time.total_s)
             state["timing"]["generation_ms"] = duration_ms
             state["timing"]["total_ms"] = duration_ms
@@ -241,7 +239,7 @@ class _Batch:
     async def _rollout(
         self, index: int, scope: RolloutScope, queue_time: Stopwatch, given_up: list[str]
     ) -> State:
-        """Play a rollout, in a task of its own: what it leaves in its context ends with it."""
+        """Play a rollout in its own task, so that its context variables end with it."""
         if (asker := self._askers[index]) is not None:
             ASKER.set(asker)
         QUEUE_TIME.set(queue_time)
@@ -249,14 +247,14 @@ class _Batch:
         environment = self._environment
         call = self._call
         scope.environment = environment.member(scope.input["task"])
-        remedy = "check what its turns, tools and cleanups wait for, or allow more"
+        remedy = "check what its turns, tools and cleanups wait for, or raise the limit"
         enter_scope(scope)
         async with within(call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
             result = await awaited(
                 environment.rollout(scope.input, call.client, call.model, call.sampling_args)  # type: ignore[arg-type]
             )
         state = with_defaults(require_state(result, "rollout", environment), scope.input)
-        # Environments may call the model and write the steps themselves.
+        # An environment may call the model and write the steps itself.
         responses = [step.get("response") for step in state["trajectory"]]
         state["is_truncated"] = bool(state["is_truncated"]) or any(map(is_cut, responses))
         return state
@@ -270,18 +268,18 @@ class _Batch:
             try:
                 async with asyncio.timeout(environment.cleanup_timeout_s):
                     await run_in_task(environment._render_completion(state))
-            except FAILURES as again:  # perhaps for the same reason; the steps are kept
+            except FAILURES as again:  # possibly the same error; the steps are kept
                 reraise_cancellation(again)
                 state["completion"] = "" if environment.message_type == "completion" else []
 
     async def _score_unit(self, unit: list[int]) -> None:
-        """Score and report a unit, unless its rubric waits for the rollouts of the whole call."""
+        """Score and report a unit, unless its rubric scores all rollouts of the call together."""
         if not self._rubric(unit[0]).scores_all_at_once:
             await self._score(unit)
             await self._finish(unit)
 
     async def _score_at_once(self) -> None:
-        """Score and report the rollouts of rubrics with a `score_rollouts` of their own."""
+        """Score and report the rollouts whose rubrics override `score_rollouts`."""
         indices = [
             index for index in range(len(self._inputs)) if self._rubric(index).scores_all_at_once
         ]
@@ -295,9 +293,9 @@ class _Batch:
         """Score the rollouts of a unit that have not failed."""
         if states := _sound([self._state(index) for index in unit]):
             scope = self._scope(unit[0])
-            scope.path += "="  # calls of reward functions have seeds of their own
+            scope.path += "="  # model calls of reward functions have their own seeds
             enter_scope(scope)
-            QUEUE_TIME.set(None)  # of a rollout around this call, which is not scored here
+            QUEUE_TIME.set(None)  # it belongs to an outer rollout, which is not scored here
             with lent_parser(self._parser(unit[0])):
                 await score_unit(self._rubric(unit[0]), states, self._scoring)
 
@@ -306,7 +304,7 @@ class _Batch:
         for index in indices:
             state = self._state(index)
             timing = state["timing"]
-            # A number, which every column of results has; means leave failed rollouts out.
+            # A number, because every column of results has one; averages exclude failed rollouts.
             if state["error"] is not None and self._call.scores:
                 state["reward"] = 0.0
                 give_to_steps(state)
@@ -323,13 +321,13 @@ class _Batch:
 
     def _state(self, index: int) -> State:
         state = self._finished[index]
-        assert state is not None, "it is generated first"
+        assert state is not None, "rollouts are generated before they are scored"
         return state
 
 
 class ScoredTogether:
-    """Scores the rollouts of some calls of `generate` by the `score_rollouts` of their rubrics,
-    once all these calls have come so far.
+    """Scores the rollouts of several `generate` calls by their rubrics' `score_rollouts`, once all
+    of these calls have generated their rollouts.
     """
 
     def __init__(self, num_calls: int) -> None:
@@ -340,14 +338,14 @@ class ScoredTogether:
     async def score(
         self, rollouts: Sequence[tuple[Rubric, Parser, State]], bound: int | None
     ) -> None:
-        """Score a call's rollouts, each with its rubric and parser; those that failed are not.
+        """Score a call's rollouts that have not failed, each with its rubric and parser.
 
-        `bound`: most rollouts that are scored at a time; None: all.
+        `bound`: limit of rollouts that are scored at a time; None: no limit.
         """
         self._rollouts += rollouts
         self._num_missing -= 1
         if not self._num_missing:
-            # Of one rubric in one call, since it compares all rollouts that it is given.
+            # One call per rubric, because it compares all rollouts that it receives.
             for same in group_indices(id(rubric) for rubric, _, _ in self._rollouts):
                 rubric, parser, _ = self._rollouts[same[0]]
                 states = _sound([self._rollouts[index][2] for index in same])
@@ -357,7 +355,7 @@ class ScoredTogether:
 
 
 SCORED_TOGETHER: ContextVar[ScoredTogether | None] = ContextVar("scored_together", default=None)
-"""Of the next call of `generate` in this context; None: it is scored by itself."""
+"""Used by the next `generate` call in this context; None: the call is scored by itself."""
 
 
 async def _score_at_once(
@@ -376,12 +374,12 @@ async def _score_at_once(
         note_failed_rubric(states, error)
     settle(states, rubric)
     for state in states:
-        if not state["timing"]["scoring_ms"]:  # nobody knows each one's part of it
+        if not state["timing"]["scoring_ms"]:  # the share of each rollout is unknown
             state["timing"]["scoring_ms"] = 1000 * (time.perf_counter() - began_s)
 
 
 def _sound(states: Sequence[State]) -> list[State]:
-    """Return the states to be scored. Nobody judges one that failed: it has no metrics."""
+    """Return the states to score. Failed rollouts are not scored and have no metrics."""
     for state in states:
         if state["error"] is not None:
             state["metrics"] = {}
@@ -395,7 +393,7 @@ def _bound(limit: int | None) -> asyncio.Semaphore | None:
 def metadata_of(
     environment: Environment, model: str, sampling_args: Arguments, states: Sequence[State]
 ) -> GenerateMetadata:
-    """Count and average. The reward 0 of a rollout that failed was never measured."""
+    """Compute counts and averages. The reward 0 of failed rollouts is excluded."""
     sound = [state for state in states if state["error"] is None]
     metrics = dict.fromkeys(name for state in states for name in state["metrics"] or {})
     return GenerateMetadata(

@@ -1,4 +1,4 @@
-"""Several environments as one: each rollout is played and scored by one of them."""
+"""Groups of environments: each rollout is played and scored by one member."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shared.dataset import even_order
 
 
 class EnvGroup(Environment):
-    """The rows of all its environments, one environment after the other.
+    """Several environments as one, with the rows of all, one environment after the other.
 
-    A row's `task` says whose it is, its `example_id` is its index among all, and an `id` that it
-    had is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
-    `get_eval_dataset(n)` and held-out reports take them, are of each in proportion.
+    A row's `task` names its environment, and its `example_id` is its index among all rows. An `id`
+    is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
+    `get_eval_dataset(n)` and held-out reports take them, have each environment in proportion.
     """
 
     def __init__(
@@ -38,26 +38,26 @@ class EnvGroup(Environment):
         """
         Args:
             envs: environments of one `message_type`. They keep their prompts, rubrics, sampling
-                arguments and bounds, and are closed with the group.
+                arguments and limits, and are closed with the group.
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
-            weights: of as many examples in a row as all weights together, training draws so many of
-                each environment, exactly; None: it draws from all rows alike.
-            sampling_args: they win over those of the environments.
+            weights: examples of each environment among as many consecutive training examples as the
+                sum of all weights, exactly; None: training draws from all rows alike.
+            sampling_args: take precedence over the environments' own arguments.
 
         Raises:
-            TypeError: one is no Environment of this package.
-            ValueError: there is none, or their names or message types do not fit together.
+            TypeError: one is not an Environment of this package.
+            ValueError: the list is empty, or their names, weights or message types do not fit.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
             raise TypeError(
-                f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
-                " into a group"
+                f"envs: must be environments of rollout_actors.environments, got"
+                f" {', '.join(foreign)}"
             )
         self.env_map = dict(zip(_names(envs, env_names), envs, strict=True))
         self.envs = list(envs)
         self.env_names = list(self.env_map)
         self.weights = None if weights is None else _checked(weights, self.env_map)
-        # Where only the group's limit is read, the longest of its members has to fit.
+        # Code that reads only the group's limit must allow for the longest of its members.
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
@@ -77,7 +77,7 @@ class EnvGroup(Environment):
         self._join()
 
     def _join(self) -> None:
-        """Take the forms and rows of all environments."""
+        """Join the prompt formats and rows of all environments."""
         forms = {name: env.prompt_format for name, env in self.env_map.items()}
         self.prompt_format = _RoutedFormat(self.message_type, forms=forms)
         self.dataset = _joined({name: env.dataset for name, env in self.env_map.items()})
@@ -90,7 +90,7 @@ class EnvGroup(Environment):
 
     def add_system_prompt(self, text: str) -> None:
         for env in self.envs:
-            # Members form their own rows; the group only joins them anew.
+            # Members format their own rows; the group only joins them again.
             env.add_system_prompt(text)
         self._join()
 
@@ -107,8 +107,8 @@ class EnvGroup(Environment):
         if handlers:
             names = ", ".join(handler.__name__ for handler in handlers)
             raise TypeError(
-                f"{names}: a group has no @stop and no @cleanup of its own, since its environments"
-                " make its rollouts; mark methods of those"
+                f"{names}: a group cannot have its own @stop or @cleanup, because its environments"
+                " play its rollouts; mark methods of the environments instead"
             )
 
     async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:
@@ -126,7 +126,7 @@ class EnvGroup(Environment):
         return await member.rollout(input, client, model, sampling_args)
 
     def member(self, task: str | None) -> Environment:
-        """Return the environment of this task. ValueError if there is none."""
+        """Return the environment of this task. ValueError: no environment has it."""
         if task is None or task not in self.env_map:
             _refuse_task(task, self.env_map)
         return self.env_map[task]
@@ -139,20 +139,20 @@ class EnvGroup(Environment):
     async def aclose(self) -> None:
         """Call the group's own `@teardown` and close each environment, each within its own limit.
 
-        All are closed, whatever the others raise and also if this is cancelled meanwhile.
+        All are closed, even if others raise or this call is cancelled.
         """
         await call_all([super().aclose, *(env.aclose for env in self.envs)])
 
 
 class _RoutedRubric(Rubric):
-    """Rollouts are scored by the rubric of their own environment."""
+    """A rubric that scores each rollout by the rubric of its environment."""
 
     def __init__(self, envs: Mapping[str, Environment]) -> None:
         super().__init__()
         self._envs = envs
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> NoReturn:  # noqa: ARG002
-        raise ValueError("a group has no functions; add them to the rubrics of its environments")
+        raise ValueError("a group has no reward functions; add them to its environments' rubrics")
 
     @property
     def reward_names(self) -> list[str]:
@@ -182,7 +182,7 @@ class _RoutedRubric(Rubric):
 
 @dataclass(frozen=True, slots=True)
 class _RoutedFormat(PromptFormat):
-    """Rows that a caller gives, each in the form of its own environment."""
+    """A prompt format that forms each row a caller gives as its environment does."""
 
     forms: Mapping[str, PromptFormat] | None = None
 
@@ -196,15 +196,15 @@ class _RoutedFormat(PromptFormat):
 
 @dataclass(frozen=True, slots=True)
 class _Finished(PromptFormat):
-    """Rows that are inputs already."""
+    """A prompt format for rows that are inputs already."""
 
     def input(self, row: Fields, index: int) -> RolloutInput:
-        # Ids of two environments may be the same, and their rows are not.
+        # Two environments may use the same ids for different rows.
         return {**row, "example_id": index}  # type: ignore[typeddict-item]
 
 
 class _GroupRows:
-    """Several data sets in a row, under the names of their environments."""
+    """Several datasets joined to one, with the names of their environments as tasks."""
 
     def __init__(self, datasets: Mapping[str, Examples]) -> None:
         self._datasets = tuple(datasets.items())
@@ -221,7 +221,7 @@ class _GroupRows:
 
 
 class _GroupExamples(Examples):
-    """The rows of a group; the first of them are of each environment in proportion."""
+    """The rows of a group. The first n rows have each environment in proportion."""
 
     def __init__(self, rows: _GroupRows) -> None:
         super().__init__(rows, _Finished())
@@ -242,12 +242,12 @@ def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
 
 
 def _checked(weights: Sequence[int], envs: Mapping[str, Environment]) -> tuple[int, ...]:
-    """Return the weights. ValueError: there is not one for each, or nothing to draw by one."""
+    """Return the weights. ValueError: their number or a value is wrong, or there are no rows."""
     if len(weights) != len(envs):
         raise ValueError(f"weights: {len(weights)} for {len(envs)} environments; give one to each")
     for name, weight in zip(envs, weights, strict=True):
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 1:
-            raise ValueError(f"weights: {weight!r} of {name}; give whole numbers from 1")
+            raise ValueError(f"weights: must be whole numbers from 1, got {weight!r} for {name}")
         if not envs[name].dataset:
             raise ValueError(f"weights: {name} has no rows to train on; leave it out of the group")
     return tuple(weights)
@@ -255,7 +255,7 @@ def _checked(weights: Sequence[int], envs: Mapping[str, Environment]) -> tuple[i
 
 def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list[str]:
     if not envs:
-        raise ValueError("envs: a group has at least one")
+        raise ValueError("envs: is empty; give at least one environment")
     if env_names is None:
         names = [env.env_id or f"env_{index}" for index, env in enumerate(envs)]
     else:
@@ -263,9 +263,9 @@ def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list
     if len(names) != len(envs):
         raise ValueError(f"env_names: {len(names)} for {len(envs)} environments; give one to each")
     if len(set(names)) != len(names):
-        raise ValueError(f"env_names: {', '.join(names)}; give each a name of its own")
+        raise ValueError(f"env_names: must be distinct, got {', '.join(names)}")
     for name, env in zip(names, envs, strict=True):
-        # A row has one task, which cannot name an environment of the inner group too.
+        # A row has one task, which cannot name an environment of an inner group too.
         if isinstance(env, EnvGroup):
             raise ValueError(f"envs: {name} is a group itself; put its environments into this one")
     return names
@@ -273,5 +273,5 @@ def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list
 
 def _refuse_task(task: object, names: Collection[str], where: str = "") -> NoReturn:
     raise ValueError(
-        f"{where}task {task!r} is no environment of the group, which has {', '.join(names)}"
+        f"{where}task {task!r} names no environment of the group; it has {', '.join(names)}"
     )

@@ -1,10 +1,10 @@
-"""The ends of rollouts and environments: methods marked with `@stop`, `@cleanup` and `@teardown`.
+"""Decorators for methods at the end of rollouts and environments: stop, cleanup and teardown.
 
     @stop                         @stop(priority=10)
     async def solved(self, state: State) -> bool: ...
 
-Handlers may be plain functions too; they run on the event loop, so they must not block. Higher
-priority comes first, ties go by name (spec: trajectories, 5).
+Handlers may be plain functions too. They run on the event loop, so they must not block. Higher
+priority runs first; ties are ordered by name (spec: trajectories, 5).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_rollmatch_handles"
-_REMEDY = "check what it waits for, or allow more"
+_REMEDY = "check what it waits for, or raise the limit"
 
 Handler = Callable[..., Any]
 F = TypeVar("F", bound=Handler)
 
 
 class Event(StrEnum):
-    """An occasion to call handlers."""
+    """When handlers are called."""
 
     STOP = "stop"
-    """Each turn: whether the rollout is over."""
+    """In each turn, to decide whether the rollout is over."""
     CLEANUP = "cleanup"
     """Once for each rollout, however it ended."""
     TEARDOWN = "teardown"
@@ -73,28 +73,28 @@ class _Mark:
 
 
 stop = _Mark(Event.STOP)
-"""Marks a method `(self, state) -> bool` that says whether a rollout is over.
+"""Marks a method `(self, state) -> bool` that returns whether a rollout is over.
 
 Its name becomes the state's `stop_condition`.
 """
 cleanup = _Mark(Event.CLEANUP)
-"""Marks a method `(self, state)` that gives back what a rollout holds.
+"""Marks a method `(self, state)` that releases the resources of a rollout.
 
 It is called once, also after an exception or a cancellation.
 """
 teardown = _Mark(Event.TEARDOWN)
-"""Marks a method `(self)` that gives back what the environment holds.
+"""Marks a method `(self)` that releases the resources of the environment.
 
 It is called once, by `aclose` or at the end of the process.
 """
 
 
 def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
-    """List the owner's marked methods, bound, in their order.
+    """List the owner's marked methods, bound, in calling order.
 
-    An override has a mark of its own, or is no handler.
+    An override must be marked again; otherwise it is not a handler.
     """
-    # Looked up in the classes: on the instance a property would be computed.
+    # Looked up in the classes, because access on the instance would compute properties.
     members: dict[str, object] = {}
     for base in reversed(type(owner).__mro__):
         members.update(vars(base))
@@ -107,7 +107,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
 
 
 async def awaited(value: object) -> Any:
-    """Return a value, or the result of an awaitable: users' methods may be either kind."""
+    """Return a value, or the result of an awaitable, because users' methods may be either."""
     if type(value) is CoroutineType or inspect.isawaitable(value):  # the first is found at once
         return await value
     return value
@@ -119,11 +119,11 @@ async def call_all(
     limit_s: float | None = None,
     what: str = "handler",
 ) -> None:
-    """Call each handler, whatever the others raise, and raise the first error at the end.
+    """Call each handler, even if others raise, and raise the first error at the end.
 
     Args:
-        limit_s: time limit of each, in seconds; None for no limit.
-        what: the name of a handler in the error of one that is late.
+        limit_s: time limit of each handler, in seconds; None: no limit.
+        what: name of the handler in the error at the limit.
     """
     first: BaseException | None = None
     for handler in called:
@@ -147,12 +147,12 @@ async def _called(handler: Handler, arguments: Sequence[object]) -> None:
 
 
 async def finish_cleanup(work: Work[None], limit_s: float) -> None:
-    """Await cleanup to its end, shielded from cancellation, and re-raise the cancellation then.
+    """Wait for the end of a cleanup, shielded from cancellation, then re-raise the cancellation.
 
-    An error of the cleanup is logged only if the task is being cancelled.
+    If the task is being cancelled, an error of the cleanup is only logged.
 
     Raises:
-        TimeoutError: it is not done after `limit_s` seconds.
+        TimeoutError: the cleanup is not done after `limit_s` seconds.
     """
     task = asyncio.ensure_future(without_exit(work))
     cancelled = sys.exception() if is_cancelled() else None
@@ -168,7 +168,7 @@ async def finish_cleanup(work: Work[None], limit_s: float) -> None:
         if not task.done():
             task.cancel()
             raise TimeoutError(
-                f"cleaning up is not done after cleanup_timeout_s = {limit_s:g} s; {_REMEDY}"
+                f"cleanup is not done after cleanup_timeout_s = {limit_s:g} s; {_REMEDY}"
             )
         task.result()
     except Exception as error:
@@ -180,19 +180,19 @@ async def finish_cleanup(work: Work[None], limit_s: float) -> None:
 
 
 def _warn_of_cleanup(error: BaseException) -> None:
-    failed = "cleaning up after what was cancelled failed: %s\n%s"
+    failed = "cleanup after a cancellation failed: %s\n%s"
     _LOGGER.warning(failed, describe_error(error), traceback_of(error))
 
 
 _OPEN: set[Environment] = set()
-"""Environments with something to tear down. They stay, even if nobody else refers to them."""
+"""Environments with `@teardown` methods that are not closed. The set keeps them alive."""
 _LOCK = threading.Lock()
 
 
 def close_at_exit(environment: Environment) -> None:
     """Close an environment when the process ends: normally, by an exception, or by SIGTERM.
 
-    SIGTERM gets a handler for that if it has none and this is the main thread.
+    If there is no SIGTERM handler and this is the main thread, one is installed.
     """
     with _LOCK:
         if not _OPEN:
@@ -204,7 +204,7 @@ def close_at_exit(environment: Environment) -> None:
 
 
 def forget(environment: Environment) -> None:
-    """Take an environment that is closed off the list."""
+    """Remove a closed environment from the set."""
     with _LOCK:
         _OPEN.discard(environment)
         if not _OPEN:
@@ -212,7 +212,7 @@ def forget(environment: Environment) -> None:
 
 
 def _exit(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    # Unwinds the program, so that `atexit` runs; a process that dies of the signal runs nothing.
+    # Unwinds the program, so that `atexit` runs; a process killed by the signal runs nothing.
     sys.exit(128 + signum)
 
 
@@ -220,6 +220,6 @@ def _close_all() -> None:
     for environment in list(_OPEN):
         try:
             asyncio.run(environment.aclose())
-        except Exception as error:  # the process is ending: the others have to be closed too
+        except Exception as error:  # the process is ending, and the others must be closed too
             name = type(environment).__name__
             _LOGGER.error("teardown of %s failed\n%s", name, traceback_of(error))

@@ -1,4 +1,4 @@
-"""Environments by name: `load_environment("arithmetic", num_examples=50)`."""
+"""Loading of environments by name: `load_environment("arithmetic", num_examples=50)`."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from rollout_actors.environments.types import Fields
 from shared.config.secrets import hide
 
 ENTRY_POINTS = "rollmatch.environments"
-"""Group of entry points under which an installed package names its environments:
+"""Entry point group that installed packages register environments in:
 `name = "package.module"`, or `"package.module:load_environment"`.
 """
 
 FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
-"""Prefixes of environments of other libraries, each a module of `foreign`, with what follows."""
+"""Prefixes of other libraries' environments, and what follows each; modules of `foreign`."""
 
 Load = Callable[..., Environment]
 
 
 def load_environment(env_id: str, **env_args: object) -> Environment:
-    """Make an environment: an installed entry point, an example, a module, a `.py` file, or one of
+    """Load an environment by entry point, example, module, `.py` file, or, with a prefix, from
     another library (`gym:FrozenLake-v1`).
 
-    Modules are looked for in the working directory too. What importing or loading raises is raised.
+    Modules are searched in the working directory too. Errors of importing and loading are raised.
 
     Raises:
-        ValueError: the name means nothing or two things, an argument is unknown or missing, or the
+        ValueError: the name is unknown or ambiguous, an argument is unknown or missing, or the
             module has no `load_environment`.
     """
     return make_environment(env_id, find_environment(env_id), env_args)
 
 
 def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
-    """Call what `find_environment` found: the second half of `load_environment`."""
-    # First of all: whatever is logged or raised from here on may repeat an argument.
+    """Call what `find_environment` returned: the second half of `load_environment`."""
+    # First of all, because anything logged or raised from here on may repeat an argument.
     hide(env_args)
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
@@ -62,7 +62,7 @@ def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
 
 
 def environment_names() -> list[str]:
-    """List the examples and what is installed. Modules and files go by their own names."""
+    """List the names of the examples and of installed environments."""
     return sorted({*_installed(), *_examples()})
 
 
@@ -75,12 +75,12 @@ def find_environment(env_id: str) -> Load:
         return partial(_load_function(module, env_id), name)
     if env_id.endswith(".py"):
         return _load_function(_file_module(Path(env_id)), env_id)
-    # An argument of a command may be written either way; a module's name has underscores.
+    # Commands may write "-" or "_"; module names have underscores.
     module_name = env_id.replace("-", "_")
     installed = _installed()
     example = _examples().get(module_name)
     meanings: dict[str, Callable[[], ModuleType | Load]] = {}
-    # All meanings are looked up, so that a name with two of them is refused, not guessed.
+    # All meanings are looked up, so that an ambiguous name is refused and not guessed.
     if env_id in installed:
         meanings[f"the installed {installed[env_id].value}"] = installed[env_id].load
     if example is not None:
@@ -89,16 +89,16 @@ def find_environment(env_id: str) -> Load:
         meanings[f"the module {module_name}"] = partial(importlib.import_module, module_name)
     if len(meanings) > 1:
         raise ValueError(
-            f"{env_id} is {' and '.join(meanings)}; write the module with its package, or the path"
-            " of its file"
+            f"{env_id} is ambiguous: {' and '.join(meanings)}; write the module with its package,"
+            " or the path of its file"
         )
     if not meanings:
         names = environment_names()
         near = get_close_matches(module_name, names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"no environment {env_id!r}{hint}; there are {', '.join(names)}, any module or .py file"
-            " that has load_environment(**args), and those of other libraries by a prefix:"
+            f"no environment {env_id!r}{hint}; use {', '.join(names)}, a module or .py file that"
+            " has load_environment(**args), or an environment of another library by its prefix:"
             f" {', '.join(f'{library}:{rest}' for library, rest in FOREIGN.items())}"
         )
     (load,) = meanings.values()
@@ -122,16 +122,16 @@ def _can_be_imported(name: str) -> bool:
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # of the packages around it, one is missing
+        # one of the packages around it is missing
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return False
         raise
-    # Any folder is a package without a file.
+    # Any folder can be imported as a package without a file.
     return spec is not None and spec.origin is not None
 
 
 def _look_into_working_directory() -> None:
-    # A console script, unlike `python -m`, does not look there.
+    # A console script, unlike `python -m`, does not search the working directory.
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -141,14 +141,14 @@ def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     path = path.resolve()
-    # It finds its neighbours, as a script does.
+    # So that it can import modules next to it, as a script can.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Under no name that another module might have.
+    # Under a name that no other module has.
     module = ModuleType(f"rollmatch_environment_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    # Compiled anew: Python's cache misses a second edit within one second.
+    # Compiled anew, because Python's cache misses a second edit within one second.
     exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     return module
 
@@ -168,4 +168,4 @@ def _check_arguments(env_id: str, load: Load, env_args: Fields) -> None:
     try:
         signature.bind(**env_args)
     except TypeError as error:
-        raise ValueError(f"{env_id}: {error}; it takes {signature}") from error
+        raise ValueError(f"{env_id}: {error}; load_environment takes {signature}") from error

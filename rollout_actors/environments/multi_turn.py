@@ -1,4 +1,4 @@
-"""Rollouts in which model and environment take turns, and those of a single turn."""
+"""Environments with several turns of model and environment, and with a single turn."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from rollout_actors.environments.types import (
 
 
 class MultiTurnEnv(Environment):
-    """A dialogue of model and environment.
+    """An environment in which model and environment take turns.
 
-    A subclass says what the environment answers (`env_response`), and with `@stop`, when a rollout
-    is over. Example: with two turns the calls are prompt -> a, then prompt + a + answer -> b, and
-    the completion is a + answer + b.
+    A subclass implements the environment's turn (`env_response`), and marks conditions that end a
+    rollout with `@stop`. Example: with two turns the calls are prompt -> a, then prompt + a +
+    answer -> b, and the completion is a + answer + b.
     """
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
-        """`max_turns`: most calls of the model in a rollout; -1: any number."""
+        """`max_turns`: maximum number of model calls in a rollout; -1: no limit."""
         super().__init__(**kwargs)
         self.max_turns = max_turns
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
-        """Answer the conversation so far, whose last message is the model's.
+        """Return the environment's response to the conversation, which ends with a model message.
 
-        It may write to the state, and as `final_env_response` its last word, which ends the
-        rollout.
+        It may write to the state. Messages in the state's `final_env_response` are the last of the
+        rollout and end it.
         """
 
     @stop
@@ -66,12 +66,12 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """Return the next call's prompt: the conversation so far, and the environment's answer."""
+        """Return the next call's prompt: the conversation so far and the environment's response."""
         trajectory = state["trajectory"]
         if not trajectory:
             return concat_messages([state["prompt"]])
         last = trajectory[-1]
-        # A copy: what the environment does to it is said in the next call, not in the last one.
+        # A copy: the environment's changes go into the next call, not into the recorded step.
         messages = copied(concat_messages([last["prompt"], last["completion"]]))
         answer = checked_messages(
             await awaited(self.env_response(messages, state)), "env_response", self
@@ -85,7 +85,7 @@ class MultiTurnEnv(Environment):
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
-        """Note a call of the model as a step of the trajectory."""
+        """Record a model call as a step of the trajectory."""
         if response is not None and response.id == OVERLONG:
             state["prompt_too_long"] = True
             state["is_truncated"] = True
@@ -116,9 +116,9 @@ class MultiTurnEnv(Environment):
     ) -> State:
         """Take turns until a stop condition holds."""
         scope = current_scope()
-        assert scope is not None, "Environment opens one around every rollout"
+        assert scope is not None, "Environment opens a scope around every rollout"
         scope.state = require_state(await awaited(self.init_state(input)), "init_state", self)
-        # Noted twice: a setup that fails halfway is cleaned up after, and it may return a new one.
+        # Set twice: if the setup fails midway, cleanup needs a state; it may also return a new one.
         state = require_state(await awaited(self.setup_state(scope.state)), "setup_state", self)
         scope.state = state
         client = bind_client(client)
@@ -137,7 +137,7 @@ class MultiTurnEnv(Environment):
             )
             await awaited(self.add_model_response(state, prompt, response))
         if not state["is_completed"] or state.get("completion") is None:
-            # A subclass's `is_completed` has ended it without noting so.
+            # An override of `is_completed` has ended the rollout without recording it.
             await self._complete(state)
         return state
 
@@ -148,9 +148,9 @@ class MultiTurnEnv(Environment):
         response: ModelResponse,
         state: State,
     ) -> TrajectoryStepTokens | None:
-        """Return the step's tokens that there is room for; None if no sampled one is left.
+        """Return the step's tokens up to the limit; None if no sampled token is left.
 
-        Without tokens the endpoint's own count decides whether the rollout is over.
+        Without tokens, the endpoint's token counts decide whether the rollout is over.
         """
         if tokens is not None:
             length = len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
@@ -158,7 +158,7 @@ class MultiTurnEnv(Environment):
             length = response.usage.prompt_tokens + response.usage.completion_tokens
         else:
             return None
-        # An answer that ends by itself with the last token that there is room for is whole.
+        # An answer that ends by itself exactly at the limit is complete.
         if length <= max_seq_len - (response.choices[0].finish_reason == "length"):
             return tokens
         state["max_seq_len_reached"] = True
@@ -175,13 +175,13 @@ class MultiTurnEnv(Environment):
 
 
 class SingleTurnEnv(MultiTurnEnv):
-    """One question, one answer."""
+    """An environment with one question and one answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of `Environment`, by position and by name."""
-        # A MultiTurnEnv takes them by name alone.
+        """Take the arguments of `Environment`, by position or by name."""
+        # MultiTurnEnv takes them only by name.
         positional = inspect.signature(Environment).bind(*args).arguments
         super().__init__(max_turns=1, **positional, **kwargs)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
-        raise AssertionError("a rollout of one turn has ended before the environment is asked")
+        raise AssertionError("a single-turn rollout ends before env_response is called")

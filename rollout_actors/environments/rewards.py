@@ -1,10 +1,10 @@
-"""Reward functions, and the figures that a rollout has when they have been called.
+"""Reward functions, and the values that they give to rollouts.
 
-A reward function is called with the arguments that it names: any field of the state (`prompt`,
+The parameters of a reward function select its arguments: any field of the state (`prompt`,
 `completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or an entry of the rubric's
-`class_objects`; with `**kwargs`, all of them. One that names `states`, or another plural, is of a
-group: it is called once with the rollouts of one example, and returns a reward for each. Plain
-functions run in threads.
+`class_objects`; with `**kwargs`, all of them. A function with the parameter `states`, or another
+plural, is a group function: it is called once with all rollouts of one example, and returns a
+reward for each. Plain (not asynchronous) functions run in threads.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rollout_actors.environments.types import Arguments, Fields, State
 from shared.trajectory import group_advantages
 
 RewardFunction = Callable[..., Any]
-"""Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
+"""Returns a number, or for a group a list with one number per rollout; may be asynchronous."""
 
 # The time limit of reward functions
 
-# In the context, because rubrics of users call functions without passing a limit on.
+# In a context variable, because users' rubrics call functions without passing a limit.
 _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", default=(None, ""))
 
 
 @contextmanager
 def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
-    """Bound each call of a reward function (None: no bound); errors name the bound by `key`."""
+    """Limit each call of a reward function (None: no limit). Errors name the limit by `key`."""
     token = _TIME_LIMIT.set((limit_s, key))
     try:
         yield
@@ -52,9 +52,9 @@ def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
 
 
 def scoring_limit(who: str) -> AbstractAsyncContextManager[None]:
-    """Bound a block of scoring by the limit that is set. TimeoutError: `who` is late."""
+    """Apply the current limit to a block of scoring. The TimeoutError names `who`."""
     limit_s, key = _TIME_LIMIT.get()
-    remedy = "check what it waits for, or allow more with scoring_timeout_s"
+    remedy = "check what it waits for, or raise scoring_timeout_s"
     return within(limit_s, f"{who} is not done after {key}", remedy)
 
 
@@ -74,19 +74,19 @@ PLURALS = {
     "inputs": "input",
     "trajectories": "trajectory",
 }
-"""Arguments of a group's reward function, and the field of each rollout that they list."""
+"""Parameters of a group function, and the field of each rollout that they list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The outcome of a reward function that has no figure for a rollout."""
+    """The outcome of a reward function that has no value for a rollout."""
 
     text: str
-    """Its error."""
+    """The error."""
 
     @classmethod
     def from_error(cls, error: BaseException) -> Failed:
-        """Keep what is the function's failure; raise again what is not."""
+        """Record the function's error. Cancellations and process exits are raised again."""
         reraise_cancellation(error)
         return cls(describe_error(error))
 
@@ -102,12 +102,12 @@ class Reward:
     name: str
     weight: float
     arguments: tuple[str, ...]
-    """Names that it asks for."""
+    """Names of its parameters."""
     required: tuple[str, ...]
-    """Those without a default."""
+    """Names of its parameters without a default."""
     takes_all: bool
     bound: frozenset[str]
-    """Names that a partial has given a value. They keep it, with `**kwargs` too."""
+    """Parameters that a partial has bound. They keep their values, with `**kwargs` too."""
     is_of_group: bool
 
     @classmethod
@@ -119,8 +119,8 @@ class Reward:
         for one in parameters:
             if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
                 raise ValueError(
-                    f"reward function {name}: {one.name} can only be given by position; arguments"
-                    " are given by name, so leave out the slash"
+                    f"reward function {name}: parameter {one.name} is positional-only, but"
+                    " arguments are given by name; remove the slash"
                 )
         named = [
             one
@@ -139,18 +139,18 @@ class Reward:
         )
 
     async def of_group(self, states: Sequence[State], objects: Fields) -> list[Figure]:
-        """Return a figure for each of these rollouts."""
+        """Return one value for each rollout."""
         if not self.is_of_group:
             return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
             values = await self._of_all(states, objects)
         except FAILURES as error:
-            # One call makes all figures, so that all rollouts lose theirs.
+            # One call makes all values, so all rollouts lose theirs.
             return [Failed.from_error(error)] * len(states)
         return [self._figure(value) for value in values]
 
     async def _of_rollout(self, state: State, objects: Fields) -> Figure:
-        # First come the rubric's own objects; last, what a row may do without.
+        # The rubric's own objects come first, and defaults of optional fields last.
         sources = objects, {"state": state}, state, {"answer": "", "info": {}}
         try:
             value = await self._call(*sources)
@@ -176,11 +176,11 @@ class Reward:
         async with scoring_limit(f"reward function {self.name}"):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**arguments)
-            # An object with an asynchronous `__call__` shows that only by what it returns.
+            # An object with an asynchronous `__call__` is recognised only by its result.
             return await awaited(await in_thread(self.function, **arguments))
 
     def _arguments(self, *sources: Fields) -> Arguments:
-        """Look up each name that the function asks for; the first source that has it counts."""
+        """Look up each argument of the function in the first source that has it."""
         names = dict.fromkeys(chain(*reversed(sources))) if self.takes_all else self.arguments
         arguments = {}
         for name in names:
@@ -190,20 +190,20 @@ class Reward:
         if missing := [name for name in self.required if name not in arguments]:
             known = ", ".join(sorted(set().union(*sources)))
             raise TypeError(
-                f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add"
-                " others to the rubric's class_objects"
+                f"reward function {self.name} has unknown parameters: {', '.join(missing)}; known"
+                f" are {known}; add others to the rubric's class_objects"
             )
         return arguments
 
     def _figure(self, value: Any) -> Figure:
-        """Return a finite number; anything else is this rollout's failure alone."""
+        """Return a finite number; any other value is a failure of this rollout only."""
         try:
             number = float(value)
-        except Exception:  # whatever somebody's type raises
+        except Exception:  # a user's type may raise anything
             number = math.nan
         if is_sound(number):
             return number
-        # It would spoil its group's mean, and what is learned of all the others.
+        # It would distort the group's mean, and so the training on all its rollouts.
         problem = f"reward function {self.name} returned {value!r}; return {remedy_for(value)}"
         return Failed(f"ValueError: {problem}")
 
@@ -211,13 +211,13 @@ class Reward:
 # Figures of rollouts
 
 LARGEST = 1e30
-"""Of rewards, metrics and advantages. Sums and squares of many such numbers are still floats."""
+"""Limit of rewards, metrics and advantages. Sums and squares of many such numbers stay finite."""
 
 
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+    except (TypeError, OverflowError):  # not a number, or an integer too large for a float
         return False
 
 
@@ -230,7 +230,7 @@ def remedy_for(value: object) -> str:
 
 
 def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
-    """Fail rollouts whose rubric raised. What it did before is discarded."""
+    """Mark rollouts as failed because their rubric raised. Its earlier results are discarded."""
     for state in states:
         state["error"] = describe_error(error)
         state["metrics"] = {}
@@ -238,7 +238,7 @@ def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
 
 
 def settle(states: Sequence[State], rubric: object) -> None:
-    """Check the figures that a rubric left, and give them to the steps that have none."""
+    """Check the values that a rubric wrote, and copy them to the steps that have none."""
     check_figures(states, rubric)
     for state in states:
         if state.get("error") is None:
@@ -246,9 +246,9 @@ def settle(states: Sequence[State], rubric: object) -> None:
 
 
 def check_figures(states: Sequence[State], rubric: object) -> None:
-    """Fail rollouts whose reward, metric or advantage is no finite number, or too large.
+    """Mark rollouts as failed if a reward, metric or advantage is not finite, or too large.
 
-    Figures of many rollouts are added and squared, which must not overflow.
+    Values of many rollouts are added and squared, which must not overflow.
     """
     for state in states:
         if state.get("error") is not None:
@@ -267,7 +267,7 @@ def check_figures(states: Sequence[State], rubric: object) -> None:
 
 
 def _own_figures(state: State) -> dict[str, object]:
-    """Return the advantages, and the rewards of steps, that are not the rollout's reward."""
+    """Return the advantage, and the steps' own rewards and advantages."""
     figures = {"the advantage": state.get("advantage")}
     for number, step in enumerate(state.get("trajectory") or ()):
         for name in ("reward", "advantage"):
@@ -277,9 +277,9 @@ def _own_figures(state: State) -> dict[str, object]:
 
 
 def set_advantages(states: Sequence[State]) -> None:
-    """Write the rewards of one example's rollouts without their mean, and None of failed ones.
+    """Write the advantages of one example's rollouts: reward minus mean, None if failed.
 
-    The reward 0 of a rollout that failed is no judgement: it is not in the mean of the others.
+    The reward 0 of a failed rollout is not measured, and is excluded from the mean.
     Example: rewards 1, 0 and 0.5 give the advantages 0.5, -0.5 and 0.
     """
     sound = [state for state in states if state.get("error") is None]
@@ -291,15 +291,15 @@ def set_advantages(states: Sequence[State]) -> None:
 
 
 def is_of_group(state: State) -> bool:
-    """Tell whether a rollout's advantage is that of `set_advantages`."""
+    """Return whether `set_advantages` computed a rollout's advantage."""
     advantage = state.get("advantage")
     return advantage is not None and advantage == state.get("_group_advantage")
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """Write the advantages of one example's rollouts, when all rewards are final.
+    """Write the advantages of one example's rollouts, after all rewards are final.
 
-    An advantage that a rubric has set itself stays.
+    An advantage that a rubric has set itself is kept.
     """
     explicit = [
         (state, state["advantage"])
@@ -310,16 +310,16 @@ def compare_rollouts(states: Sequence[State]) -> None:
     for state, advantage in explicit:
         if state.get("error") is None:
             state["advantage"] = advantage
-            # It may equal the group's, and is not to be computed anew by the learner all the same.
+            # Even if it equals the group's advantage, the learner must not compute it anew.
             state.pop("_group_advantage")
     for state in states:
         give_to_steps(state)
 
 
 def relative_steps(state: State) -> list[int]:
-    """List the steps whose advantage is the rollout's among those of its example.
+    """List the steps that inherit the rollout's advantage in its group.
 
-    The advantage of the others was set by a rubric or an environment.
+    A rubric or an environment has set the advantages of the other steps.
     """
     if not is_of_group(state):
         return []
@@ -334,12 +334,12 @@ def relative_steps(state: State) -> list[int]:
 
 
 def give_to_steps(state: State) -> None:
-    """Give a rollout's reward and advantage to its steps that have none of their own.
+    """Copy a rollout's reward and advantage to its steps that have none.
 
-    Until this is called, no code of the package writes to steps: what they have is a rubric's. It
-    may be called again when the rollout's figures have changed.
+    Before this call no code of the package writes to steps, so values in them are a rubric's or an
+    environment's. It may be called again when the rollout's values have changed.
     """
-    # Not `setdefault`, which takes four calls of a state's methods (test_turn_cost.py).
+    # Not `setdefault`, which calls four methods of the state (test_turn_cost.py).
     inheriting = state.get("_inheriting")
     if inheriting is None:
         inheriting = state["_inheriting"] = {"reward": [], "advantage": []}
@@ -352,10 +352,10 @@ def give_to_steps(state: State) -> None:
 
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
-    """Write which functions failed, by name, and as the rollout's error that of one that counts."""
+    """Record failed functions by name, and the error of one with a weight as the rollout's."""
     former = state.pop("reward_errors", None)
     if former and state.get("error") in former.values():
-        state["error"] = None  # it was of an earlier scoring
+        state["error"] = None  # it is from an earlier scoring
     if failed:
         state["reward_errors"] = dict(failed)
     if fatal is not None:
@@ -365,7 +365,7 @@ def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None
 def group_indices(keys: Iterable[object]) -> list[list[int]]:
     """Return the indices of each key: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
 
-    The key of an example is its task and its id: two environments may number their rows alike.
+    The key of an example is its task and its id, because two environments may use the same ids.
     """
     groups: dict[str, list[int]] = {}
     for index, key in enumerate(keys):

@@ -1,8 +1,8 @@
-"""Rubrics: reward functions with weights, which score rollouts by themselves or by example.
+"""Rubrics: weighted reward functions, which score rollouts one by one or by example.
 
-A function that raises, or returns no finite number, loses only its own figure: `state["metrics"]`
-goes without it, and `state["reward_errors"]` says by name what was wrong. If its weight is not 0
-there is no reward either: `state["error"]` says so, and the rollout counts as one that failed.
+A function that raises, or returns no finite number, has no value: it is missing in
+`state["metrics"]`, and `state["reward_errors"]` has its error by name. If its weight is not 0, the
+rollout has no reward either: it counts as failed, and `state["error"]` has the error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
 
 @contextmanager
 def lent_parser(parser: Parser) -> Iterator[None]:
-    """Lend an environment's parser to reward functions whose rubric has none."""
+    """Make an environment's parser available to reward functions whose rubric has none."""
     token = _PARSER.set(parser)
     try:
         yield
@@ -56,7 +56,7 @@ def lent_parser(parser: Parser) -> Iterator[None]:
 
 
 def _overrides(rubric: Rubric, name: str, base: type[Rubric]) -> bool:
-    """Tell whether a subclass has a method in place of the base's."""
+    """Return whether a subclass overrides the base's method."""
     return getattr(type(rubric), name) is not getattr(base, name)
 
 
@@ -83,7 +83,7 @@ class Rubric:
             )
         self.parser = parser
         self.class_objects: dict[str, object] = {} if parser is None else {"parser": parser}
-        """Further arguments, by name."""
+        """Further arguments of reward functions, by name."""
         self._default_parser: Parser | None = None
         self._rewards: list[Reward] = []
         self._has_group_function = False
@@ -91,10 +91,9 @@ class Rubric:
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Add a function; also as `@rubric.add_reward_func`.
+        """Add a function; also usable as decorator, `@rubric.add_reward_func`.
 
-        A function without a name of its own (a lambda, a partial) is numbered from the second of
-        its kind.
+        Functions without a name (lambdas, partials) are numbered from the second of their kind.
         """
         reward = Reward.from_function(func, weight)
         if reward.name == "<lambda>" or not hasattr(func, "__name__"):
@@ -102,12 +101,12 @@ class Rubric:
             names = (kind if number == 1 else f"{kind}_{number}" for number in count(1))
             reward.name = next(name for name in names if name not in self.reward_names)
         if reward.name in self.reward_names:
-            raise ValueError(f"reward function {reward.name} is there already; rename one")
+            raise ValueError(f"reward function {reward.name} exists already; rename one of the two")
         self._rewards.append(reward)
         self._has_group_function |= reward.is_of_group
 
     def set_default_parser(self, parser: Parser) -> None:
-        """Keep the first environment's parser for functions that ask for one by hand."""
+        """Keep the first environment's parser, for scoring outside of `generate`."""
         self._default_parser = self._default_parser or parser
 
     @property
@@ -124,7 +123,7 @@ class Rubric:
 
     @property
     def current_parser(self) -> Parser:
-        """The rubric's own parser, or else that of the environment that is scored."""
+        """The rubric's own parser, or else the parser of the environment that is scored."""
         return self.parser or _PARSER.get() or self._default_parser or Parser()
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
@@ -138,33 +137,33 @@ class Rubric:
 
     @property
     def scores_all_at_once(self) -> bool:
-        """True if `score_rollouts` is the rubric's own, and rewards are final only after it."""
+        """True if `score_rollouts` is overridden. Then rewards are final only after it."""
         return _overrides(self, "score_rollouts", Rubric)
 
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`.
 
-        Steps without a reward of their own get it when all scoring of the rollout is done.
+        Steps without a reward get the rollout's reward after all scoring of the rollout.
         """
         await self._score([state])
 
     async def score_group(self, states: Sequence[State]) -> None:
         """Score all rollouts of one example, and write their `advantage`.
 
-        It is the reward without the mean of the group.
+        An advantage is the reward minus the group's mean.
         """
         await self._score(states)
         set_advantages(states)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Score many rollouts, each by itself or together with those of its example.
+        """Score many rollouts, one by one or together with the rollouts of the same example.
 
-        `Environment.generate` calls an override of this, whatever `interleave_scoring` is, once,
-        when all its rollouts are generated; in training once for a step. Where there is none it
-        calls `score_rollout` or `score_group`.
+        `Environment.generate` calls an override of this method once, after all its rollouts are
+        generated, whatever `interleave_scoring` is. Training calls it once per step. Without an
+        override, `generate` calls `score_rollout` or `score_group`.
 
         Args:
-            max_concurrent: most rollouts that are scored at a time; -1: all.
+            max_concurrent: limit of rollouts that are scored at a time; -1: no limit.
         """
         units = _by_example(states) if self.compares_rollouts else [[state] for state in states]
         places = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
@@ -199,14 +198,14 @@ class Rubric:
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one: rewards are added.
+    """Several rubrics as one. Their rewards are added.
 
-    A metric that two of them have is the sum, which needs both.
+    A metric that two of them have is the sum, and is missing if one of them fails.
     """
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         if not rubrics:
-            raise ValueError("rubrics: a group has at least one")
+            raise ValueError("rubrics: is empty; give at least one rubric")
         parsers = [rubric.parser for rubric in rubrics if rubric.parser is not None]
         super().__init__(parser=parsers[0] if parsers else None)
         self.rubrics = list(rubrics)
@@ -240,10 +239,10 @@ class RubricGroup(Rubric):
         return own or any(rubric.scores_all_at_once for rubric in self.rubrics)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Add what the rubrics' own `score_rollouts` give, one rubric after the other.
+        """Add the results of the rubrics' own `score_rollouts`, one rubric after the other.
 
-        A rollout that a rubric leaves without a sound reward has failed, and the next rubrics are
-        not asked for it.
+        If a rubric raises or writes an invalid value for a rollout, the rollout has failed, and the
+        next rubrics do not score it.
         """
         if not any(rubric.scores_all_at_once for rubric in self.rubrics):
             await super().score_rollouts(states, max_concurrent)
@@ -271,7 +270,7 @@ class RubricGroup(Rubric):
         for rubric in self.rubrics:
             open_ = [pair for pair in zip(states, sums, strict=True) if not pair[1].has_failed]
             for state, _ in open_:
-                # What this rubric leaves out is missing, rather than what the last one gave.
+                # A value that this rubric leaves out is missing, not the previous rubric's value.
                 state.pop("reward_errors", None)
                 state.update(reward=None, metrics=None, error=None)
             sound = [state for state, _ in open_]
@@ -281,7 +280,7 @@ class RubricGroup(Rubric):
                 total.add(state)
         for state, total in zip(states, sums, strict=True):
             if is_of_group(state):
-                state["advantage"] = None  # a member has compared its own rewards
+                state["advantage"] = None  # a member computed it from its own rewards
             if total.has_failed:
                 state["metrics"] = {}
                 state.pop("reward_errors", None)
@@ -296,15 +295,15 @@ class RubricGroup(Rubric):
 
 @dataclass(slots=True)
 class _Sum:
-    """The figures of one rollout, added over the rubrics of a group."""
+    """The values of one rollout, added over the rubrics of a group."""
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     fatal: str | None = None
-    """Error of a function with a weight."""
+    """Error of a function with a weight other than 0."""
     has_failed: bool = False
-    """A rubric raised midway, so its figures do not count."""
+    """A rubric raised midway, so its values do not count."""
 
     def add(self, state: State) -> None:
         errors = state.get("reward_errors", {})
@@ -322,8 +321,8 @@ class _Sum:
 async def score_unit(
     rubric: Rubric, states: Sequence[State], places: asyncio.Semaphore | None
 ) -> None:
-    """Score a rollout, or those of an example if they are compared, in a slot and a task of its
-    own. A rubric that raises fails only these rollouts.
+    """Score one rollout, or an example's rollouts if they are compared, in a slot and a task. A
+    rubric that raises fails only these rollouts.
     """
     given_up: list[str] = []
 
@@ -343,7 +342,7 @@ async def score_unit(
     settle(states, rubric)
     if rubric.compares_rollouts:
         compare_rollouts(states)
-    if given_up:  # a function of a group is noted once
+    if given_up:  # a function of a group is recorded once
         states[0]["given_up"] = [*states[0].get("given_up", ()), *given_up]
     for state in states:
         if (timing := state.get("timing")) is not None:

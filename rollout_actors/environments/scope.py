@@ -1,4 +1,4 @@
-"""The rollout that is running: opened around `Environment.rollout`, seen by its calls."""
+"""The scope of a running rollout: opened around `Environment.rollout`, used by its model calls."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RolloutScope:
-    """One running rollout, read through a context variable.
+    """One running rollout, stored in a context variable.
 
-    The seeds of its calls follow from its path. Example: the rollout of an input has the path "",
-    two rollouts that its environment asks a judge for "/0" and "/1", the two of a `generate` call
-    in it then "/2.0" and "/2.1". Calls of a reward function have "=".
+    The seeds of its calls are derived from its path. Example: the rollout of an input has the path
+    "". Two judge rollouts that its environment starts have "/0" and "/1", and the two rollouts of a
+    `generate` call after them "/2.0" and "/2.1". Calls of a reward function append "=".
     """
 
     environment: Environment | None
-    """The one that makes the rollout; None while it is scored."""
+    """The environment that plays the rollout; None during scoring."""
     input: Fields
     outermost: Fields
-    """Input of the outermost rollout, whose `position` the seeds follow from."""
+    """Input of the outermost rollout. The seeds are derived from its `position`."""
     path: str = ""
     state: State | None = None
-    """The last state that the environment returned, which a failing rollout keeps."""
+    """The last state that the environment returned. A failing rollout keeps it."""
     clients: list[tuple[Client, EndpointClient]] = field(default_factory=list)
-    """Clients that know rollouts, each with the conversation that it opened for this one."""
+    """Clients that need to know the rollout, each with the conversation opened for this one."""
     num_children: int = 0
     is_closed: bool = False
 
     def child_path(self) -> str:
-        """Return the path of the next rollout that begins in this one."""
+        """Return the path of the next rollout that starts inside this one."""
         self.num_children += 1
         return f"{self.path}/{self.num_children - 1}"
 
     def client(self, client: Client) -> EndpointClient:
-        """Return the conversation that the calls of this rollout go to, always the same."""
+        """Return the conversation for this rollout's calls, the same one for every call."""
         if not is_rollout_client(client):
             return client
-        # Compared by identity, in a list: a client may have no hash.
+        # Compared by identity, in a list, because a client may not be hashable.
         for known, conversation in self.clients:
             if known is client:
                 return conversation
-        # A rollout may ask before it has a state. Then its input is all that is known of it.
+        # A rollout may call the model before it has a state. Then only its input is known.
         state = State(input=dict(self.input)) if self.state is None else self.state
         conversation = client.conversation(state, of=self.outermost, path=self.path)
         self.clients.append((client, conversation))
         return conversation
 
     async def close(self) -> None:
-        """Count the rollout's splits and call every `@cleanup`, once."""
+        """Record the rollout's number of splits and call every `@cleanup` method, once."""
         if self.is_closed or self.state is None or self.environment is None:
             return
-        # Set first: an error in a cleanup must not have it called again.
+        # Set first, so that a cleanup that raises is not called again.
         self.is_closed = True
         splits = [getattr(conversation, "num_splits", None) for _, conversation in self.clients]
         counted = [number for number in splits if number is not None]
@@ -85,27 +85,28 @@ _SCOPE: ContextVar[RolloutScope | None] = ContextVar("rollout_scope", default=No
 
 
 def current_scope() -> RolloutScope | None:
-    """Return the innermost rollout of this context; None outside of all."""
+    """Return the innermost rollout of this context; None outside of rollouts."""
     return _SCOPE.get()
 
 
 def enter_scope(scope: RolloutScope) -> None:
-    """Make a scope the current one of this task, which has a context of its own."""
+    """Make a scope the current one of this task, which must have its own context."""
     _SCOPE.set(scope)
 
 
 def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
     """Wrap `Environment.rollout`: open a scope around it, and clean up at its end.
 
-    A rollout that has a scope and no state yet shares it: `generate` opened it, or an override
-    that asks `super().rollout`. Any other rollout inside a scope is a child of it.
+    If the current scope is of this environment and has no state yet, the rollout uses it: it was
+    opened by `generate`, or by an override that calls `super().rollout`. Any other rollout inside a
+    scope becomes its child.
     """
 
     @wraps(rollout)
     async def opened(
         self: Environment, input: RolloutInput, *args: object, **kwargs: object
     ) -> object:
-        # In a group the member plays the rollout, so its cleanups are the ones to call.
+        # In a group a member plays the rollout, so the member's cleanups are called.
         environment = self.member(input.get("task"))
         outer = _SCOPE.get()
         if outer is not None and outer.environment is environment and outer.state is None:
@@ -128,32 +129,32 @@ def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
 
 
 def bind_client(client: Client) -> EndpointClient:
-    """Return what a call in the current rollout goes to.
+    """Return the client or conversation for a call in the current rollout.
 
     Raises:
-        RuntimeError: the client has to know the rollout, and none is under way.
+        RuntimeError: the client must know the rollout, and no rollout is running.
     """
     if not is_rollout_client(client):
         return client
     scope = _SCOPE.get()
     if scope is None:
         raise RuntimeError(
-            f"{type(client).__name__} has to know of which rollout a call is, and none is under way"
-            " here; call it inside the environment's rollout, or give another client"
+            f"{type(client).__name__} must know which rollout a call belongs to, and no rollout is"
+            " running here; call it inside the environment's rollout, or use another client"
         )
     return scope.client(client)
 
 
 def new_state(input: JsonObject) -> State:
-    """Make a state with every field of a rollout. It takes the input without a copy."""
-    # Without `State.update`, which copies the input: `init_state` has copied the row already.
+    """Make a state with every field of a rollout. The input is not copied."""
+    # Not `State.update`, which copies the input: `init_state` has copied the row already.
     state = State()
     dict.update(state, {"input": input, "id": input.get("id", input["example_id"]), **_fields()})
     return state
 
 
 def with_defaults(state: State, input: Fields) -> State:
-    """Add the fields of a rollout that an environment's own `init_state` or `rollout` left out."""
+    """Add fields of a rollout that an environment's own `init_state` or `rollout` left out."""
     if not dict.__contains__(state, "input"):
         state["input"] = {key: value for key, value in input.items() if key not in state}
     for name, value in _fields().items():
@@ -164,10 +165,10 @@ def with_defaults(state: State, input: Fields) -> State:
 
 
 def require_state(result: object, method: str, environment: Environment) -> State:
-    """Return an environment's result, which is a state unless a `return` was forgotten.
+    """Return an environment's result if it is a state.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is something else, for example because a `return` was forgotten.
     """
     if not isinstance(result, State):
         what = "nothing" if result is None else type(result).__name__

@@ -1,6 +1,6 @@
-"""Rollouts in which the model calls Python functions (spec: environment setup pattern).
+"""Environments in which the model calls Python functions (spec: environment setup pattern).
 
-Each turn the environment answers the calls of the model's last message.
+In each turn the environment answers the tool calls of the model's last message.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shared.config.secrets import redacted
 
 
 class ToolEnv(MultiTurnEnv):
-    """The model may call tools in every message; its first message without a call is its last.
+    """An environment with tools. A rollout ends with the first message without a tool call.
 
-    A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers
-    the calls.
+    A row's own `info["oai_tools"]` replaces the tool descriptions that the model sees, not the
+    functions that answer the calls.
     """
 
     def __init__(
@@ -37,32 +37,32 @@ class ToolEnv(MultiTurnEnv):
         Args:
             tools: functions whose parameters have type hints, plain or asynchronous; the model
                 reads their docstrings. Plain ones run in threads, at most min(32, cores + 4) at a
-                time together with plain reward functions: what waits for a network had better be
-                asynchronous. A `functools.partial` has the name and docstring of what it wraps,
-                unless it has its own, and its bound arguments are not shown.
-            max_turns: most calls of the model in a rollout; -1: any number.
-            error_formatter: makes the answer to a call of a tool that is unknown, that cannot be
-                called so, or that raises. An empty answer becomes the name of the error's class.
+                time together with plain reward functions, so functions that wait for a network
+                should be asynchronous. A `functools.partial` has the name and docstring of the
+                function in it, unless it has its own, and bound arguments are hidden.
+            max_turns: maximum number of model calls in a rollout; -1: no limit.
+            error_formatter: makes the answer to a tool call that fails: the tool is unknown, its
+                arguments are wrong, or it raises. An empty answer becomes the error's class name.
         """
         super().__init__(max_turns=max_turns, **kwargs)
         if self.message_type != "chat":
-            raise ValueError(f"message_type: tools are called in a chat, got {self.message_type!r}")
+            raise ValueError(f"message_type: must be chat for tools, got {self.message_type!r}")
         self.error_formatter = error_formatter
         self._tools: dict[str, Tool] = {}
         for tool in tools or ():
             self.add_tool(tool)
 
     def add_tool(self, tool: Callable[..., object]) -> None:
-        """Add a tool for the rollouts that begin from now on."""
+        """Add a tool for rollouts that begin from now on."""
         self._add(Tool.of(tool))
 
     def remove_tool(self, tool: Callable[..., object]) -> None:
-        """Take a tool away from the rollouts that begin from now on. ValueError: it is none."""
+        """Remove a tool from rollouts that begin from now on. ValueError: unknown tool."""
         name = name_of(tool)
         # The function is compared too: another one may have this name.
         if self.tool_map.get(name) != tool:
             known = ", ".join(self._tools) or "none"
-            raise ValueError(f"tool {name} is not there; there are {known}")
+            raise ValueError(f"tool {name} does not exist; there are {known}")
         del self._tools[name]
         self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]
 
@@ -76,11 +76,11 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
-        # Before the first call of the model there is no message to look at.
+        # Before the first model call the trajectory is empty.
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
-        """Return a tool message for each call of the last message, one call after the other."""
+        """Return a tool message for each call of the last message. Calls run in order."""
         last: Any = messages[-1]
         return [await self._answer(call, messages, state) for call in calls_of(last)]
 
@@ -92,12 +92,12 @@ class ToolEnv(MultiTurnEnv):
         state: State | None = None,
         **kwargs: object,
     ) -> Message:
-        """Call a tool with whole arguments, and return its tool message.
+        """Call a tool with complete arguments, and return its tool message.
 
-        Whatever the tool raises is the message, for the model may try another way.
+        An error of the tool becomes the message, because the model may try another way.
 
         Args:
-            state: the rollout's, which counts the error; an override passes it on with `kwargs`.
+            state: the rollout's state, which counts errors; overrides pass it on with `kwargs`.
         """
         try:
             tool = self._tool(tool_name)
@@ -113,7 +113,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
-            raise ValueError(f"tool {tool.name} is there already; give one a __name__ of its own")
+            raise ValueError(f"tool {tool.name} exists already; give one another __name__")
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 
@@ -124,7 +124,7 @@ class ToolEnv(MultiTurnEnv):
         return self._tools[name]
 
     async def _answer(self, call: Message, messages: Messages, state: State) -> Message:
-        """Read a call, and make it."""
+        """Parse a tool call, and run it."""
         name = call["function"]["name"]
         written = call["function"].get("arguments") or ""
         try:
@@ -132,7 +132,7 @@ class ToolEnv(MultiTurnEnv):
         except ValueError as error:
             content = self._refusal(error, state)
             return {"role": "tool", "tool_call_id": call["id"], "content": content}
-        # Outside of the `try`: what this raises fails the rollout, the model cannot help it.
+        # Outside of the `try`: an error here is not the model's, so it fails the rollout.
         arguments = await awaited(self.update_tool_args(name, arguments, messages, state))
         return await awaited(self.call_tool(name, arguments, call["id"], state=state))
 
@@ -143,7 +143,7 @@ class ToolEnv(MultiTurnEnv):
         return redacted(self.error_formatter(error)) or type(error).__name__
 
     _fills_in = False
-    """True if `update_tool_args` may add what the model has left out."""
+    """True if `update_tool_args` may add arguments that the model left out."""
 
     async def update_tool_args(
         self,
@@ -152,22 +152,22 @@ class ToolEnv(MultiTurnEnv):
         messages: Messages,
         state: State,
     ) -> Arguments:
-        """Return the arguments that a tool is called with, from those that the model gave."""
+        """Return the arguments to call a tool with, made from the model's arguments."""
         return tool_args
 
 
 class StatefulToolEnv(ToolEnv):
-    """Tools with parameters that the environment sets: what belongs to the rollout, and is none of
-    the model's business.
+    """A tool environment that sets some parameters itself: data of the rollout that the model does
+    not need to see.
 
-    A subclass overrides `update_tool_args` to add the skipped ones, and others that the model has
-    left out. What it raises fails the rollout.
+    A subclass overrides `update_tool_args` to add the skipped arguments, and others that the model
+    left out. An error in it fails the rollout.
     """
 
     _fills_in = True
 
     def add_tool(self, tool: Callable[..., object], args_to_skip: Sequence[str] = ()) -> None:
-        """Add a tool. The model neither sees nor sets the parameters `args_to_skip`."""
+        """Add a tool. The model neither sees nor sets the parameters in `args_to_skip`."""
         self._add(Tool.of(tool, args_to_skip))
 
 
@@ -175,7 +175,7 @@ class ToolRubric(Rubric):
     """Metrics of weight 0: `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`."""
 
     def __init__(self, tools: Iterable[Callable[..., object] | str] = ()) -> None:
-        """`tools`: functions, or names."""
+        """`tools`: functions or names."""
         names = [tool if isinstance(tool, str) else name_of(tool) for tool in tools]
         functions: list[RewardFunction] = [
             num_tool_calls,

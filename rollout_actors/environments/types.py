@@ -1,6 +1,6 @@
 """The parts of a rollout (spec: trajectories).
 
-They are dictionaries because environments of users read and extend them by key.
+They are dictionaries because users' environments read and extend them by key.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
-# Values are `Any` and not pydantic's `JsonValue`, because who reads `call["function"]["name"]`
-# knows the form: with `JsonValue` each such read would need a cast.
+# Values are `Any` and not pydantic's `JsonValue`, because code with `call["function"]["name"]`
+# knows the structure: with `JsonValue` each such access would need a cast.
 JsonObject = dict[str, Any]
 """A JSON object of the OpenAI API or of another program, such as the schema of a tool."""
 Fields = Mapping[str, Any]
-"""Values by name that are only read: a row of a dataset, a state, arguments of an environment."""
+"""Read-only values by name: a row of a dataset, a state, arguments of an environment."""
 Arguments = dict[str, Any]
 """Arguments of a call by name, as Python values."""
 Message = JsonObject
@@ -27,11 +27,11 @@ Messages = list[Message] | str
 MessageType = Literal["chat", "completion"]
 """Whether prompts are messages or plain text."""
 ModelResponse = ChatCompletion | Completion
-"""What a call of the model returns, by the message type."""
+"""The response of a model call; the message type determines its class."""
 Info = JsonObject
-"""What a row says besides its prompt and answer."""
+"""Further data of a row, besides prompt and answer."""
 GivenMessage = Fields | BaseModel
-"""A message or a tool call as a caller may have it: a mapping, or an object of `openai`."""
+"""A message or a tool call that a caller passes: a mapping, or an object of `openai`."""
 SamplingArgs = Fields
 """Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
 
@@ -45,21 +45,21 @@ class BaseRolloutInput(TypedDict):
 
 
 class RolloutInput(BaseRolloutInput, total=False):
-    """One row of a dataset, as a rollout begins with it."""
+    """One row of a dataset, as the input of a rollout."""
 
     id: Any
-    """The row's own, if it has one; `state["id"]`."""
+    """The row's own id, if it has one; also `state["id"]`."""
     answer: str
     info: Info
     position: int
-    """Index of the rollout in its training step, which the seeds of its calls follow from.
+    """Index of the rollout in its training step. The seeds of its calls are derived from it.
 
-    `generate` fills in the index among its inputs.
+    `generate` sets it to the index of the input if it is missing.
     """
 
 
 class TrajectoryStepTokens(TypedDict):
-    """The tokens that the engine read and sampled in one call; masks are 1 where one is learned.
+    """Tokens that the engine read and sampled in one call. Masks are 1 for tokens that are trained.
 
     Example: the prompt [5, 6] and the answer [7, 2] have the masks [0, 0] and [1, 1], and
     `completion_logprobs` such as [-0.1, -0.5].
@@ -68,47 +68,47 @@ class TrajectoryStepTokens(TypedDict):
     prompt_ids: list[int]
     prompt_mask: list[int]
     completion_ids: list[int]
-    """With the stop token, if one was sampled."""
+    """Including the stop token, if one was sampled."""
     completion_mask: list[int]
     completion_logprobs: list[float]
-    """Natural logarithms of the probabilities that the tokens were sampled with."""
+    """Natural logarithms of the probabilities of the sampled tokens."""
 
 
 class TrajectoryStep(TypedDict):
-    """One call of the model."""
+    """One model call."""
 
     prompt: Messages
-    """Messages exactly as they were sent in this call."""
+    """The messages exactly as they were sent in this call."""
     completion: Messages
-    """Messages exactly as they came back."""
-    # Of any type: an environment that writes its own steps may note what it likes here.
+    """The messages exactly as they were returned."""
+    # Of any type, because an environment that writes its own steps may store anything here.
     response: Any
     tokens: TrajectoryStepTokens | None
-    """None if the engine did not return them: nothing can be learned from the step then."""
+    """None if the engine did not return tokens. Then the step cannot be trained."""
     reward: float | None
-    """None until it is scored; then the step's own, set by somebody, or else the rollout's."""
+    """None until it is scored. Then the step's own reward if one was set, else the rollout's."""
     advantage: float | None
     extras: JsonObject
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds, without waits for a turn at the model or the rubric, or for a thread."""
+    """Milliseconds, without time in a queue for the model, the rubric or a thread."""
 
     generation_ms: float
     scoring_ms: float
     total_ms: float
-    """The two together."""
+    """The sum of both."""
     start_time: float
     """Unix time in seconds."""
 
 
 class State(dict[str, Any]):
-    """The record of a rollout: input fields, trajectory, reward, and whatever an environment adds.
+    """The record of a rollout: input fields, trajectory, reward, and fields of the environment.
 
-    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: reading, writing,
-    iterating, copying and pickling treat them as the state's own. Keys with an underscore in front
-    are the package's. Example: after `state = State(input={"answer": "4"})`, `state["answer"]` is
-    "4", and `state["answer"] = "5"` writes `state["input"]["answer"]`.
+    The keys in `INPUT_FIELDS` are stored in `state["input"]`, if there is one. Reading, writing,
+    iterating, copying and pickling treat them as keys of the state. Keys that begin with an
+    underscore are internal. Example: after `state = State(input={"answer": "4"})`,
+    `state["answer"]` is "4", and `state["answer"] = "5"` writes `state["input"]["answer"]`.
     """
 
     INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]
@@ -117,7 +117,7 @@ class State(dict[str, Any]):
         super().__init__()
         self.update(*args, **kwargs)
 
-    # Reading is the dictionary's own, which is quick, and comes here for the rest.
+    # Lookups use the dictionary's own fast code, and call this only for missing keys.
     def __missing__(self, key: str) -> Any:
         held = self._input_with(key)
         if held is None:
@@ -133,7 +133,7 @@ class State(dict[str, Any]):
         return dict.__contains__(self, key) or self._input_with(key) is not None
 
     def __setitem__(self, key: str, value: object) -> None:
-        # A field of the input is kept in one place: no reader sees an older copy of it.
+        # A field of the input is stored in one place, so that no reader sees an older copy of it.
         if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
             return
@@ -141,7 +141,7 @@ class State(dict[str, Any]):
         if key == "input" and isinstance(value, dict):
             for name in self.INPUT_FIELDS:
                 if name in value:
-                    dict.pop(self, name, None)  # the input's counts
+                    dict.pop(self, name, None)  # the input's value is used instead
 
     def __delitem__(self, key: str) -> None:
         held = self._input_with(key)
@@ -163,12 +163,12 @@ class State(dict[str, Any]):
         return f"State({dict(self)!r})"
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several keys. An input is copied: writing to its fields here leaves the owner's."""
+        """Write several keys. An input is copied, so writing to its fields leaves the original."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
 
     def copy(self) -> State:
-        """Copy the state with its input; writing to the copy leaves this one as it is."""
+        """Copy the state and its input. Writing to the copy does not change this state."""
         items = dict(dict.items(self))
         if "input" in items:
             items["input"] = dict(items["input"])
@@ -192,7 +192,7 @@ class State(dict[str, Any]):
         del self[key]
         return value
 
-    # `dict` does these by looking at its own table; these ones ask the methods above.
+    # `dict` implements these on its own table; these implementations use the methods above.
     setdefault = MutableMapping.setdefault
     clear = MutableMapping.clear
     popitem = MutableMapping.popitem
@@ -204,7 +204,7 @@ class State(dict[str, Any]):
     __hash__ = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Unpickling does not call the constructor, since a subclass may have one of its own.
+        # Unpickling does not call the constructor, because a subclass may define its own.
         return _state, (type(self), dict(dict.items(self)))
 
     def _input_with(self, key: object) -> JsonObject | None:
@@ -217,14 +217,14 @@ class State(dict[str, Any]):
 
 def _state(kind: type[State], items: Fields) -> State:
     state = kind.__new__(kind)
-    # Not the state's own `update`, which would copy the input and write through to it.
+    # Not the state's own `update`, which would copy the input and write fields into it.
     dict.update(state, items)
     return state
 
 
 class EndpointClient(Protocol):
-    """`openai.AsyncOpenAI`, or what takes its two calls: `chat.completions.create` for messages,
-    `completions.create` for plain text.
+    """`openai.AsyncOpenAI`, or an object with the same two calls: `chat.completions.create` for
+    messages and `completions.create` for plain text.
     """
 
     @property
@@ -234,7 +234,7 @@ class EndpointClient(Protocol):
 
 
 class ConversationClient(Protocol):
-    """A client that has to know which calls belong to one rollout (`EngineClient`)."""
+    """A client that must know which calls belong to one rollout (`EngineClient`)."""
 
     def conversation(
         self, state: State, *, of: Fields | None = None, path: str = ""
@@ -242,4 +242,4 @@ class ConversationClient(Protocol):
 
 
 Client = EndpointClient | ConversationClient
-"""What rollouts ask."""
+"""The client that rollouts send their model calls to."""

@@ -1,1 +1,1 @@
-"""Parsers of answers, and the rubrics that judge answers."""
+"""Parsers of answers, and rubrics that judge answers."""

@@ -1,6 +1,6 @@
-"""Parsers: from what a model said to its answer.
+"""Parsers, which extract the answer from a model's output.
 
-Names are those of the `verifiers` package; docs/coming_from_verifiers.md says what differs.
+Names are as in the package `verifiers`; docs/coming_from_verifiers.md lists the differences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout_actors.environments.types import Message, Messages
 
 
 class Parser:
-    """The answer is the text itself, or the result of `extract_fn`."""
+    """Returns the text itself as answer, or the result of `extract_fn`."""
 
     logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Parser:
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages) -> Any:
-        """Return the answer in the model's last message; None if it said nothing."""
+        """Return the answer in the model's last message; None without messages."""
         texts = self._texts(completion)
         return self._answer(texts[-1]) if texts else None
 
@@ -64,25 +64,25 @@ class Parser:
 
 
 class ThinkParser(Parser):
-    """The answer stands behind `</think>`; there is none without it."""
+    """Returns the text after `</think>` as answer; None if the tag is missing."""
 
     def parse(self, text: str) -> Any:
-        # The last tag: a thought may quote it.
+        # The last tag, because a thought may quote it.
         _, end, answer = text.rpartition("</think>")
         return self.extract_fn(answer.strip()) if end else None
 
 
 class MaybeThinkParser(Parser):
-    """The answer stands behind `</think>`, or is the whole text without it."""
+    """Returns the text after `</think>` as answer, or the whole text without the tag."""
 
     def parse(self, text: str) -> Any:
         return self.extract_fn(text.rpartition("</think>")[2].strip())
 
 
 class XMLParser(Parser):
-    """The answer stands between `<answer>` and `</answer>`, or another of `fields`.
+    """Returns the text between `<answer>` and `</answer>`, or another tag of `fields`, as answer.
 
-    Example: of the fields `["plan", ("code", "answer")]` a text has a plan, and a code or an
+    Example: with the fields `["plan", ("code", "answer")]` a text has a plan, and a code or an
     answer; `parse("<code>x</code>")` has plan None, code "x" and answer None.
     """
 
@@ -94,27 +94,27 @@ class XMLParser(Parser):
     ) -> None:
         """
         Args:
-            fields: a tag each, or a tuple of the tags that may stand for it, the first of which is
-                its name.
-            answer_field: the tag that holds the answer.
+            fields: each is a tag, or a tuple of alternative tags; the first tag is the field's
+                name.
+            answer_field: the tag that contains the answer.
 
         Raises:
-            TypeError: a field is neither.
-            ValueError: a tag is there twice, or `answer_field` is none of them.
+            TypeError: a field is neither a tag nor a tuple of tags.
+            ValueError: a tag occurs twice, or `answer_field` is not one of the tags.
         """
         super().__init__(extract_fn)
         tuples = [(field,) if isinstance(field, str) else field for field in fields]
         for tags in tuples:
             are_texts = isinstance(tags, Sequence) and all(isinstance(tag, str) for tag in tags)
             if not are_texts or not tags:
-                raise TypeError(f"fields: {tags!r} is no tag; give a text, or a tuple of texts")
+                raise TypeError(f"fields: {tags!r} is not a tag; give a text, or a tuple of texts")
         self.alternatives = {tags[0]: tuple(tags) for tags in tuples}
         """The tags of each field, by its name."""
         self.tags = [tag for tags in tuples for tag in tags]
         if twice := sorted({tag for tag in self.tags if self.tags.count(tag) > 1}):
-            raise ValueError(f"fields: {', '.join(twice)} is there twice; name each tag once")
+            raise ValueError(f"fields: {', '.join(twice)} occurs twice; name each tag once")
         if answer_field not in self.tags:
-            raise ValueError(f"answer_field: {answer_field!r} is none of {', '.join(self.tags)}")
+            raise ValueError(f"answer_field: {answer_field!r} is not one of {', '.join(self.tags)}")
         self.answer_field = answer_field
 
     def get_fields(self) -> list[str]:
@@ -132,10 +132,10 @@ class XMLParser(Parser):
         return self.extract_fn(texts[-1]) if texts else None
 
     def format(self, **values: object) -> str:
-        """Write a value into each field, under its name; the reverse of `parse`.
+        """Write a value into each field, by its name; the reverse of `parse`.
 
         Raises:
-            ValueError: a field has no value, or a value no field.
+            ValueError: a field has no value, or a value has no field.
         """
         if unknown := values.keys() - set(self.tags):
             known = ", ".join(self.tags)
@@ -178,12 +178,12 @@ THINK_BOXED_SYSTEM_PROMPT = (
     "Think step-by-step inside <think>...</think> tags.     Then, give your final answer inside"
     " \\boxed{}."
 )
-"""As `verifiers` has them, to the letter: models may have been trained with them."""
+"""Exactly as in `verifiers`, because models may have been trained with them."""
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""Return what the last `\boxed{...}` holds; the whole text where there is none, or the
-    last one is not closed.
+    r"""Return the content of the last `\boxed{...}`; the whole text without it, or if it is not
+    closed.
     """
     _, box, rest = text.rpartition(r"\boxed{")
     depth = 1
@@ -195,6 +195,6 @@ def extract_boxed_answer(text: str) -> str:
 
 
 def extract_hash_answer(text: str) -> str:
-    """Return what stands behind `####`, as in GSM8K; the whole text without it."""
+    """Return the text after `####`, as in GSM8K; the whole text without it."""
     _, mark, answer = text.partition("####")
     return answer.partition("####")[0].strip() if mark else text

@@ -1,4 +1,4 @@
-"""Rubrics that judge an answer: by another model, and by mathematics."""
+"""Rubrics that judge an answer by another model, or by mathematics."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Say "yes" or "no", and nothing else."""
 
 
 class JudgeRubric(Rubric):
-    """A rubric whose reward functions may ask another model, as their argument `judge`.
+    """A rubric whose reward functions may call another model, by their argument `judge`.
 
     Example: with `async def right(judge, prompt, completion, answer, state, **kwargs): return "yes"
-    in await judge(prompt, completion, answer, state, **kwargs)` as its function, the reward is what
-    the judge says.
+    in await judge(prompt, completion, answer, state, **kwargs)` as its function, the reward is 1 if
+    the judge says yes.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class JudgeRubric(Rubric):
     ) -> None:
         """
         Args:
-            judge_client: an asynchronous client; None: `openai.AsyncOpenAI()`, whose address and
-                key the variables `OPENAI_BASE_URL` and `OPENAI_API_KEY` say.
+            judge_client: an asynchronous client; None: `openai.AsyncOpenAI()`, which reads its URL
+                and key from the variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
             judge_prompt: a text with `{question}` (the prompt's last message), `{answer}` and
                 `{response}` (the answer that the parser finds).
 
@@ -75,20 +75,20 @@ class JudgeRubric(Rubric):
         state: State | None = None,
         **kwargs: object,  # noqa: ARG002
     ) -> str:
-        """Return the judge's words about an answer; a rollout asks it once for each text.
+        """Return the judge's response about an answer. A rollout sends each text only once.
 
         Args:
-            state: the rollout's, which keeps what was said; None: it is asked each time.
-            kwargs: what else a reward function was called with; not used.
+            state: the rollout's state, which keeps responses; None: every text is sent.
+            kwargs: other arguments of a reward function; not used.
 
         Raises:
             ValueError: the text is too long for the judge.
-            Exception: what `ask` raises; the reward function has no figure then.
+            Exception: an error of `ask`; then the reward function has no value.
         """
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1])
         response = self.current_parser.parse_answer(completion)
         texts = {"question": question, "answer": str(answer), "response": response}
-        # Not `format`: a prompt may show JSON, and a response may hold braces.
+        # Not `format`, because a prompt may contain JSON, and a response may contain braces.
         asked = re.sub(
             r"\{(question|answer|response)\}",
             lambda blank: str(texts[blank[1]]),
@@ -105,16 +105,16 @@ class JudgeRubric(Rubric):
                 sampling_args=self.judge_sampling_args,
             )
             if verdict.id == OVERLONG:
-                raise ValueError("judge: the question is too long for it; shorten judge_prompt")
+                raise ValueError("judge: the prompt is too long; shorten judge_prompt")
             said[asked] = verdict.choices[0].message.content or ""
         return said[asked]
 
 
 class MathRubric(Rubric):
-    r"""A rubric with the function `correct_answer`: 1 where an answer equals the row's.
+    r"""A rubric with the function `correct_answer`: 1 if an answer equals the row's answer.
 
     They are compared as mathematics by the package `math_verify` (extra `math`): `0.5`, `1/2` and
-    `\frac{1}{2}` are one number. Its limits of time do not work in threads: `scoring_timeout_s` is
+    `\frac{1}{2}` are one number. Its time limits do not work in threads, so `scoring_timeout_s` is
     the limit here.
     """
 
@@ -124,10 +124,10 @@ class MathRubric(Rubric):
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
     ) -> None:
-        r"""Add `correct_answer`, with weight 1, behind other functions.
+        r"""Add `correct_answer`, with weight 1, after other functions.
 
         Args:
-            parser: None: the last `\boxed{...}` behind the thought, or all that stands there.
+            parser: None: the last `\boxed{...}` after the thought, or all text after the thought.
 
         Raises:
             ImportError: `math_verify` is not installed.

@@ -16,16 +16,16 @@ BASE64 = ";base64"
 
 
 class MessageImages:
-    """The images of one rollout, whose messages come again with every call: each is read once."""
+    """The images of one rollout. Every call repeats its messages, but each image is read once."""
 
     def __init__(self) -> None:
         self._known: dict[str, ImageRef] = {}
 
     def of(self, messages: Sequence[GivenMessage]) -> tuple[ImageRef, ...]:
-        """Return the images in the order in which they are shown.
+        """Return the images in the order in which the messages show them.
 
         Raises:
-            ValueError: an image is not in the message itself, or cannot be read; or a part is
+            ValueError: an image is not in the message itself, or cannot be decoded; or a part is
                 neither text nor image.
         """
         images = []
@@ -41,7 +41,7 @@ class MessageImages:
                         is_mapping = isinstance(part, Mapping)
                         kind = part.get("type") if is_mapping else type(part).__name__
                         raise ValueError(
-                            f"content: a part of a message is text or image_url, got {kind!r}"
+                            f"content: a part of a message must be text or image_url, got {kind!r}"
                         )
         return tuple(images)
 
@@ -51,8 +51,8 @@ class MessageImages:
         head, found, body = url.partition(",")
         if not (found and head.startswith("data:") and head.endswith(BASE64)):
             raise ValueError(
-                "image_url: engines fetch nothing, so an image is written as"
-                f" data:image/png;base64,..., got {url[:60]!r}"
+                "image_url: must be data:image/png;base64,..., because engines download nothing;"
+                f" got {url[:60]!r}"
             )
         try:
             data = base64.b64decode(body, validate=True)
@@ -70,20 +70,20 @@ class MessageImages:
         return image
 
 
-# The rollouts of an example show the same images, and begin one after the other. What is no image
-# raises here: refused by the engine, it would end more than this rollout.
+# Cached, because the rollouts of an example show the same images and begin one after the other. An
+# invalid image raises here: if the engine refused it, more than this rollout would end.
 @lru_cache(maxsize=32)
 def _decode(data: bytes) -> None:
-    # Here and not above, because environments without images do without Pillow.
+    # Imported here, because environments without images do not need Pillow.
     from rollout_actors.engine.sampling import decode_image
 
     decode_image(data)
 
 
 def shown_in(messages: Messages) -> list[object]:
-    """Return what a prompt shows beside its text, in order.
+    """Return the parts of a prompt that are not text, in order.
 
-    Two prompts may be the same tokens and show different images.
+    Two prompts may have the same tokens and show different images.
     """
     if isinstance(messages, str):
         return []
@@ -97,7 +97,7 @@ def shown_in(messages: Messages) -> list[object]:
 
 
 def without_images(messages: Messages) -> Messages:
-    """Return the messages with each image's data replaced by its size and hash, to be read."""
+    """Replace each image's data by its size and hash, for people to read."""
     if isinstance(messages, str):
         return messages
     result = []

@@ -1,4 +1,4 @@
-"""Conversations of the OpenAI API: put together, sent, and stored in tables."""
+"""Conversations of the OpenAI API: joined, prepared for sending, and stored in tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Types that nobody can change: a copy shares them.
+# Immutable types, which a copy shares.
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
-    """Join conversations, or texts, in order. Nothing is copied but the outermost list."""
+    """Join conversations, or texts, in order. Only the outermost list is copied."""
     texts: list[str] = []
     joined: list[Message] = []
     for part in parts:
@@ -38,23 +38,23 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
 
 
 def checked_messages(value: object, method: str, environment: Environment) -> Messages:
-    """Return what an environment's method returned, with every message as a dict.
+    """Return the result of an environment's method, with every message as a dict.
 
     Raises:
         TypeError: it is neither a conversation nor a text.
-        ValueError: a message is none, or has no role.
+        ValueError: a message is not a mapping, or has no role.
     """
     if isinstance(value, str):
         return value
     if type(value) is list and all(
         type(message) is dict and message.get("role") is not None for message in value
     ):
-        return list(value)  # as nearly always
+        return list(value)  # the usual case
     by = f"{method} of {environment.name}"
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
         kind = "nothing" if value is None else type(value).__name__
         raise TypeError(
-            f"{by} returned {kind}; return a list of messages, and [] where there is nothing to say"
+            f"{by} returned {kind}; return a list of messages, and [] if there is nothing to say"
         )
     require_roles(value, f"what {by} returned")
     return [
@@ -63,10 +63,10 @@ def checked_messages(value: object, method: str, environment: Environment) -> Me
 
 
 def require_roles(messages: object, where: str) -> None:
-    """Refuse what is no conversation, and a message that does not say who says it.
+    """Refuse a value that is not a conversation, and messages without a role.
 
     Raises:
-        ValueError: it begins with `where`.
+        ValueError: its text begins with `where`.
     """
     form = 'write it like {"role": "user", "content": "..."}'
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
@@ -85,13 +85,13 @@ def require_roles(messages: object, where: str) -> None:
 
 
 def copied(value: T) -> T:
-    """Return a deep copy, several times as fast as `copy.deepcopy` for what JSON has."""
+    """Return a deep copy, several times as fast as `copy.deepcopy` for the types of JSON."""
     original: Any = value
     copy: Any = value
     if type(original) is dict:
         copy = original.copy()
         for key, item in copy.items():
-            if type(item) not in _ATOMS:  # nearly all there is in a message is text
+            if type(item) not in _ATOMS:  # most values in a message are text
                 copy[key] = copied(item)
     elif type(original) is list:
         copy = [item if type(item) in _ATOMS else copied(item) for item in original]
@@ -102,16 +102,16 @@ def copied(value: T) -> T:
 
 
 def cleanup_messages(messages: Messages) -> Messages:
-    """Return messages as an endpoint takes them, from however a dataset stores them.
+    """Convert messages from the form of a dataset to the form that endpoints accept.
 
-    A table has every column in every row: fields that are None go, of messages, of tool calls and,
-    at any depth, of the parts of a content. Tool calls that are JSON become mappings.
+    A table has every column in every row, so fields that are None are removed: from messages, from
+    tool calls and, at any depth, from the parts of a content. Tool calls in JSON become mappings.
     """
     if isinstance(messages, str):
         return messages
     cleaned = []
     for message in messages:
-        # Endpoints want the key `content` in every message, also where it is null.
+        # Endpoints require the key `content` in every message, even if it is null.
         fields = {"content": None, **as_mapping(message)}
         fields = {"content": fields["content"], **_without_none_fields(fields)}
         if "tool_calls" in fields:
@@ -123,8 +123,8 @@ def cleanup_messages(messages: Messages) -> Messages:
                 del fields["tool_calls"]
         if isinstance(fields["content"], list):
             fields["content"] = _without_none(fields["content"])
-        # A call for tools alone has no content. In any other message that is the user's mistake,
-        # which the endpoint will name.
+        # A message with only tool calls has no content. In any other message a missing content is
+        # a mistake, and becomes an empty text.
         if fields["content"] is None and "tool_calls" not in fields:
             fields["content"] = ""
         cleaned.append(fields)
@@ -144,17 +144,17 @@ def _without_none(value: Any) -> Any:
 
 
 def cleanup_tools(tools: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return tools without the nulls that a table filled in.
+    """Remove the nulls that a table filled into tools.
 
-    In a table each tool has the fields and the parameters of all, and None for what is not its own.
-    A null in a list, such as an `enum`, stays.
+    In a table each tool has the fields and parameters of all tools, and None for missing ones.
+    Nulls in a list, such as an `enum`, are kept.
     """
     return [_without_none(tool) for tool in tools]
 
 
 def sanitize_messages(messages: Messages) -> Messages:
-    """Return messages as a table stores them: mappings with a `content`, and with tool calls as
-    `sanitize_tool_calls` writes them. `cleanup_messages` reads them back.
+    """Convert messages to the form of a table: mappings with a `content`, and tool calls as written
+    by `sanitize_tool_calls`. `cleanup_messages` reads them back.
     """
     if isinstance(messages, str):
         return messages
@@ -162,10 +162,10 @@ def sanitize_messages(messages: Messages) -> Messages:
 
 
 def sanitize_tool_calls(messages: Messages) -> Messages:
-    """Return messages with every tool call as one JSON text, and without empty lists of them.
+    """Write every tool call as one JSON text, and remove empty lists of tool calls.
 
-    No two tools' arguments have the same columns, so that a table could not hold the calls as they
-    are. The given messages stay as they were.
+    The arguments of different tools have different columns, so a table could not hold the calls as
+    mappings. The given messages are not changed.
     """
     if isinstance(messages, str):
         return messages
@@ -183,12 +183,12 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
 
 
 def as_mapping(value: GivenMessage) -> Fields:
-    """Return a message or a tool call as a mapping, with the OpenAI library's objects, itself or
-    inside it, as mappings too.
+    """Return a message or a tool call as a mapping. Objects of the OpenAI library inside it become
+    mappings too.
     """
-    if isinstance(value, dict | Mapping):  # a dict is found at once
+    if isinstance(value, dict | Mapping):  # a dict is recognised at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
-    # OpenAI's classes have every field of the API; None means that this message has not.
+    # OpenAI's classes have every field of the API; None means that this message lacks the field.
     dumped: Fields = value.model_dump(exclude_none=True)
     return dumped
 

@@ -1,6 +1,6 @@
-"""Messages and tokens of an OpenAI API answer (spec: trajectories, token extraction).
+"""Messages and tokens of an OpenAI API response (spec: trajectories, token extraction).
 
-Nothing is tokenised here, or ever again.
+The tokens are the engine's; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rollout_actors.environments.types import (
 )
 
 TOKEN_ID = "token_id:"
-"""Prefix of a token that vLLM writes as its id, when asked for `return_tokens_as_token_ids`."""
+"""Prefix of a token that vLLM writes as its id, if `return_tokens_as_token_ids` is set."""
 
 SENT_IMAGES = "image_sha256"
-"""Field of our engines' answers: hashes of the prompt's images, in order, as they were sent."""
+"""Field of our engines' responses: hashes of the prompt's images, in the order sent."""
 
 RETURNS_TOKENS: Arguments = {
     "logprobs": True,
     "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
 }
-"""Sampling arguments with which vLLM answers a chat with what `parse_response_tokens` reads."""
+"""Sampling arguments that make vLLM's chat responses contain what `parse_response_tokens` reads."""
 
 
 def is_cut(response: object) -> bool:
-    """Tell whether an answer was cut by length: at `max_tokens`, or where there was no more room.
+    """Return whether an answer was cut by length: at `max_tokens`, or at the end of the context.
 
-    Environments may note anything as a step's response.
+    Environments may store anything as a step's response.
     """
     for choice in getattr(response, "choices", None) or ():
         if getattr(choice, "finish_reason", None) == "length":
@@ -47,14 +47,13 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
     """Return the model's message: one assistant message, or the text of a completion.
 
     Raises:
-        ValueError: the endpoint answered with neither, as gateways do when what is behind them
-            fails.
+        ValueError: the response has no choices, as from gateways whose backend fails.
     """
     if not response.choices:
         reason = _extra(response, "error") or "nothing else"
         raise ValueError(
-            f"the endpoint's answer has no choices, and says {reason}; look whether the model is"
-            " served, and into the endpoint's log"
+            f"the endpoint's response has no choices, and says {reason}; check that the model is"
+            " served, and read the endpoint's log"
         )
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
@@ -62,7 +61,7 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
     assert isinstance(response, ChatCompletion), type(response)
     choice = response.choices[0]
     message: Message = {"role": "assistant", "content": choice.message.content}
-    # Kept under the name that the endpoint gave it, which is the one that it takes back.
+    # Kept under the endpoint's field name, which the endpoint also expects back.
     for name in REASONING:
         if reasoning := _extra(choice.message, name):
             message[name] = reasoning
@@ -76,11 +75,11 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
 
 
 async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryStepTokens | None:
-    """Return the tokens that the engine read and sampled; None where the answer lacks any of them.
+    """Return the tokens that the engine read and sampled; None if the response lacks any of them.
 
     Raises:
-        ValueError: the numbers of sampled tokens and log-probabilities differ, so that nothing can
-            be learned from any of them.
+        ValueError: the numbers of sampled tokens and log-probabilities differ, so that the tokens
+            cannot be trained.
     """
     if not response.choices:
         return None
@@ -95,7 +94,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     else:
         assert isinstance(response, ChatCompletion), type(response)
         prompt_ids = _extra(response, "prompt_token_ids")
-        # Our own engines answer with a list; other endpoints with an object for each token.
+        # Our own engines return a list; other endpoints return an object for each token.
         logprobs = _extra(choice, "token_logprobs")
         content = choice.logprobs and choice.logprobs.content
         if logprobs is None and content is not None:
@@ -108,7 +107,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     if len(completion_ids) != len(logprobs):
         raise ValueError(
             f"the endpoint returned {len(completion_ids)} token ids with {len(logprobs)}"
-            " log-probabilities, which have to be as many"
+            " log-probabilities; both numbers must be equal"
         )
     return {
         "prompt_ids": list(prompt_ids),
@@ -120,7 +119,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
 
 
 def _extra(model: object, name: str) -> Any:
-    # A field that vLLM or another endpoint adds to OpenAI's.
+    # A field that vLLM or another endpoint adds to OpenAI's fields.
     extra = getattr(model, "__pydantic_extra__", None)
-    # pydantic's `__getattr__` finds the same, and takes long to say that there is none.
+    # pydantic's `__getattr__` finds the same fields, but is slow if a field is missing.
     return getattr(model, name, None) if extra is None else vars(model).get(name, extra.get(name))

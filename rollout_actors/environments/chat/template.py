@@ -1,6 +1,6 @@
-"""Conversations as tokens, by a checkpoint's own chat template.
+"""Conversations as tokens, written by a checkpoint's own chat template.
 
-A call's prompt begins with the tokens of the call before it: what was sampled is never tokenised
+A call's prompt begins with the tokens of the call before it: sampled tokens are never tokenised
 again.
 """
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_MARKER = "the-model-said-this"
-"""An answer's text that no template changes, to find what a template writes behind it."""
+"""An answer that no template changes, to find the text that a template writes after an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousCall:
-    """An answered call, as far as the next one may go on from it.
+    """An answered call, with the data that the next call needs to continue it.
 
     Example:
-        The user said `hi`, the model `yo` and its stop token: `rendered` is
+        The user said `hi`, the model `yo` and its stop token. Then `rendered` is
         `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, `text` is `yo`, `stop_text`
-        is `<|im_end|>`, and `token_ids` are those of the three texts in a row.
+        is `<|im_end|>`, and `token_ids` are the tokens of these three texts.
     """
 
     rendered: str
-    """The call's prompt, as the template wrote it."""
+    """The call's prompt, as written by the template."""
     num_messages: int
-    """Messages of that prompt; 0 where it was plain text."""
+    """Number of messages in that prompt; 0 for plain text."""
     token_ids: tuple[int, ...]
-    """The prompt's tokens, and behind them all sampled ones, with a sampled stop token."""
+    """The tokens of the prompt, then all sampled tokens, including a sampled stop token."""
     text: str
-    """The sampled text, with the special tokens in it."""
+    """The sampled text, including special tokens."""
     stop_token_id: int | None
-    """The last of `token_ids`, where it was sampled and ended the answer."""
+    """The last of `token_ids`, if it was sampled and ended the answer."""
     stop_text: str
     answer: Message
-    """The answer as the environment got it."""
+    """The answer as the environment received it."""
 
 
 class ChatTemplate:
@@ -56,8 +56,8 @@ class ChatTemplate:
     ) -> None:
         """
         Args:
-            tokenizer: transformers' (`apply_chat_template`, `encode`, `decode`).
-            template_args: what the template asks for besides messages and tools, such as
+            tokenizer: a tokenizer of transformers (`apply_chat_template`, `encode`, `decode`).
+            template_args: further arguments of the template, besides messages and tools, such as
                 `enable_thinking`.
         """
         self.tokenizer = tokenizer
@@ -70,7 +70,7 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """Write the conversation as text, and where it `asks`, the beginning of an answer."""
+        """Write the conversation as text, and if it `asks`, the beginning of an answer."""
         text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
@@ -81,12 +81,12 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
-        """Tokenise a text with its special tokens; `is_plain`: add those that begin a text."""
-        # A chat template writes the token that begins a text itself: it would be there twice.
+        """Tokenise a text with its special tokens. `is_plain`: add the tokens that begin a text."""
+        # A chat template writes the first token itself, so it would occur twice.
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
-        # Never cleaned up: that drops spaces which were sampled.
+        # Without clean-up, which would remove sampled spaces.
         text: str = self.tokenizer.decode(
             list(token_ids),
             skip_special_tokens=not with_special,
@@ -104,25 +104,25 @@ class ChatTemplate:
         """Return the prompt that extends the last call's tokens to these messages.
 
         Args:
-            rendered: the messages as the template writes them.
+            rendered: the messages, as written by the template.
 
         Returns:
-            None where the messages do not go on from the last call, or the template now writes
-            what was said otherwise.
+            None if the messages do not continue the last call, or the template now writes the
+            earlier messages differently.
         """
         added = self._added(last, rendered, messages, tools)
         if added is None:
             return None
         if last.stop_token_id is not None and added:
-            # Some tokenizers write the beginning of a text differently: encode what is added behind
-            # the stop token, as it stands.
+            # Some tokenizers encode the beginning of a text differently, so the added text is
+            # encoded together with the stop token before it.
             token_ids = self.encode(last.stop_text + added)
             if token_ids[0] == last.stop_token_id:
                 return last.token_ids + token_ids[1:]
         return last.token_ids + self.encode(added)
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """Do the same for plain text, in which nothing goes on behind a stop token."""
+        """Do the same for plain text, which must repeat the text of a stop token to continue it."""
         seen = last.rendered + last.text + last.stop_text
         return last.token_ids + self.encode(text[len(seen) :]) if text.startswith(seen) else None
 
@@ -137,8 +137,8 @@ class ChatTemplate:
         if rendered.startswith(seen):
             # An answer without a stop token gets the template's end of a message here, too.
             return rendered[len(seen) :]
-        # The template may write the answer otherwise than it was sampled: without spaces at its
-        # ends, or a tool call with others inside. It stays as sampled, and what is added follows.
+        # The template may write the answer differently than it was sampled: without spaces at its
+        # ends, or with other spaces in a tool call. The sampled tokens stay; new text is added.
         end = self._end_of_message
         if end is None or not end.startswith(last.stop_text):
             return None
@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @cached_property
     def _end_of_message(self) -> str | None:
-        """Text behind the model's message where it is the last; None: the template changes it."""
+        """Text after the last message of the model; None: the template changes the message."""
         answer = {"role": "assistant", "content": ANSWER_MARKER}
         messages = [{"role": "user", "content": "?"}, answer]
         _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)
@@ -162,8 +162,8 @@ class ChatTemplate:
 
 
 def _for_template(message: GivenMessage) -> Message:
-    """Prepare a message for templates, as vLLM's server does: no content is an empty one, and a
-    tool call's arguments are a mapping.
+    """Prepare a message for templates as vLLM's server does: missing content becomes an empty text,
+    and a tool call's arguments become a mapping.
     """
     result = dict(as_mapping(message))
     if result.get("content") is None:
@@ -174,7 +174,7 @@ def _for_template(message: GivenMessage) -> Message:
             function = as_mapping(call["function"])
             arguments = function.get("arguments")
             if isinstance(arguments, str):
-                # A model wrote it, and the conversation goes on.
+                # A model wrote it, so it may be invalid; the conversation continues.
                 with suppress(json.JSONDecodeError):
                     arguments = json.loads(arguments)
             if not isinstance(arguments, Mapping):

@@ -1,4 +1,4 @@
-"""Tools of the OpenAI API: the schemas of Python functions, and calls read from a model's text."""
+"""Tools of the OpenAI API: schemas of Python functions, and tool calls parsed from model text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""What the OpenAI API takes for the name of a function."""
+"""Names that the OpenAI API accepts for a function."""
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
@@ -48,38 +48,38 @@ class Tool:
     function: Callable[..., object]
     """Plain, or asynchronous."""
     schema: JsonObject
-    """The tool among the `tools` of a call of the API."""
+    """The tool as an entry of `tools` in an API call."""
     required: tuple[str, ...]
-    """Names of the arguments that have no default."""
+    """Names of the arguments without a default."""
     partial_arguments: type[BaseModel]
-    """Model of the arguments, none of which has to be there; each field goes by its alias."""
+    """Model of the arguments, all optional. The alias of each field is the argument's name."""
 
     @classmethod
     def of(cls, function: Callable[..., object], args_to_skip: Collection[str] = ()) -> Tool:
         """Make a tool from a function's signature, type hints and docstring.
 
-        Each line of the docstring's `Args:` section describes a parameter. A partial has those of
-        what it wraps, except a `__name__` and a `__doc__` of its own; what it binds is skipped.
+        Each line of the docstring's `Args:` section describes a parameter. A partial has the name
+        and docstring of the function in it, unless it has its own; bound arguments are skipped.
 
         Args:
             args_to_skip: parameters that the model neither sees nor sets.
 
         Raises:
-            ValueError: names the function and what cannot be told to a model.
+            ValueError: names the function and why it cannot be a tool.
         """
         name = name_of(function)
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"tool {name}: the name of a tool has 1 to 64 letters, digits, - and _; give a"
+                f"tool {name}: a tool's name must have 1 to 64 letters, digits, - and _; give a"
                 " named function"
             )
         parameters = _parameters(name, function)
         if absent := [arg for arg in args_to_skip if arg not in parameters]:
             raise ValueError(
-                f"tool {name}: args_to_skip has {', '.join(absent)}, which is no parameter; they"
-                f" are {', '.join(parameters) or 'none'}"
+                f"tool {name}: args_to_skip has {', '.join(absent)}, but the parameters are"
+                f" {', '.join(parameters) or 'none'}"
             )
-        # A partial that was given no docstring has that of its class.
+        # A partial without its own docstring would have the docstring of its class.
         documented = function
         while isinstance(documented, partial) and "__doc__" not in vars(documented):
             documented = documented.func
@@ -93,15 +93,15 @@ class Tool:
                 continue
             hint = Any if parameter.annotation is parameter.empty else parameter.annotation
             default = ... if parameter.default is parameter.empty else parameter.default
-            # By alias, since a model's field may not be called `_x`, and should not be `copy`.
+            # By alias, because a model's field must not be called `_x`, and should not be `copy`.
             options: dict[str, Any] = {"alias": parameter.name}
-            # Without a description the one of an `Annotated` hint stays.
+            # Without a description, the description in an `Annotated` hint is used.
             if parameter.name in descriptions:
                 options["description"] = descriptions[parameter.name]
             field_name = f"argument_{len(fields)}"
             fields[field_name] = (hint, Field(default, **options))
             optional[field_name] = (hint, Field(None, alias=parameter.name))
-        # An argument that the function does not have is a mistake that the model should read of.
+        # An argument that the function does not have is a mistake that the model should read about.
         closed = ConfigDict(extra="forbid")
         try:
             arguments = create_model(name, __config__=closed, **fields)
@@ -121,13 +121,13 @@ class Tool:
         return cls(name, function, schema, required, partial_arguments)
 
     def read(self, text: str, *, is_whole: bool = True) -> Arguments:
-        """Read the arguments that a model wrote as JSON, as the function takes them.
+        """Parse the arguments that a model wrote as JSON, and convert them for the function.
 
         Args:
-            is_whole: False: some may be missing, which somebody else fills in (`require_whole`).
+            is_whole: False: some may be missing, and are added later (`require_whole`).
 
         Raises:
-            ValueError: says what is wrong with them, for the model to read.
+            ValueError: the arguments are wrong; the text is for the model.
         """
         try:
             written = json.loads(text) if text.strip() else {}
@@ -153,21 +153,21 @@ class Tool:
         return arguments
 
     def require_whole(self, arguments: Fields) -> None:
-        """Raise ValueError, for the model to read, where a required argument is missing."""
+        """Raise ValueError, with a text for the model, if a required argument is missing."""
         absent = [name for name in self.required if name not in arguments]
         if missing := [f"{name}: Field required" for name in absent]:
             raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(missing)}")
 
     async def call(self, arguments: Fields) -> str:
-        """Call the function, a plain one in a thread. Raises what it raises.
+        """Call the function, a plain one in a thread. Its errors are raised.
 
         Returns:
-            Its value: text as it is, anything else as JSON.
+            Its value: text unchanged, anything else as JSON.
         """
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
-            # A partial, since a parameter may have the name of one of `in_thread`.
+            # A partial, because a parameter may have the name of a parameter of `in_thread`.
             value = await in_thread(partial(self.function, **arguments))
             value = await value if inspect.isawaitable(value) else value
         if isinstance(value, str):
@@ -176,7 +176,7 @@ class Tool:
         def as_json(item: object) -> object:
             return item.model_dump(mode="json") if isinstance(item, BaseModel) else str(item)
 
-        # The model is to read letters, not their escapes.
+        # Without escapes, because the model reads it.
         return json.dumps(value, ensure_ascii=False, default=as_json)
 
 
@@ -188,7 +188,7 @@ def convert_tool_to_oai_format(
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's description, up to the first section, and that of each argument."""
+    """Return a docstring's description, up to the first section, and one for each argument."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = ""
@@ -215,7 +215,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 class _Untitled(GenerateJsonSchema):
-    """A JSON schema without the `title` of each field, which only repeats its name."""
+    """Generates JSON schemas without the `title` of each field, which only repeats its name."""
 
     def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
         return False
@@ -231,16 +231,15 @@ def _parameters(name: str, function: Callable[..., object]) -> Mapping[str, insp
     for one in signature.parameters.values():
         if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL, one.VAR_KEYWORD):
             raise ValueError(
-                f"tool {name}: parameter {one} cannot be given by name; a tool has named parameters"
-                " alone"
+                f"tool {name}: parameter {one} cannot be given by name; use only named parameters"
             )
     return signature.parameters
 
 
-# Tool calls in what a model wrote, read by vLLM's own parsers: the same that its server has.
+# Tool calls in a model's text, parsed by vLLM's own parsers, which its server uses too.
 
 _RANDOM_ID = re.compile(r"chatcmpl-tool-\w+|[0-9A-Za-z]{9}")
-"""Ids that vLLM draws. Others say what was called, and templates read them."""
+"""Ids that vLLM draws at random. Other ids contain the called name, and templates read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +257,9 @@ class ToolCallReader:
         """Import vllm, which takes some seconds.
 
         Raises:
-            ValueError: vLLM has no parser of this name; it names the key of a run that has one.
+            ValueError: vLLM has no parser of this name; the text names the run's key.
         """
-        # Here and not above: most runs have no tools.
+        # Imported here, because most runs have no tools.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager as Parsers
 
@@ -269,8 +268,8 @@ class ToolCallReader:
         except KeyError as error:
             known = ", ".join(sorted({*Parsers.tool_parsers, *Parsers.lazy_parsers}))
             raise ValueError(
-                f"environment.tool_call_parser: vLLM has none of the name {name!r}; set it to one"
-                f" of {known}"
+                f"environment.tool_call_parser: vLLM has no parser {name!r}; set it to one of"
+                f" {known}"
             ) from error
         self._name = name
         self._tokenizer = tokenizer
@@ -279,20 +278,20 @@ class ToolCallReader:
     def read(
         self, token_ids: Sequence[int], text: str, tools: Sequence[Fields], *, seed: int
     ) -> AssistantMessage:
-        """Read the message of these tokens. What the parser cannot read is content, as it stands.
+        """Parse the message in these tokens. Text that the parser cannot read stays content.
 
         Args:
-            text: the tokens as text, without special ones.
-            seed: the request's. Ids that vLLM would draw at random follow from it: an id may be in
-                the next prompt.
+            text: the tokens as text, without special tokens.
+            seed: the request's seed. Ids that vLLM would draw at random are derived from it,
+                because an id may be part of the next prompt.
         """
         request = self._request(
             messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
         )
         try:
-            # A new one for each message, since vLLM's parsers keep what they have read.
+            # A new parser for each message, because vLLM's parsers keep state.
             parser = self._parser(self._tokenizer, request.tools)
-            # Some parsers read special tokens, and ask here for a text that still has them.
+            # Some parsers read special tokens, and request here that the text includes them.
             request = parser.adjust_request(request)
             written = self._tokenizer.decode(
                 list(token_ids),
@@ -300,7 +299,7 @@ class ToolCallReader:
                 clean_up_tokenization_spaces=False,
             )
             found = parser.extract_tool_calls(written, request)
-        except Exception as error:  # of any of many parsers, on any text that a model may write
+        except Exception as error:  # many parsers, and any text that a model may write
             what = f"{type(error).__name__}: {error}"
             failure = "vLLM's tool parser %s failed on %r, which stays text (%s)"
             _LOGGER.warning(failure, self._name, text[:200], what)
@@ -311,7 +310,7 @@ class ToolCallReader:
         for index, call in enumerate(found.tool_calls):
             call_id = call.id
             if _RANDOM_ID.fullmatch(call_id):
-                # Nine characters, because some templates take no others.
+                # Nine characters, because some templates accept no other length.
                 call_id = hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:9]
             function = Function(name=call.function.name, arguments=call.function.arguments)
             calls.append(ToolCall(id=call_id, type="function", function=function))
@@ -320,14 +319,14 @@ class ToolCallReader:
 
 
 def reader_of(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolCallReader | None:
-    """Return the reader of this name, else the checkpoint's own; None: it has none."""
+    """Return the reader of this name, else the checkpoint's own; None: no reader."""
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
-        name = "hf"  # vLLM's parser by such a template
+        name = "hf"  # vLLM's parser for such a template
     return None if name is None else ToolCallReader(name, tokenizer)
 
 
 def has_own_parser(checkpoint: Path) -> bool:
-    """Tell whether `reader_of` finds one in this folder's tokenizer, without loading it."""
+    """Return whether `reader_of` finds a parser in this folder's tokenizer, without loading it."""
     path = checkpoint / "tokenizer_config.json"
     return path.is_file() and isinstance(
         json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping
@@ -343,14 +342,14 @@ def chat_templates(checkpoint: Path) -> list[str]:
     templates = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     config = checkpoint / "tokenizer_config.json"
     if not templates and config.is_file():
-        # One text, or a list of them with names.
+        # One text, or a list of named texts.
         template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
         templates = [json.dumps(template)] if template else []
     return templates
 
 
 def num_tool_calls(state: Fields) -> int | None:
-    """Count the model's calls in a rollout; None where it is offered no tools."""
+    """Count the model's tool calls in a rollout; None if it is offered no tools."""
     if not state.get("oai_tools"):
         return None
     return sum(
@@ -362,10 +361,10 @@ def num_tool_calls(state: Fields) -> int | None:
 
 
 class UncalledTools:
-    """A count of rollouts none of which called a tool, for a warning."""
+    """Counts rollouts without any tool call, for a warning."""
 
     FIRST_ROLLOUTS = 8
-    """Rollouts before the first warning: fewer may have had no need of a tool."""
+    """Rollouts before the first warning, because fewer rollouts may not need a tool."""
 
     def __init__(self) -> None:
         self._num_rollouts = 0
@@ -376,7 +375,7 @@ class UncalledTools:
         """Count more rollouts that could call a tool, and their calls.
 
         Returns:
-            A warning after `FIRST_ROLLOUTS` without a call, and whenever twice as many had none.
+            A warning after `FIRST_ROLLOUTS` without a call, and each time that number doubles.
         """
         self._has_called = self._has_called or num_calls > 0
         self._num_rollouts += num_rollouts
@@ -384,8 +383,8 @@ class UncalledTools:
             return None
         self._next_warning = 2 * self._num_rollouts
         return (
-            f"none of {self._num_rollouts} rollouts called a tool, though they were offered some;"
-            " read what the model answers: its chat template must show tools, and its calls must"
-            " be read (by environment.tool_call_parser in training, by the endpoint's own parser"
+            f"none of {self._num_rollouts} rollouts called a tool, although tools were offered;"
+            " read the model's answers: the chat template must show the tools, and tool calls must"
+            " be parsed (by environment.tool_call_parser in training, by the endpoint's own parser"
             " with vf-eval)"
         )

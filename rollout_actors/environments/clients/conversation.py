@@ -1,8 +1,8 @@
-"""One rollout's calls of an engine, as sequences of tokens that grow from call to call.
+"""One rollout's calls of an engine, as token sequences that grow from call to call.
 
-Tokens that were sampled are never tokenised again: the next prompt begins with exactly the ids of
-the last call. `Conversation.chat` and `.completions` put the surface of `openai.AsyncOpenAI` over
-that, for environments that know nothing of tokens.
+Sampled tokens are never tokenised again: the next prompt begins with exactly the ids of the last
+call. `Conversation.chat` and `.completions` offer the interface of `openai.AsyncOpenAI`, for
+environments that do not handle tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from shared.trajectory import ModelCall
 _ALWAYS_ANSWERED = frozenset(
     {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"}
 )
-"""Arguments that ask for tokens and log-probabilities, which every answer has."""
+"""Arguments that request tokens and log-probabilities, which every response has."""
 
 Generate = Callable[[RolloutRequest], Awaitable[Rollout | None]]
-"""Asks an engine; None: it found the prompt, with its images, too long."""
+"""Sends a request to an engine; None: with its images the prompt is too long for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,34 @@ class Sampled:
     """The tokens that an engine sampled in one call.
 
     Example:
-        The response `(5, 6)` with the sampled stop token 2: `token_ids=(5, 6, 2)`, three
-        log-probabilities, `stop_token_id=2`. With a stop token that the repeat guard forced:
-        `token_ids=(5, 6)`, two log-probabilities, `stop_token_id=None`.
+        The response `(5, 6)` with the sampled stop token 2 has `token_ids=(5, 6, 2)`, three
+        log-probabilities and `stop_token_id=2`. If the repeat guard forced the stop token, it has
+        `token_ids=(5, 6)`, two log-probabilities and `stop_token_id=None`.
     """
 
     token_ids: tuple[int, ...]
-    """[T], with the stop token unless the repeat guard forced it: that one was not sampled."""
+    """[T], with the stop token unless the repeat guard forced it."""
     logprobs: tuple[float, ...] | None
-    """[T]; None where the run's decoding returns none."""
+    """[T]; None if the run's decoding returns no log-probabilities."""
     stop_token_id: int | None
-    """The last of `token_ids`, where it is a stop token."""
+    """The last of `token_ids`, if it is a stop token."""
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Sampled:
         stop = rollout.stop_token_id
-        # A forced token was not sampled: nothing can be learned from it.
+        # A forced token was not sampled, so it cannot be trained.
         if stop is None or len(rollout.response_token_ids) in rollout.forced_positions:
             return cls(rollout.response_token_ids, rollout.logprobs, None)
         logprobs = rollout.logprobs
         if logprobs is not None:
-            assert rollout.stop_token_logprob is not None, "it was sampled like the others"
+            assert rollout.stop_token_logprob is not None, "a sampled token has a log-probability"
             logprobs = (*logprobs, rollout.stop_token_logprob)
         return cls((*rollout.response_token_ids, stop), logprobs, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """A rollout's place in the run. The seeds of its calls follow from it and the turn."""
+    """A rollout's place in the run. The seeds of its calls are derived from it and the turn."""
 
     run_seed: int
     step: int
@@ -82,7 +82,7 @@ class RolloutKey:
     """Position in the step, over all learner ranks."""
     sample_id: str
     path: str = ""
-    """Suffix of a rollout that an environment begins inside this position's; empty for its own."""
+    """Suffix of a rollout that an environment starts inside this position's rollout; else empty."""
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
         seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
@@ -96,33 +96,33 @@ class ConversationSettings:
     """The template, decoding and limits that all conversations of a run share.
 
     Raises:
-        ValueError: decoding is beam search, whose answers were not sampled token by token.
+        ValueError: decoding is beam search, which does not sample token by token.
     """
 
     template: ChatTemplate
     """The checkpoint's tokenizer and chat template."""
     decode: DecodeSettings
-    """Decoding of every call. Sampling arguments may ask for fewer tokens, and for nothing else."""
+    """Decoding of every call. Sampling arguments may only lower the number of new tokens."""
     max_model_len: int
-    """Most tokens of a prompt and its answer together, as the engines have it."""
+    """Limit of a prompt and its answer together, in tokens, as the engines have it."""
     tool_calls: ToolCallReader | None = None
-    """Reads the model's tool calls; None: they stay text."""
+    """Parses the model's tool calls; None: they stay text."""
 
     def __post_init__(self) -> None:
         if self.decode.mode is DecodeMode.BEAM:
             raise ValueError(
-                "decode.mode: beam search samples no tokens; environments use greedy or sample"
+                "decode.mode: beam search samples no tokens; use greedy or sample in environments"
             )
 
     @cached_property
     def placeholder(self) -> int | None:
-        """Token id of an image; None: the tokenizer has none, and no text means one."""
+        """Token id of an image; None: the tokenizer has no such token."""
         encoded = map(self.template.encode, IMAGE_PLACEHOLDERS)
         return next((token_ids[0] for token_ids in encoded if len(token_ids) == 1), None)
 
     @cached_property
     def _fixed(self) -> Arguments:
-        """Sampling arguments that the run has fixed. A call may repeat them, not change them."""
+        """Sampling arguments that the run fixes. A call may repeat them, but not change them."""
         return {
             "temperature": self.decode.temperature,
             "top_p": self.decode.top_p,
@@ -143,10 +143,10 @@ class ConversationSettings:
         }
 
     def max_tokens(self, arguments: Fields) -> int:
-        """Return the most tokens that a call with these arguments may sample. None is not given.
+        """Return how many tokens a call with these arguments may sample. None means not given.
 
         Raises:
-            ValueError: an argument is unknown, or the run has fixed it otherwise.
+            ValueError: an argument is unknown, or contradicts the run.
         """
         most = self.decode.max_new_tokens
         limit = most
@@ -162,7 +162,7 @@ class ConversationSettings:
                     )
                 limit = min(limit, value)
             elif name in self._fixed:
-                # Compared as a set: their order means nothing.
+                # Compared as a set, because the order means nothing.
                 if name == "stop_token_ids":
                     value = sorted(value)
                 elif name == "stop":
@@ -170,19 +170,19 @@ class ConversationSettings:
                 if value != self._fixed[name]:
                     key = " (rollout_matching.decoding.stop)" if name == "stop" else ""
                     raise ValueError(
-                        f"{name}: {value!r} was asked for, and this run has {self._fixed[name]!r};"
-                        f" leave it out, or change what the run has{key}"
+                        f"{name}: got {value!r}, but this run has {self._fixed[name]!r}; leave it"
+                        f" out, or change the value of the run{key}"
                     )
-            else:  # a seed, too: the engines' own follow from the rollout's place in the run
+            else:  # a seed, too: the engines' seeds are derived from the rollout's place in the run
                 known = ", ".join(sorted({*self._fixed, *LIMITS, *_ALWAYS_ANSWERED}))
                 raise ValueError(
-                    f"{name}: the engines of a run take no such sampling argument; leave it out."
-                    f" They know {known}"
+                    f"{name}: the engines of a run have no such sampling argument; leave it out."
+                    f" They accept {known}"
                 )
         if asked.get("logprobs") and not self.decode.return_logprobs:
             raise ValueError(
-                "logprobs: this run's decoding returns none; leave it out, or switch on"
-                " return_logprobs"
+                "logprobs: this run's decoding returns no log-probabilities; leave it out, or"
+                " switch on return_logprobs"
             )
         return limit
 
@@ -191,23 +191,23 @@ class ConversationSettings:
 class _Prompt:
     text: str
     token_ids: tuple[int, ...]
-    """As the engine gets them: one placeholder for each image."""
+    """As sent to the engine: one placeholder for each image."""
     images: tuple[ImageRef, ...]
     is_split: bool
-    """There was a call before, and the prompt does not go on from it."""
+    """There was a call before, and the prompt does not continue it."""
 
 
 class Conversation:
     """The calls of one rollout, answered one after the other.
 
-    Where the messages do not go on from the last call, or the template now writes them otherwise,
-    the prompt is tokenised anew, its tokens are read and never learned, and `num_splits` counts it.
+    If the messages do not continue the last call, or the template now writes them differently, the
+    prompt is tokenised anew. Its tokens are read and never trained, and `num_splits` counts it.
 
-    Calls take the arguments of `AsyncOpenAI`; `model` chooses nothing, since the engines of a run
-    have one. An answer has vLLM's `token_ids` and `prompt_token_ids`, and beside them
-    `token_logprobs`, `weight_version`, `engine` and `image_sha256`; its id is `overlong-prompt`
-    where the prompt leaves no room for a token. A call raises ValueError for arguments that
-    contradict the run, and RolloutError where the engine fails.
+    Calls take the arguments of `AsyncOpenAI`; `model` has no effect, because the engines of a run
+    have one model. A response has vLLM's `token_ids` and `prompt_token_ids`, and in addition
+    `token_logprobs`, `weight_version`, `engine` and `image_sha256`; its id is `overlong-prompt` if
+    the prompt leaves no room for a token. A call raises ValueError for arguments that contradict
+    the run, and RolloutError if the engine fails.
     """
 
     def __init__(
@@ -217,21 +217,21 @@ class Conversation:
         generate: Generate,
         calls: dict[tuple[str, int], ModelCall],
     ) -> None:
-        """`calls` is where each call is noted, by its path and turn."""
+        """`calls`: each call is recorded here, by its path and turn."""
         self._key = key
         self._settings = settings
         self._template = settings.template
         self._generate = generate
         self._calls = calls
         self.num_splits = 0
-        """Calls whose prompt did not begin with the tokens of the one before."""
+        """Calls whose prompt did not begin with the tokens of the call before."""
         self._images = MessageImages()
         self._turn = 0
         self._last: PreviousCall | None = None
         self._last_images: tuple[ImageRef, ...] = ()
         self._expansion = 0
-        """Tokens by which the last prompt was longer in the engine, which expands images."""
-        # Other calls of this rollout wait for it, until a call ends: the engine has a time limit.
+        """Tokens that the engine added to the last prompt, because it expands images."""
+        # Other calls of this rollout wait until a call ends; the engine has a time limit.
         self._one_at_a_time = asyncio.Lock()
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
         self.completions = SimpleNamespace(create=self._create_completion)
@@ -270,7 +270,7 @@ class Conversation:
                 "token_ids": list(sampled.token_ids),
                 "token_logprobs": sampled.logprobs and list(sampled.logprobs),
             }
-            # Not validated: vLLM has more finish reasons than OpenAI's type.
+            # Not validated, because vLLM has more finish reasons than OpenAI's type.
             return ChatCompletion.construct(
                 object="chat.completion",
                 choices=[choice],
@@ -318,10 +318,10 @@ class Conversation:
         is_plain: bool = False,
     ) -> _Prompt:
         num_before = len(self._last_images)
-        # The same tokens may stand for other images now: then it is a split too.
+        # The same tokens may now stand for other images, which is a split too.
         if self._last and continued is not None and images[:num_before] == self._last_images:
-            # Only the new tokens are looked at: a model of text may have sampled a placeholder,
-            # which stands for nothing.
+            # Only new tokens are checked: a text model may have sampled a placeholder, which stands
+            # for no image.
             added = continued[len(self._last.token_ids) :]
             self._check_placeholders(added, images, num_before=num_before)
             return _Prompt(text, continued, images, is_split=False)
@@ -332,26 +332,26 @@ class Conversation:
     def _check_placeholders(
         self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
     ) -> None:
-        # A wrong placeholder would stand for another image, or for none.
+        # A wrong placeholder would stand for another image, or for no image.
         placeholder = self._settings.placeholder
         number = num_before + token_ids.count(placeholder)
         if number == len(images):
             return
-        remedy = "leave that out of the text of messages"
+        remedy = "remove it from the text of messages"
         if number < len(images):
             remedy = (
-                "the chat template writes none for some; show images where it does, or take a model"
-                " with a vision tower"
+                "the chat template writes no placeholder for some; show images where it does, or"
+                " use a model with a vision tower"
             )
         name = IMAGE_PLACEHOLDERS[-1]
         if placeholder is not None:
             name = self._template.decode([placeholder], with_special=True)
-        raise ValueError(f"prompt: has {number} x {name} and {len(images)} x an image; {remedy}")
+        raise ValueError(f"prompt: has {number} x {name}, but {len(images)} images; {remedy}")
 
     async def _sample(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         max_model_len = self._settings.max_model_len
-        # Images that the last call did not show count as one token each: the engine may refuse
-        # what seems to have room.
+        # Images that the last call did not show count as one token each, so the engine may refuse a
+        # prompt that seems to fit.
         expansion = 0 if prompt.is_split else self._expansion
         room = max_model_len - len(prompt.token_ids) - expansion
         if room < 1:
@@ -364,7 +364,7 @@ class Conversation:
         if rollout is None:
             return None
         self._calls[call.path, call.turn] = replace(call, engine=rollout.actor)
-        # The engine takes longer ones than this client may, and only now it is known that it did.
+        # The engine accepts longer prompts than this client may, and the length is known only now.
         length = len(rollout.prompt_token_ids) + len(Sampled.from_rollout(rollout).token_ids)
         return None if length > max_model_len else rollout
 
@@ -417,7 +417,7 @@ class Conversation:
 
 
 def _openai_logprobs(sampled: Sampled) -> ChoiceLogprobs | None:
-    # An object for each token costs more than all else about an answer: only for whoever asks.
+    # An object for each token costs more than the rest of a response, so it is made on request.
     if sampled.logprobs is None:
         return None
     content = [

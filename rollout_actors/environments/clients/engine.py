@@ -1,4 +1,4 @@
-"""The client that asks a run's own engines, tokens in and tokens out:
+"""The client that sends model calls to a run's own engines, tokens in and tokens out:
 `Environment.generate(..., client=EngineClient(...))`.
 """
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 class Engines(Protocol):
-    """The run's engines, in order (`training.actor.RayEngines`, which this may not import)."""
+    """The run's engines, in order (`training.actor.RayEngines`, which cannot be imported here)."""
 
     def __len__(self) -> int: ...
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """Ask one engine, within a time limit of its own. Cancelling this aborts the request.
-        UnreachableError: another engine may be asked the same.
+        """Send a request to one engine, which has its own time limit. Cancelling this aborts the
+        request. UnreachableError: another engine may get the same request.
         """
         ...
 
@@ -43,8 +43,8 @@ class Engines(Protocol):
 class EngineClient:
     """Routes the calls of one step's rollouts to the engines.
 
-    All calls of a rollout go to the engine `position % len(engines)`, which still has its earlier
-    turns in the prefix cache. While an engine cannot be reached the next one is asked, with the
+    All calls of a rollout go to the engine `position % len(engines)`, which has its earlier turns
+    in the prefix cache. If an engine cannot be reached, the next one gets the request, with the
     same seed. A step is one call of `Environment.generate`: another one with the same client
     samples with the same seeds. The client may be used on several event loops.
     """
@@ -62,10 +62,10 @@ class EngineClient:
     ) -> None:
         """
         Args:
-            max_under_way: most requests that one engine has at a time, from one event loop. The
-                others wait here.
-            max_images: most images of one prompt; None: any number.
-            name: whose error too many images are (the environment actor's).
+            max_under_way: limit of concurrent requests to one engine, from one event loop. Further
+                requests wait here.
+            max_images: limit of images in one prompt; None: no limit.
+            name: name of the environment actor, for the error about too many images.
         """
         assert max_under_way >= 1, max_under_way
         assert len(engines), "a run has engines"
@@ -80,8 +80,8 @@ class EngineClient:
         """All images that were in a prompt, by their hashes (`sha256`)."""
         self._num_begun = count()
         self._calls: dict[int, dict[tuple[str, int], ModelCall]] = {}
-        # A semaphore belongs to the event loop that first waits for it, and callers may run one
-        # after another.
+        # A semaphore belongs to the event loop that first waits for it, and several event loops may
+        # be used one after the other.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = (
             WeakKeyDictionary()
         )
@@ -90,12 +90,12 @@ class EngineClient:
     def conversation(
         self, state: State, *, of: Fields | None = None, path: str = ""
     ) -> Conversation:
-        """Return a client for the calls of this rollout. Its seeds follow from the `position` of
-        its input; rollouts without one are numbered as they begin.
+        """Return a client for the calls of this rollout. Its seeds are derived from the `position`
+        of its input. Rollouts without a position are numbered in the order of their start.
 
         Args:
-            of: the input of the outermost rollout in which this one is begun; None: its own.
-            path: its path there, so that it has seeds of its own.
+            of: the input of the outermost rollout around this one; None: its own input.
+            path: its path inside the outermost rollout, so that it has its own seeds.
         """
         number = next(self._num_begun)
         position = (state.get("input", {}) if of is None else of).get("position")
@@ -106,27 +106,27 @@ class EngineClient:
         return Conversation(key, self._settings, self.generate, calls)
 
     def calls(self, position: int) -> tuple[ModelCall, ...]:
-        """Return the calls of the rollout of this position, by path and turn."""
+        """Return the calls of the rollout at this position, ordered by path and turn."""
         calls = self._calls.get(position, {})
         return tuple(calls[key] for key in sorted(calls))
 
     @property
     def chat(self) -> NoReturn:
         raise AttributeError(
-            "EngineClient has to know of which rollout a call is; call"
+            "EngineClient must know which rollout a call belongs to; call"
             " `self.get_model_response(client, model, messages, ...)` instead"
         )
 
     completions = chat
 
     async def generate(self, request: RolloutRequest) -> Rollout | None:
-        """Ask the rollout's own engine, and where that cannot be reached, the next ones.
+        """Send a request to the rollout's engine, or to the next ones if it cannot be reached.
 
         Returns:
-            The rollout; None where its images make the prompt too long for the engine.
+            The rollout; None if its images make the prompt too long for the engine.
 
         Raises:
-            RolloutError: an engine failed, or a prompt shows more images than it may.
+            RolloutError: an engine failed, or a prompt shows too many images.
         """
         number = len(request.images)
         if self._max_images is not None and number > self._max_images:
@@ -138,15 +138,15 @@ class EngineClient:
             raise self._failed(RolloutError(message, actor=self._name, phase="environment"))
         self.sent_images.update((image.sha256, image) for image in request.images)
         for num_unreached in range(len(self._engines)):
-            # By position: the same engine in every run, whatever order rollouts begin in.
+            # By position, so that every run uses the same engine, whatever order rollouts begin in.
             engine = (request.position + num_unreached) % len(self._engines)
             try:
                 rollout = await self._ask(engine, request)
-                # Prompts with images, which the engine expands, the learner compares
+                # The engine expands prompts with images; the learner compares those
                 # (`learner.segments`).
                 if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
                     raise RolloutError(
-                        f"answered another prompt than the one of example {request.sample_id};"
+                        f"answered another prompt than the prompt of example {request.sample_id};"
                         " engines must have the tokenizer of model.path",
                         actor=rollout.actor,
                         phase="check",
@@ -157,19 +157,19 @@ class EngineClient:
                     self._failed(error)
                     raise
                 _LOGGER.warning(
-                    "%s; the next engine is asked for sample %s", error, request.sample_id
+                    "%s; the next engine gets the request for sample %s", error, request.sample_id
                 )
-            except Exception as error:  # an engine that fails unforeseen has failed too
+            except Exception as error:  # an unexpected error is a failure of the engine too
                 is_refusal = isinstance(error, RolloutError) and says_overlong(error.message)
                 if request.images and is_refusal:
                     return None
                 self._failed(error)
                 raise
-        raise AssertionError("there is an engine")
+        raise AssertionError("a run has engines")
 
     async def _ask(self, engine: int, request: RolloutRequest) -> Rollout:
         loop = asyncio.get_running_loop()
-        # One list for each event loop: the bound holds in each of them, not over all.
+        # One list for each event loop: the limit holds in each of them, not over all.
         if loop not in self._slots:
             self._slots[loop] = [
                 asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))
@@ -188,13 +188,13 @@ class EngineClient:
         return error
 
     async def unless_an_engine_fails(self, work: Work[T]) -> T:
-        """Await `work`, which makes rollouts, but end it when an engine fails.
+        """Await `work`, which makes rollouts, but cancel it if an engine fails.
 
-        As a rollout's own error the failure would be data, and a dead engine would teach.
+        As a rollout's own error, the failure would be data, and the run would train on it.
 
         Raises:
-            Exception: what an engine failed with, mostly a RolloutError, once all rollouts have
-                cleaned up.
+            Exception: the engine's error, mostly a RolloutError, after all rollouts have cleaned
+                up.
         """
         failure = asyncio.get_running_loop().create_future()
         self._failure = failure
@@ -204,10 +204,10 @@ class EngineClient:
         finally:
             if not task.done():
                 task.cancel()
-                # For as long as they clean up; the driver's limit of the round bounds it.
+                # Until they have cleaned up; the driver's limit of the round bounds it.
                 await asyncio.wait((task,))
         if failure.done():
             if not task.cancelled():
-                task.exception()  # looked at, so that asyncio does not complain
+                task.exception()  # retrieved, so that asyncio does not warn
             failure.result()
         return task.result()

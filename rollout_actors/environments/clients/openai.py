@@ -1,4 +1,4 @@
-"""Calls of an endpoint through a client with the surface of `openai.AsyncOpenAI`."""
+"""Model calls through a client with the interface of `openai.AsyncOpenAI`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from shared.config.secrets import redacted
 _LOGGER = logging.getLogger(__name__)
 
 OVERLONG = "overlong-prompt"
-"""The id of what stands for an answer to a prompt that leaves no room in the model's context."""
+"""Id of the response that replaces a refused prompt without room in the model's context."""
 TRIES = 3
-"""Times that a call is made, while only the way to the endpoint, or its load, is at fault."""
+"""Attempts of a call that fails only because of the connection or the endpoint's load."""
 PAUSE_S = 0.5
 """Pause before the second try; doubled before each further one."""
 LIMITS = ("max_tokens", "max_completion_tokens")
-"""The two names that endpoints know for the limit of new tokens."""
+"""The two names that endpoints use for the limit of new tokens."""
 
 _INSTEAD = re.compile(
     r"use ['\"`]?(max_tokens|max_completion_tokens)['\"`]? instead", re.IGNORECASE
@@ -48,19 +48,19 @@ _PROMPT = re.compile(
     re.IGNORECASE,
 )
 REASONING = ("reasoning", "reasoning_content")
-"""The two names that endpoints know for what a model thought before its answer."""
+"""The two names that endpoints use for the reasoning before an answer."""
 LONGEST_PAUSE_S = 600.0
-"""The longest that an endpoint's Retry-After is followed."""
+"""Upper limit for an endpoint's Retry-After."""
 _LIMIT_NAMES: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
-"""The one name of the limit that an endpoint takes, by client and model, once it refused the other.
+"""The name of the limit that an endpoint accepts, by client and model, once it refused the other.
 """
 _NO_REASONING: WeakKeyDictionary[openai.AsyncOpenAI, set[str]] = WeakKeyDictionary()
-"""Models of an endpoint that refused a prompt for the reasoning in it, by client."""
+"""Models whose endpoint refused a prompt because of the reasoning in it, by client."""
 
 INFRASTRUCTURE = (
     openai.APIConnectionError,
     openai.RateLimitError,
-    openai.ConflictError,  # which openai's own client tries again, too
+    openai.ConflictError,  # openai's own client tries it again, too
     openai.InternalServerError,
     ConnectionError,
     TimeoutError,
@@ -68,14 +68,14 @@ INFRASTRUCTURE = (
 """Errors that the same call may not meet again: connections, timeouts, rate limits, a server's
 failures.
 
-A RolloutError of the run's own engines is not among them: they were tried again by then
-(`shared.rollouts.TRIES`), and `EngineClient` asks the next engine.
+A RolloutError of the run's own engines is not among them: the request was tried again already
+(`shared.rollouts.TRIES`), and `EngineClient` sends it to the next engine.
 """
 
 
 def is_rollout_client(client: Client) -> TypeIs[ConversationClient]:
-    """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
-    # By its class: a mock has any attribute that it is asked for.
+    """Return whether a client must know which calls belong to one rollout (`EngineClient`)."""
+    # Looked up in its class, because a mock has any attribute.
     return getattr(type(client), "conversation", None) is not None
 
 
@@ -92,20 +92,20 @@ async def ask(
     tools: list[Message] | None,
     sampling_args: SamplingArgs,
 ) -> Any:
-    """Call the model once; again where only the way to the endpoint failed.
+    """Call the model once, and again if only the connection failed.
 
-    The answer's id is `OVERLONG` where the prompt is too long. An endpoint that takes the limit of
-    new tokens under one of its two names alone gets that name from its first refusal on. One that
-    has room for the prompt, but not for that many new tokens, is asked once more for as many as it
-    has room for. One that refuses the reasoning of earlier answers gets the messages without it.
+    The response's id is `OVERLONG` if the prompt is too long. If the endpoint accepts only one of
+    the two names of the limit of new tokens, it gets that name after its first refusal. If the
+    prompt fits, but not that many new tokens, the call is repeated once with as many as fit. If it
+    refuses the reasoning of earlier answers, it gets the messages without it.
 
     Raises:
         TypeError: the client is not asynchronous.
-        Exception: the endpoint's refusal, or after `TRIES`, what was wrong with the way to it.
+        Exception: the endpoint's refusal, or after `TRIES` attempts the connection's error.
     """
     arguments = {name: value for name, value in sampling_args.items() if value is not None}
     known = client if isinstance(client, openai.AsyncOpenAI) else None
-    # One that tries again itself is asked once.
+    # A client that tries again itself is called once.
     tries = 1 if known is not None and known.max_retries else TRIES
     limit_names = {} if known is None else _LIMIT_NAMES.setdefault(known, {})
     if model in limit_names:
@@ -123,7 +123,7 @@ async def ask(
                 offered = {"tools": tools} if tools else {}
                 create = client.chat.completions.create
                 answer = create(model=model, messages=prompt, **offered, **arguments)
-            # A synchronous client would hold up the event loop, and with it every other rollout.
+            # A synchronous client would block the event loop, and with it every other rollout.
             if not inspect.isawaitable(answer):
                 raise TypeError(
                     f"client: calls of {type(client).__name__} are not asynchronous; give an"
@@ -137,7 +137,7 @@ async def ask(
                 limit_names[model] = wanted
                 arguments = _with_limit_as(wanted, arguments)
                 has_renamed = True
-            # Before the prompt is given up: a call is also refused if only its limit is too high.
+            # Checked before the prompt is given up: its limit of new tokens may only be too high.
             elif room is not None and room > 0:
                 arguments |= {name: room for name in LIMITS if name in arguments}
                 has_shortened = True
@@ -153,14 +153,14 @@ async def ask(
                 raise
             pause_s = max(PAUSE_S * 2 ** (attempt - 1), retry_after_s(error))
             what = redacted(f"{type(error).__name__}: {error}")
-            failure = "call %d of %d failed (%s); again in %.1f s"
+            failure = "attempt %d of %d failed (%s); the next one is in %.1f s"
             _LOGGER.warning(failure, attempt, tries, what, pause_s)
             await asyncio.sleep(pause_s)
             attempt += 1
 
 
 def without_reasoning(prompt: Messages) -> Messages:
-    """Return the messages without what the model thought before its answers."""
+    """Remove the model's reasoning from the messages."""
     if isinstance(prompt, str):
         return prompt
     return [
@@ -170,10 +170,10 @@ def without_reasoning(prompt: Messages) -> Messages:
 
 
 def retry_after_s(error: BaseException) -> float:
-    """Return the seconds that an endpoint asks to wait for, 0 if it does not.
+    """Return the seconds that an endpoint asks to wait; 0 if it does not ask.
 
     Retry-After is a number of seconds or a date (RFC 9110). The rollout's own timeout ends a wait
-    that is too long for it.
+    that is too long.
     """
     if not isinstance(error, openai.APIStatusError):
         return 0.0
@@ -185,15 +185,15 @@ def retry_after_s(error: BaseException) -> float:
             seconds = parsedate_to_datetime(written).timestamp() - time.time()
         except ValueError:
             return 0.0
-    # Of a NaN, too, the least.
+    # NaN becomes 0, too.
     return min(seconds, LONGEST_PAUSE_S) if seconds > 0 else 0.0
 
 
 def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int | None:
     """Return how many new tokens a refused prompt leaves room for.
 
-    None if the refusal does not say it, or the call names no limit, or a limit that no prompt
-    leaves room for.
+    None if the refusal does not say it, or the call has no limit, or its limit is not below the
+    context length.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
     context = _CONTEXT.search(str(error))
@@ -229,10 +229,10 @@ def _with_limit_as(name: str, arguments: SamplingArgs) -> Arguments:
 
 
 def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> bool:
-    """Tell whether an endpoint refused a prompt for its length.
+    """Return whether an endpoint refused a prompt because of its length.
 
-    OpenAI has a code for it; vLLM and others only say so. A call that asks for more new tokens
-    than the context has is another matter: it is wrong for every prompt.
+    OpenAI has an error code for it; vLLM and others only describe it. A call that asks for more new
+    tokens than the context has does not count: it is wrong for every prompt.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
     if context := _CONTEXT.search(str(error)):
@@ -241,13 +241,13 @@ def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> b
             return False
     if error.code == "context_length_exceeded" or says_overlong(str(error)):
         return True
-    # vLLM says no more than this of a prompt that leaves no room for a single token, and says the
-    # same to a call that asks for none.
+    # vLLM reports no more than this about a prompt that leaves no room for a single token, and the
+    # same about a call that asks for no tokens.
     return "max_tokens must be at least 1, got 0" in str(error).lower() and 0 not in limits
 
 
 def says_overlong(refusal: str) -> bool:
-    """Tell whether a refusal is for a prompt's length, in the words of vLLM or of others."""
+    """Return whether a refusal names the prompt's length, in the words of vLLM or of others."""
     phrases = (
         "context length",
         "context_length",
@@ -260,9 +260,9 @@ def says_overlong(refusal: str) -> bool:
 
 
 def merged(*levels: SamplingArgs | None) -> Arguments:
-    """Merge sampling arguments: later levels win, `extra_body` is merged key by key.
+    """Merge sampling arguments. Later levels take precedence; `extra_body` is merged key by key.
 
-    A None stays and is not sent at the end: so a caller takes back what an environment asks for.
+    A None is kept, and is not sent in the end: so a caller can remove an environment's argument.
 
     Example:
         `merged({"n": 1, "extra_body": {"a": 1}}, {"n": None, "extra_body": {"b": 2}})` is

@@ -15,7 +15,7 @@ SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answe
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, largest: int = 99, seed: int = 0
 ) -> SingleTurnEnv:
-    """Ask for sums, differences and products of two numbers up to `largest`."""
+    """Load sums, differences and products of two numbers up to `largest` as questions."""
     parser = XMLParser(fields=["answer"])
     rubric = Rubric([correct, parser.format_reward_func()], [1.0, 0.1], parser)
     return SingleTurnEnv(

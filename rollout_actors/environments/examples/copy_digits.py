@@ -1,6 +1,6 @@
-"""A dialogue of two turns that a tiny model learns from nothing: `first of 431`, then `last`.
+"""A dialogue of two turns that a tiny model learns from scratch: `first of 431`, then `last`.
 
-The second turn can only be answered from the first one's message.
+The second turn can only be answered from the message of the first turn.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rollout_actors.environments.types import Messages, State
 
 SECOND_TURN = "last"
 EXACT = 1.0
-"""Worth of an answer that is the digit."""
+"""Score of an answer that is exactly the digit."""
 BEGUN = 0.5
-"""Worth of an answer that only begins with it."""
+"""Score of an answer that only begins with the digit."""
 
 
 def load_environment(
@@ -30,10 +30,10 @@ def load_environment(
 ) -> MultiTurnEnv:
     """Draw numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice.
 
-    None that is held out is among those to train on.
+    Held-out numbers are not among the training numbers.
     """
     if num_digits < 2:
-        raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
+        raise ValueError(f"num_digits is {num_digits}; with fewer than 2, first and last are equal")
     if not 2 <= base <= 10:
         raise ValueError(f"base is {base}; must be from 2 to 10")
     numbers = ["".join(digits) for digits in product(DIGITS[:base], repeat=num_digits)]
@@ -76,7 +76,7 @@ def last(state: State) -> float:
 
 
 def worth(state: State, turn: int) -> float:
-    """Return `EXACT` for the digit alone, `BEGUN` if more follows or it was cut off, else 0."""
+    """Return `EXACT` for only the digit, `BEGUN` if more follows or it was cut off, else 0."""
     if len(state["trajectory"]) <= turn:
         return 0.0
     step = state["trajectory"][turn]

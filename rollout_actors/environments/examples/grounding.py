@@ -36,7 +36,7 @@ _MEDIA_TYPES = {
     b"RIFF": "image/webp",
     b"BM": "image/bmp",
 }
-"""Media types by the first bytes of a file; the other kind that a record may have is TIFF."""
+"""Media types by the first bytes of a file; the only other kind in records is TIFF."""
 
 
 def load_environment(
@@ -52,18 +52,18 @@ def load_environment(
     recall_weight: float = 1.0,
     precision_weight: float = 1.0,
 ) -> SingleTurnEnv:
-    """Detect objects on the records of a JSONL file (README, "Your model, your data").
+    """Load detection on the records of a JSONL file (README, "Your model, your data").
 
     Args:
         data: the file; images are relative to it.
-        eval_data: another one for `evaluate`.
-        max_examples: the first so many rows of each; None: all.
+        eval_data: the file for `evaluate`.
+        max_examples: limit of rows from each file, taken from its beginning; None: all.
         polygons: whether the data may have polygons, and the model may write them.
-        iou: the least mask IoU of an object that counts as found.
+        iou: minimum mask IoU of an object that counts as found.
         by_name: whether it must have the right name too.
 
     Raises:
-        RecordError: a file or an image is not as it should be; it names the line.
+        RecordError: a file or an image is invalid; it names the line.
     """
     geometry = DEFAULT_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompts = Prompts((user_prompt,), system_prompt)
@@ -95,17 +95,17 @@ def load_environment(
 
 @dataclass(frozen=True, slots=True)
 class DetectionResult:
-    """The counts of one answer. `state["detection"]` has it as a mapping.
+    """The counts of one answer, stored in `state["detection"]` as a mapping.
 
-    Example: of two objects one is found, beside a wrong one: `DetectionResult(True, 2, 0, 2, 1)`.
+    Example: one of two objects is found, and one is wrong: `DetectionResult(True, 2, 0, 2, 1)`.
     """
 
     is_well_formed: bool
-    """One whole JSON object, perhaps with text behind it."""
+    """One whole JSON object, perhaps followed by text."""
     num_predictions: int
     """Valid objects."""
     num_dropped: int
-    """Entries that are no valid objects."""
+    """Entries that are not valid objects."""
     num_ground_truth: int
     num_matched: int
 
@@ -119,7 +119,7 @@ def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
 
 
 def recall(state: State, parser: Parser, criterion: Criterion) -> float:
-    """Return the share of the objects that were found; 1 if there are none."""
+    """Return the share of ground-truth objects that were found; 1 without any."""
     found = findings(state, parser, criterion)
     return found.num_matched / found.num_ground_truth if found.num_ground_truth else 1.0
 
@@ -127,7 +127,7 @@ def recall(state: State, parser: Parser, criterion: Criterion) -> float:
 def precision(state: State, parser: Parser, criterion: Criterion) -> float:
     """Return the share of the answer's valid objects that are right.
 
-    An answer without any is worth 1 if the row has none either, else 0.
+    An answer without valid objects is worth 1 if the row has no objects, else 0.
     """
     found = findings(state, parser, criterion)
     if not found.num_predictions:
@@ -152,7 +152,7 @@ def _compare(
     text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion
 ) -> DetectionResult:
     answer: ParsedRollout = parser.parse(text)
-    # Without entries only `{}` is an answer: the parsed prefix does not tell it from prose.
+    # Without entries only `{}` is an answer: the parsed prefix looks the same as for prose.
     is_empty_object = "".join(text.partition(END_OF_TURN)[0].split()) == "{}"
     return DetectionResult(
         not answer.truncated and (not answer.fallback or is_empty_object),
@@ -164,14 +164,14 @@ def _compare(
 
 
 def parse_text(text: str, *, geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY) -> ParsedRollout:
-    """Parse an answer of which only the text is known. Its tokens are those of `TextCodec`."""
+    """Parse an answer that is known only as text. `TextCodec` makes its tokens."""
     codec = TextCodec()
     return parse_rollout(codec.encode(text), codec, geometry=geometry)
 
 
 class TextCodec:
-    """A `TokenCodec` without a tokenizer: each coord token is a token, and each byte of other
-    text.
+    """A `TokenCodec` without a tokenizer: each coordinate token is a token, and so is each byte of
+    other text.
     """
 
     eos_token_id = _NUM_BYTES + NUM_BINS
@@ -200,7 +200,7 @@ class TextCodec:
 
 
 class _SampleRows:
-    """Samples as rows of a dataset, whose images are read when a row is asked for."""
+    """Samples as rows of a dataset. Images are read when a row is accessed."""
 
     def __init__(self, samples: Sequence[Sample], prompts: Prompts) -> None:
         self._samples = samples
@@ -234,7 +234,7 @@ def _data_url(image: ImageRef) -> str:
 
     data = image.with_data().data
     assert data is not None, "with_data reads it"
-    # Not every endpoint turns a picture by its EXIF orientation. The engine refuses what is broken.
+    # Not every endpoint applies an image's EXIF orientation. The engine refuses broken images.
     with suppress(ValueError):
         if orientation_of(open_image(data)) != 1:
             data = png_of(decode_image(data))

@@ -1,4 +1,4 @@
-"""A game of several turns: the model guesses a number and hears whether it is higher or lower."""
+"""A game of several turns: the model guesses a number, and reads whether it is higher or lower."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def games(count: int, largest: int, random: Random) -> list[dict[str, str]]:
 
 
 class GuessNumber(MultiTurnEnv):
-    """A game in which each turn is one guess."""
+    """A game with one guess per turn."""
 
     def __init__(self, largest: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -64,7 +64,7 @@ class GuessNumber(MultiTurnEnv):
         self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
         await super().add_model_response(state, prompt_messages, response)
-        # Here, since the environment answers nothing to the last turn's guess.
+        # Here, because the environment does not respond to the last turn's guess.
         for step in state["trajectory"][len(state["guesses"]) :]:
             state["guesses"].append(guess_in(step["completion"]))
 
@@ -95,7 +95,7 @@ def found(state: State) -> float:
 
 
 def early(state: State) -> float:
-    """Score a number that was found: 1 with as many guesses as halving needs, less with more."""
+    """Score a found number: 1 with as many guesses as bisection needs, less with more."""
     return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
 
 

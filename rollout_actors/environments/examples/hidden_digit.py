@@ -1,4 +1,4 @@
-"""A digit that only a tool tells: the smallest environment in which a tiny model can call one."""
+"""A digit that only a tool returns: the smallest environment for tool calls of a tiny model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUESTION = "which digit"
 def load_environment(
     num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0
 ) -> StatefulToolEnv:
-    """Draw a digit for each row. The model has one turn to ask for it, and one to say it."""
+    """Draw a digit for each row. The model has one turn to call the tool, and one to answer."""
     environment = HiddenDigit(
         env_id="hidden_digit",
         dataset=rows(num_examples, Random(f"train {seed}")),
@@ -51,12 +51,12 @@ class HiddenDigit(StatefulToolEnv):
 
 
 def asked(completion: Messages) -> float:
-    """Return 1 if the tool was called, and not once more in place of an answer."""
+    """Return 1 if the tool was called exactly once."""
     return float(num_tool_calls(completion) == 1)
 
 
 def right(completion: Messages, answer: str) -> float:
-    """Return 1 if the last message is the digit alone, 0.5 if it only begins with it."""
+    """Return 1 if the last message is exactly the digit, 0.5 if it only begins with it."""
     last: Any = completion[-1]
     text = text_of(last)
     if text == answer:

@@ -1,4 +1,4 @@
-"""An environment with tools: the model changes a small store of numbers as it is asked."""
+"""An environment with tools: the model makes a requested change in a small store of numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("apples", "bread", "cheese", "dates", "eggs", "figs")
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, max_turns: int = 10, seed: int = 0
 ) -> StatefulToolEnv:
-    """Ask for one change in each row."""
+    """Load an environment with one change in each row."""
     environment = KeyValueStore(
         env_id="key_value_store",
         dataset=tasks(num_examples, Random(f"train {seed}")),
@@ -32,11 +32,11 @@ def load_environment(
 
 
 def tasks(count: int, random: Random) -> list[dict[str, object]]:
-    """Draw rows. `info` has the store at first, and as it should be at the end."""
+    """Draw rows. `info` has the store at the start, and the wanted store at the end."""
     rows: list[dict[str, object]] = []
     for _ in range(count):
         first, second, third = random.sample(NAMES, 3)
-        # No two alike, and none the sum of two others: every task changes the store.
+        # All distinct, and none is the sum of two others, so every task changes the store.
         store = dict(zip((first, second, third), random.sample(range(20, 40), 3), strict=True))
         kind = random.choice(("add", "swap", "remove"))
         if kind == "add":
@@ -106,5 +106,5 @@ class KeyValueStore(StatefulToolEnv):
 
 
 def as_wanted(state: State) -> float:
-    """Return 1 if the store holds what it should, and nothing else."""
+    """Return 1 if the store has exactly the wanted content."""
     return float(state["store"] == state["info"]["wanted"])

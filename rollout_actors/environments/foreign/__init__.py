@@ -1,1 +1,1 @@
-"""Environments that are written for other libraries, by the prefix of their id."""
+"""Environments of other libraries, chosen by a prefix of their id."""

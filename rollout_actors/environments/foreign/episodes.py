@@ -1,5 +1,5 @@
-"""Episodes of other libraries as rollouts: each answer of the model is an action, each message of
-the user shows the state.
+"""Episodes of other libraries as rollouts: each answer of the model is an action, and each user
+message shows the state.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _PARSER = XMLParser(fields=["action"], answer_field="action")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A state as the model is told of it.
+    """A state as the model sees it.
 
-    Example: `Shown("You see a door.", reward=0.5)` behind a step that ended nothing.
+    Example: `Shown("You see a door.", reward=0.5)` after a step that did not end the episode.
     """
 
     text: str
     reward: float | None = None
-    """Of the step that led here; None: there was none, since the answer had no action."""
+    """Reward of the step to this state; None: no step, because the answer had no action."""
     end: str | None = None
-    """`terminated` or `truncated`, where the episode is over."""
+    """`terminated` or `truncated`, if the episode is over."""
 
 
 class Episode(ABC):
-    """One episode of an environment elsewhere. What its methods raise fails the rollout."""
+    """One episode of another library's environment. Errors of its methods fail the rollout."""
 
     @abstractmethod
     async def reset(self, seed: int) -> Shown:
-        """Begin it."""
+        """Begin the episode."""
 
     @abstractmethod
     async def step(self, action: str) -> Shown:
-        """Take a step by what the model wrote as its action."""
+        """Take a step with the action that the model wrote."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give back what the episode holds."""
+        """Release the resources of the episode."""
 
 
 class EpisodeEnv(MultiTurnEnv):
-    """Rollouts that are an episode each. A row is a seed, with which each of its rollouts begins.
+    """An environment whose rollouts are episodes. A row is a seed, and its rollouts begin with it.
 
     The reward is the sum of the steps' rewards.
     """
@@ -69,9 +69,9 @@ class EpisodeEnv(MultiTurnEnv):
         """
         Args:
             form: how an action is written.
-            instructions: what the system message says before that.
-            max_turns: most answers of a rollout, those without an action included.
-            seed: what the rows' seeds are drawn from.
+            instructions: text of the system message before the form.
+            max_turns: maximum number of answers in a rollout, also those without an action.
+            seed: seed of the rows' seeds.
         """
         super().__init__(
             dataset=_rows(num_examples, Random(f"train {seed}")),
@@ -83,12 +83,12 @@ class EpisodeEnv(MultiTurnEnv):
         self._make_episode = make_episode
 
     async def setup_state(self, state: State) -> State:
-        """Begin the episode, and show its first state behind the row's prompt."""
-        # Noted at once: one whose reset fails is closed too.
+        """Begin the episode, and show its first state after the row's prompt."""
+        # Stored at once, so that an episode whose reset fails is closed too.
         state["episode"] = await self._make_episode()
         shown = await state["episode"].reset(state["info"]["seed"])
         state["shown"] = [shown]
-        """The first state, and what was shown to each answer."""
+        """The first state, then the state after each answer."""
         state["prompt"] = concat_messages([state["prompt"], [_message(shown)]])
         return state
 
@@ -96,7 +96,7 @@ class EpisodeEnv(MultiTurnEnv):
         self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
         await super().add_model_response(state, prompt_messages, response)
-        # Here, since the last turn's answer is a step too, and the environment says nothing to it.
+        # Here, because the last turn's answer is a step too, but gets no environment response.
         for step in state["trajectory"][len(state["shown"]) - 1 :]:
             action = action_in(text_of(step["completion"][-1]))
             state["shown"].append(await state["episode"].step(action))
@@ -119,13 +119,13 @@ class EpisodeEnv(MultiTurnEnv):
 
 
 def action_in(answer: str) -> str:
-    """Return the last `<action>` of an answer, or else the whole answer behind its thought."""
+    """Return the last `<action>` of an answer, or else the whole answer after its thought."""
     tagged: str | None = _PARSER.parse(answer, last=True).action
     return answer.rpartition("</think>")[2].strip() if tagged is None else tagged
 
 
 def action_form(what: str) -> str:
-    """Tell a model how an action is written. `what` describes it: `a number from 0 to 3`."""
+    """Describe for a model how an action is written. Example of `what`: `a number from 0 to 3`."""
     return f"Write your action, {what}, as <action>ACTION</action>."
 
 
@@ -152,5 +152,5 @@ def _message(shown: Shown) -> Message:
 
 
 def _rows(count: int, random: Random) -> list[dict[str, object]]:
-    # Without a question: the first state is shown when the episode begins.
+    # Without a question, because the first state is shown when the episode begins.
     return [{"prompt": [], "info": {"seed": random.randrange(2**31)}} for _ in range(count)]

@@ -1,7 +1,7 @@
-"""`gym:NAME`: an environment of `gymnasium`, as texts and answers.
+"""`gym:NAME`: an environment of `gymnasium`, with texts as observations and answers as actions.
 
-The state is shown by the environment's own rendering as text (`render_mode="ansi"`) where it has
-one, else by the observation.
+The state is shown by the environment's own rendering as text (`render_mode="ansi"`) if it has one,
+else by the observation.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def load_environment(
     actions: Sequence[str] | None = None,
     instructions: str = "",
 ) -> EpisodeEnv:
-    """Make rollouts of an environment that is registered with gymnasium.
+    """Load an environment that is registered with gymnasium.
 
     Args:
         name: as `gymnasium.make` takes it, `MODULE:NAME` included.
-        seed: what the rows' seeds are drawn from, with which `reset` is called: all rollouts of a
-            row begin in the same state, and chance is the same in each of them.
+        seed: seed of the rows' seeds, which are passed to `reset`: all rollouts of a row begin in
+            the same state, with the same random numbers.
         options: further arguments of `gymnasium.make`.
         actions: a name for each of a `Discrete` space's actions, in order.
-        instructions: what the system message says before the form of an answer.
+        instructions: text of the system message before the form of an answer.
 
     Raises:
         ValueError: gymnasium is not installed or has no such environment, a space cannot be
-            written as text, or `actions` are not as many as there are.
+            written as text, or the number of `actions` is wrong.
     """
     try:
         import gymnasium
@@ -63,7 +63,7 @@ def load_environment(
     try:
         environment = gymnasium.make(name, **options)
     except gymnasium.error.Error as error:
-        remedy = "gymnasium.pprint_registry() lists what there is; MODULE:NAME imports one's own"
+        remedy = "gymnasium.pprint_registry() lists all names; MODULE:NAME imports your module"
         raise ValueError(f"gym:{name}: {error}; {remedy}") from error
     try:
         if "ansi" in environment.metadata.get("render_modes", ()):
@@ -75,7 +75,7 @@ def load_environment(
         environment.close()
 
     async def make_episode() -> Episode:
-        # One for each episode: rollouts run at once, and a gymnasium environment plays one game.
+        # One for each episode, because rollouts run at once and an environment plays one game.
         made = await in_thread(gymnasium.make, id=name, disable_env_checker=True, **options)
         return GymEpisode(made, action_space)
 
@@ -91,7 +91,7 @@ def load_environment(
 
 
 class GymEpisode(Episode):
-    """An episode, played in threads: a step may take long."""
+    """An episode, run in threads because a step may take long."""
 
     def __init__(self, environment: Env, action_space: ActionSpace) -> None:
         self._environment = environment
@@ -122,19 +122,19 @@ class GymEpisode(Episode):
 
 
 class ActionSpace:
-    """Actions as a model writes them: a number, a name, or a text."""
+    """Parses actions as a model writes them: a number, a name, or a text."""
 
     def __init__(self, space: Any, names: Sequence[str] | None, owner: str) -> None:
         """
         Raises:
-            ValueError: the space is neither Discrete nor Text, or has another number of actions
-                than names.
+            ValueError: the space is neither Discrete nor Text, or the numbers of its actions and
+                of names differ.
         """
         kind = type(space).__name__
         if kind not in ("Discrete", "Text"):
             raise ValueError(
-                f"{owner}: its actions are {space}, and an answer can be an action of the spaces"
-                " Discrete and Text; wrap it (gymnasium.ActionWrapper), register that, and name it"
+                f"{owner}: its actions are {space}, but only the spaces Discrete and Text are"
+                " supported; wrap it (gymnasium.ActionWrapper), register the wrapper, and name that"
                 " as MODULE:NAME"
             )
         self._space = space
@@ -147,7 +147,7 @@ class ActionSpace:
         if names is not None:
             if len(names) != len(self._actions):
                 raise ValueError(
-                    f"{owner}: actions has {len(names)} names ({', '.join(names)}), and its actions"
+                    f"{owner}: actions has {len(names)} names ({', '.join(names)}), but its actions"
                     f" are {space}; give one name to each"
                 )
             what = "one of " + ", ".join(names)
@@ -156,18 +156,18 @@ class ActionSpace:
                 for name, number in zip(names, self._actions.values(), strict=True)
             }
         self.form = action_form(what)
-        """What the model is told."""
+        """The description of an action for the model."""
 
     def read(self, action: str) -> int | str | None:
-        """Return the action that a text names; None where it names none of the space."""
+        """Return the action that a text names; None if it names no action of the space."""
         if self._actions:
-            # Models write a name in capitals or not.
+            # Models may write a name in capitals.
             return self._actions.get(action.casefold())
         return action if self._space.contains(action) else None
 
 
 def require_text(space: Any, owner: str) -> None:
-    """Raise ValueError where an observation of this space is no text that could be read."""
+    """Raise ValueError if an observation of this space cannot be written as text."""
     kind = type(space).__name__
     if kind in ("Tuple", "Dict"):
         for part in space.spaces if kind == "Tuple" else space.spaces.values():
@@ -177,13 +177,13 @@ def require_text(space: Any, owner: str) -> None:
     ):
         raise ValueError(
             f"{owner}: has no render mode ansi, and observations of {kind}{space.shape or ''} are"
-            " no text; wrap it (gymnasium.ObservationWrapper), register that, and name it as"
-            " MODULE:NAME"
+            " not text; wrap it (gymnasium.ObservationWrapper), register the wrapper, and name that"
+            " as MODULE:NAME"
         )
 
 
 def as_text(observation: object) -> str:
-    """Write an observation. Example: `(14, 10, 0)`, `[0.02, -0.013]`, or a line for each key."""
+    """Convert an observation to text: `(14, 10, 0)`, `[0.02, -0.013]`, or a line for each key."""
     if isinstance(observation, Mapping):
         return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
     if isinstance(observation, tuple):
@@ -198,7 +198,7 @@ def as_text(observation: object) -> str:
 
 
 def without_codes(rendered: str) -> str:
-    """Write the colours of a terminal as tags, since they may be all that shows where one is.
+    """Write the colours of a terminal as tags, because only a colour may mark the position.
 
     Example: a red S, `ESC[41mSESC[0m`, becomes `<red>S</red>`.
     """

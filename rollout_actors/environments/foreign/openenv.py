@@ -1,9 +1,9 @@
 """`openenv:URL`: an OpenEnv server, whose sessions are episodes.
 
-A session is a WebSocket, `/ws`, on which `reset` and `step` are answered with an observation: as
-the packages `openenv` 0.10.0 and `openenv-core` 0.3.0 have it, and their `EnvClient` speaks it.
-Neither package resolves with this project's versions. Their routes `/reset` and `/step` keep no
-state between two requests, so no episode can be played over those.
+A session is a WebSocket, `/ws`, whose server answers `reset` and `step` with an observation, as in
+the packages `openenv` 0.10.0 and `openenv-core` 0.3.0 and their `EnvClient`. Neither package can be
+installed with this project's versions. Their routes `/reset` and `/step` keep no state between two
+requests, so they cannot play an episode.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=BaseModel)
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""Largest answer of a server, as OpenEnv's own client has it: observations may be pictures."""
+"""Largest answer of a server, as in OpenEnv's own client, because observations may be images."""
 KINDS = {"string": "a text", "integer": "a whole number", "number": "a number"}
-REMEDY = "look into the server's log, or allow more"
+REMEDY = "read the server's log, or raise the limit"
 
 
 def load_environment(
@@ -51,28 +51,28 @@ def load_environment(
     sessions: int = 1,
     timeout_s: float = 60.0,
 ) -> EpisodeEnv:
-    """Make rollouts of the environment that a server holds.
+    """Load the environment of a server.
 
     Args:
-        url: where it is served: `http://127.0.0.1:8000`.
-        seed: what the rows' seeds are drawn from, with which `reset` is called. How far that makes
-            the episodes of a row alike is the environment's to say.
+        url: the server's address: `http://127.0.0.1:8000`.
+        seed: seed of the rows' seeds, which are passed to `reset`. The environment decides how much
+            the episodes of a row have in common.
         options: further arguments of `reset`.
-        instructions: what the system message says before the form of an answer; without it, the
+        instructions: text of the system message before the form of an answer; by default the
             server's description of the environment.
-        sessions: most episodes at a time of one environment actor. The server takes
-            `max_concurrent_envs` of all of them (1 where it does not say so).
-        timeout_s: until a session is open, and for each answer in it.
+        sessions: limit of concurrent episodes of one environment actor. The server allows
+            `max_concurrent_envs` for all actors together (1 by default).
+        timeout_s: limit for opening a session, and for each answer in it.
 
     Raises:
-        ValueError: the address is none, nobody answers there, or what answers is no OpenEnv server;
-            or the package `websockets` is not installed.
+        ValueError: the address is invalid, no OpenEnv server answers there, or the package
+            `websockets` is not installed.
     """
     if "@" in urlsplit(url).netloc or urlsplit(url).query:
-        # Not repeated: it may hold a secret.
+        # Not repeated, because it may contain a secret.
         raise ValueError(
-            "openenv: the server's address holds a name, a password or a query, which would be kept"
-            " with the run; write openenv:http://HOST:PORT"
+            "openenv: the server's address has a user name, a password or a query, which would be"
+            " saved with the run; write openenv:http://HOST:PORT"
         )
     name = f"openenv:{url}"
     try:
@@ -106,7 +106,7 @@ def load_environment(
 
 
 class OpenEnvEpisode(Episode):
-    """An episode in a session of its own."""
+    """An episode in its own session."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -114,11 +114,11 @@ class OpenEnvEpisode(Episode):
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int) -> Shown:
-        """Wait for a place at the server, open a session, and begin.
+        """Wait for a free slot, open a session, and begin the episode.
 
         Raises:
-            ConnectionError: the server is gone, or has no session left.
-            TimeoutError: it is late.
+            ConnectionError: the server is not reachable, or has no free session.
+            TimeoutError: it answers too late.
             RuntimeError: the environment failed.
         """
         from websockets.asyncio.client import connect
@@ -134,14 +134,14 @@ class OpenEnvEpisode(Episode):
                 f"ws{server.url.removeprefix('http')}/ws",
                 open_timeout=server.timeout_s,
                 max_size=MAX_MESSAGE_BYTES,
-                ping_timeout=None,  # who is late with an answer is told by `timeout_s`
+                ping_timeout=None,  # `timeout_s` limits late answers
                 proxy=None if is_local else True,
             )
         except OSError as error:  # a TimeoutError too
             raise ConnectionError(
                 f"{server.name}: no session within environment.args.timeout_s ="
-                f" {server.timeout_s:g} s ({type(error).__name__}: {error}); look whether the"
-                " server is up"
+                f" {server.timeout_s:g} s ({type(error).__name__}: {error}); check that the server"
+                " is running"
             ) from error
         answer = await self._ask("reset", {"seed": seed, **server.options})
         return self._shown(answer, reward=None)
@@ -158,14 +158,14 @@ class OpenEnvEpisode(Episode):
         return self._shown(answer, reward=0.0)
 
     async def close(self) -> None:
-        """End the session. The place is free when the server has closed it."""
+        """End the session. Its slot is free after the server has closed it."""
         from websockets.exceptions import ConnectionClosed
 
         late = f"{self._server.name}: has not closed the session after environment.args.timeout_s"
         try:
             if self._socket is not None:
                 async with within(self._server.timeout_s, late, REMEDY):
-                    with suppress(ConnectionClosed):  # as it should be
+                    with suppress(ConnectionClosed):  # the server may close it first
                         await self._socket.send(json.dumps({"type": "close"}))
                     await self._socket.wait_closed()
         finally:
@@ -175,21 +175,21 @@ class OpenEnvEpisode(Episode):
                 self._slot.release()
 
     async def _ask(self, kind: str, data: Fields) -> _Answer:
-        """Return an observation, or to a step the refusal of its action."""
+        """Send a request, and return an observation, or for a step the refusal of its action."""
         from websockets.exceptions import ConnectionClosed
 
         server = self._server
-        assert self._socket is not None, "reset has opened it"
+        assert self._socket is not None, "reset opens the socket"
         late = f"{server.name}: no answer to {kind} after environment.args.timeout_s"
         try:
             async with within(server.timeout_s, late, REMEDY):
-                with suppress(ConnectionClosed):  # then it has said why before
+                with suppress(ConnectionClosed):  # the reason may still be received below
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = _Answer.model_validate_json(await self._socket.recv())
         except ConnectionClosed as error:
             raise ConnectionError(
-                f"{server.name}: closed the session before it answered to {kind} ({error}); look"
-                " into the server's log"
+                f"{server.name}: closed the session before it answered {kind} ({error}); read the"
+                " server's log"
             ) from error
         if answer.type != "error":
             return answer
@@ -198,17 +198,17 @@ class OpenEnvEpisode(Episode):
             return answer
         if failure.code == "CAPACITY_REACHED":
             raise ConnectionError(
-                f"{server.name}: has no session left ({failure.message}); start it with"
-                " max_concurrent_envs, and set environment.args.sessions so that all environment"
-                f" actors together ask for no more (now {server.sessions} each)"
+                f"{server.name}: has no free session ({failure.message}); start it with a higher"
+                " max_concurrent_envs, or lower environment.args.sessions, the limit for each"
+                f" environment actor (now {server.sessions})"
             )
         raise RuntimeError(
-            f"{server.name}: {kind} failed with {failure.code}: {failure.message}; look into the"
+            f"{server.name}: {kind} failed with {failure.code}: {failure.message}; read the"
             " server's log"
         )
 
     def _shown(self, answer: _Answer, reward: float | None) -> Shown:
-        """`reward`: where the environment says none."""
+        """`reward`: default for a server that reports no reward; None: it is not used."""
         told = _Observation.model_validate(answer.data)
         return Shown(
             as_text(told.observation),
@@ -218,7 +218,7 @@ class OpenEnvEpisode(Episode):
 
 
 def as_text(observation: Fields) -> str:
-    """Write an observation: a line for each of its fields, or its only one alone."""
+    """Convert an observation to text: a line for each field, or the value of the only field."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in observation.items()
@@ -230,7 +230,7 @@ def as_text(observation: Fields) -> str:
 
 
 class Server:
-    """A server, and the places for sessions of this process there."""
+    """A server, and this process's slots for sessions there."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Server:
         )
 
     def slot(self) -> asyncio.Semaphore:
-        """Return what an episode of the current event loop holds a place of."""
+        """Return the semaphore that limits the episodes of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._slots:
             self._slots[loop] = asyncio.Semaphore(self.sessions)
@@ -261,7 +261,7 @@ class Server:
 
 
 class Actions:
-    """Actions as a model writes them: the value of their only field, or a JSON object."""
+    """Parses actions as a model writes them: the value of the only field, or a JSON object."""
 
     def __init__(self, schema: ActionSchema) -> None:
         fields = {key: one for key, one in schema.properties.items() if key != "metadata"}
@@ -281,13 +281,13 @@ class Actions:
             text = json.dumps({key: value for key, value in told.items() if value})
             what = f"a JSON object of the schema {text}"
         self.form = action_form(what)
-        """What the model is told."""
+        """The description of an action for the model."""
 
     def read(self, action: str) -> JsonObject | None:
-        """Return what is sent; None where the text is no JSON of that kind."""
+        """Return the action to send; None if the text is not JSON of that kind."""
         try:
             value = action if self._is_text else json.loads(action)
-        except (ValueError, RecursionError):  # brackets, or digits, by the thousand
+        except (ValueError, RecursionError):  # for example thousands of brackets or digits
             return None
         if self._field is not None:
             return {self._field: value}

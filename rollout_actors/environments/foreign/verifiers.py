@@ -1,10 +1,10 @@
-"""`verifiers:NAME`: an environment of the package `verifiers`, unchanged, in a process of its own.
+"""`verifiers:NAME`: an unchanged environment of the package `verifiers`, in its own process.
 
-That package pins versions that this project has others of, so it is played by an interpreter that
-has it (`foreign.verifiers_bridge`). There the environment calls OpenAI's routes, as it would any
-endpoint's. Behind the routes is the client that this rollout was given: the trajectory is written
-here, with the token ids and log-probabilities of the run's own engines. Rewards and metrics are
-those of the environment's rubric, which scores the rollouts of an example together.
+The package needs other versions of its dependencies than this project, so another interpreter runs
+it (`foreign.verifiers_bridge`). There the environment calls OpenAI's routes, as of any endpoint.
+The routes use the client of this rollout, so the trajectory is recorded here, with the token ids
+and log-probabilities of the run's own engines. Rewards and metrics come from the environment's
+rubric, which scores the rollouts of an example together.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from rollout_actors.environments.types import (
 )
 
 VERSION = "0.3.1"
-"""The last release with the interface that most environments are written for."""
+"""The last release with the interface that most environments use."""
 OWN_ARGUMENTS = frozenset(inspect.signature(AsyncCompletions.create).parameters)
-"""Names that OpenAI's client knows. Others travel in `extra_body`."""
+"""Names that OpenAI's client has. Other arguments are sent in `extra_body`."""
 CLOSE_S = verifiers_bridge.GRACE_S + 2.0
 
 Answer = Callable[[JsonObject], Work[ModelResponse]]
-"""Answers the body of a request to one of OpenAI's routes."""
+"""Returns the response to the body of a request to one of OpenAI's routes."""
 
 
 def load_environment(
@@ -76,14 +76,14 @@ def load_environment(
     """Start the process, and load the environment there.
 
     Args:
-        name: as `verifiers.load_environment` takes it; modules of the working directory count too.
-        interpreter: Python that has `verifiers` and the environment's package; None: this one where
-            it has `verifiers`, else the one that `make foreign` makes.
-        start_timeout_s: until the environment is loaded.
-        arguments: of `verifiers.load_environment`.
+        name: as in `verifiers.load_environment`. Modules of the working directory are found too.
+        interpreter: Python that has `verifiers` and the environment's package; None: this one if it
+            has `verifiers`, else the one that `make foreign` makes.
+        start_timeout_s: limit for loading the environment.
+        arguments: arguments of `verifiers.load_environment`.
 
     Raises:
-        ValueError: there is no such interpreter, or the environment was not loaded by it.
+        ValueError: the interpreter does not exist, or did not load the environment.
     """
     process = BridgeProcess(f"verifiers:{name}", interpreter or _interpreter(name))
     try:
@@ -92,7 +92,7 @@ def load_environment(
         except TimeoutError as error:
             raise ValueError(
                 f"verifiers:{name}: is not loaded after environment.args.start_timeout_s ="
-                f" {start_timeout_s:g} s; look what it waits for, or allow more"
+                f" {start_timeout_s:g} s; check what it waits for, or raise the limit"
             ) from error
         except (RuntimeError, ConnectionError) as error:
             raise ValueError(str(error)) from error
@@ -104,10 +104,10 @@ def load_environment(
 
 
 class VerifiersEnv(MultiTurnEnv):
-    """Rollouts that are played in the process, and answered here."""
+    """An environment whose rollouts run in the process, and whose model calls are answered here."""
 
     def __init__(self, process: BridgeProcess, loaded: Loaded) -> None:
-        # A rollout is asked for by the number of its row: the process has the whole row.
+        # A rollout is requested by the number of its row, because the process has the whole row.
         rows = {
             split: [{**row, "info": {"split": split, "row": n}} for n, row in enumerate(of_split)]
             for split, of_split in loaded.rows.items()
@@ -125,8 +125,8 @@ class VerifiersEnv(MultiTurnEnv):
 
     def add_system_prompt(self, text: str) -> None:  # noqa: ARG002
         raise ValueError(
-            f"{self.name} is played by its own library, which writes its prompts; leave"
-            " environment.system_prompt out, and give it one by environment.args"
+            f"{self.name} is played by its own library, which writes the prompts; leave"
+            " environment.system_prompt out, and set a prompt by environment.args"
         )
 
     async def rollout(
@@ -136,10 +136,10 @@ class VerifiersEnv(MultiTurnEnv):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Have the row played. RuntimeError: it failed there."""
+        """Play the row in the process. RuntimeError: it failed there."""
         state = await self.init_state(input)
         scope = current_scope()
-        assert scope is not None, "Environment opens one around every rollout"
+        assert scope is not None, "Environment opens a scope around every rollout"
         scope.state = state
         answer = partial(self._answer, state, bind_client(client), model)
         with self._endpoint.answering(answer) as url:
@@ -155,14 +155,14 @@ class VerifiersEnv(MultiTurnEnv):
         if result.error is not None:
             raise RuntimeError(result.error)
         state["played"] = number
-        """What the process knows the rollout by."""
+        """The number of the rollout in the process."""
         state["stop_condition"] = result.stop_condition
         state["is_truncated"] = state["is_truncated"] or result.is_truncated
         await self._complete(state)
         return state
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
-        raise AssertionError("what the environment says is said in its own process")
+        raise AssertionError("the environment responds in its own process")
 
     @teardown
     def close(self) -> None:
@@ -172,7 +172,7 @@ class VerifiersEnv(MultiTurnEnv):
     async def _answer(
         self, state: State, client: EndpointClient, model: str, body: JsonObject
     ) -> ModelResponse:
-        """Answer a call of the environment, and note it as a step of the trajectory."""
+        """Answer a model call of the environment, and record it as a step of the trajectory."""
         del body["model"]
         tools = body.pop("tools", None)
         prompt = body.pop("prompt") if self.message_type == "completion" else body.pop("messages")
@@ -195,7 +195,7 @@ class VerifiersEnv(MultiTurnEnv):
 
 
 class BridgedRubric(Rubric):
-    """The rubric of an environment that is played in another process."""
+    """The rubric of an environment that runs in another process."""
 
     def __init__(self, process: BridgeProcess) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Loaded(BaseModel):
     """An environment that the process has loaded."""
 
     rows: dict[str, list[JsonObject]]
-    """What is shown of each row, by `train`, `held_out` or both."""
+    """The visible fields of each row, by `train`, `held_out` or both."""
     message_type: str
     sampling_args: Arguments
     tools: list[JsonObject]
@@ -233,25 +233,25 @@ class Played(BaseModel):
 
 
 class Scored(BaseModel):
-    """The reward of a rollout and its parts, by the environment's rubric."""
+    """The reward and metrics of a rollout, from the environment's rubric."""
 
     reward: float
     metrics: dict[str, float]
 
 
 class BridgeProcess:
-    """The process, and what it was asked. It may be asked from any event loop or thread."""
+    """The process and its open requests. It may be used from any event loop or thread."""
 
     def __init__(self, name: str, interpreter: str) -> None:
-        """Start it. ValueError: there is no such program."""
+        """Start the process. ValueError: the interpreter does not exist."""
         self._name = name
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
         self._lock = threading.Lock()
-        # Without the folder of the program on its path: a module there is called `verifiers`.
+        # Without the program's folder on its path, because a module there is called `verifiers`.
         command = [interpreter, "-P", verifiers_bridge.__file__]
         try:
-            # In a group of its own: Ctrl-C is for its parent, which ends it in order.
+            # In its own group, because Ctrl-C is for its parent, which ends it in order.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -268,10 +268,10 @@ class BridgeProcess:
         self._reader.start()
 
     async def ask(self, do: str, **request: object) -> tuple[int, Any]:
-        """Return the request's number and its answer. Cancelled, it is cancelled there.
+        """Send a request, and return its number and answer. A cancellation is sent too.
 
         Raises:
-            RuntimeError: it failed there.
+            RuntimeError: the request failed there.
             ConnectionError: the process has ended.
         """
         future = self.send(do, **request)
@@ -285,22 +285,22 @@ class BridgeProcess:
             raise
 
     def send(self, do: str, **request: object) -> _Asked:
-        """Ask, and return at once. ConnectionError: the process has ended."""
+        """Send a request, and return at once. ConnectionError: the process has ended."""
         asked = _Asked(next(self._numbers))
         with self._lock:
-            # Before it is written: the answer may come at once.
+            # Before it is written, because the answer may come at once.
             self._asked[asked.number] = asked
         self._write({"id": asked.number, "do": do, **request})
         return asked
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Let the process tear the environment down, and end it after so many seconds."""
+        """Let the process tear the environment down, and kill it after `wait_s` seconds."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
-        # With what the environment has started: workers, tool servers.
+        # With all processes that the environment has started: workers, tool servers.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -312,7 +312,7 @@ class BridgeProcess:
             with self._lock:
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
-        except (BrokenPipeError, ValueError) as error:  # ended, or closed here
+        except (BrokenPipeError, ValueError) as error:  # the process has ended, or `close` ran
             raise self._ended() from error
 
     def _read(self) -> None:
@@ -330,7 +330,7 @@ class BridgeProcess:
                     asked.set_exception(RuntimeError(f"{self._name}: {answer['error']}"))
         self._process.wait()
         with self._lock:
-            # Its output has ended, so that nobody answers these any more.
+            # Its output has ended, so these requests will not be answered.
             left = list(self._asked.values())
             self._asked.clear()
         for asked in left:
@@ -339,8 +339,8 @@ class BridgeProcess:
 
     def _ended(self) -> ConnectionError:
         return ConnectionError(
-            f"{self._name}: its process has ended with status {self._process.poll()}; what it said"
-            " is in the log of the environment's process"
+            f"{self._name}: its process has ended with status {self._process.poll()}; its output is"
+            " in the log of the environment's process"
         )
 
 
@@ -351,8 +351,8 @@ class _Asked(Future[object]):
 
 
 class RolloutEndpoint:
-    """OpenAI's routes on this machine, under a base URL for each rollout. It has a thread and an
-    event loop of its own; calls are answered on the rollout's.
+    """OpenAI's routes on this machine, with a base URL for each rollout. The server has its own
+    thread and event loop; calls are answered on the rollout's event loop.
     """
 
     def __init__(self) -> None:
@@ -372,15 +372,15 @@ class RolloutEndpoint:
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[str]:
-        """Answer calls by `answer`, in this context and on this event loop; give their base URL.
-        At the end what is not answered yet is cancelled.
+        """Answer calls by `answer`, in this context and on this event loop, and yield their base
+        URL. At the end, unanswered calls are cancelled.
         """
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         tasks: set[asyncio.Task[ModelResponse]] = set()
 
         async def in_context(body: JsonObject) -> ModelResponse:
-            # In the rollout's context, which has its scope: the server's thread knows none.
+            # In the rollout's context, which has its scope; the server's thread has no scope.
             task = loop.create_task(answer(body), context=context)
             tasks.add(task)
             try:
@@ -388,7 +388,7 @@ class RolloutEndpoint:
             finally:
                 tasks.discard(task)
 
-        # Random: any program on this machine can reach the port, and should guess no rollout's URL.
+        # Random, because any program on this machine can reach the port, and must not guess a URL.
         key = secrets.token_hex(16)
         self._answers[key] = lambda body: asyncio.run_coroutine_threadsafe(in_context(body), loop)
         try:
@@ -410,13 +410,13 @@ class RolloutEndpoint:
             response = await asyncio.wrap_future(answer(await request.json()))
         except asyncio.CancelledError:
             return _refusal("the rollout of this address is over")
-        except Exception as error:  # the environment is told, and decides what that means
+        except Exception as error:  # the environment gets the error, and decides what it means
             return _refusal(f"{type(error).__name__}: {error}")
         return Response(response.model_dump_json(), media_type="application/json")
 
 
 def _refusal(message: str) -> JSONResponse:
-    # 400: a client would try again after another status.
+    # 400, because a client would try again after another status.
     return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
 
 

@@ -1,11 +1,11 @@
-"""The process of `verifiers:NAME`: an environment of `verifiers`, in an interpreter that has it.
+"""The process of `verifiers:NAME`: runs a `verifiers` environment in an interpreter that has it.
 
-`foreign.verifiers` starts it as a program, and it imports nothing of this project. A request is a
-line of JSON on its input, an answer a line on its output. The first request loads the environment.
-When its input ends, because it is closed or its parent is gone, it tears the environment down and
-ends, at the latest after `GRACE_S`.
+`foreign.verifiers` starts this program, which imports nothing of this project. A request is a line
+of JSON on its input, an answer a line on its output. The first request loads the environment. When
+its input ends, because it is closed or its parent has ended, the program tears the environment down
+and ends within `GRACE_S`.
 
-It speaks the interface of `verifiers` 0.1.8 to 0.3.1: `load_environment`, `Environment.rollout` and
+It uses the interface of `verifiers` 0.1.8 to 0.3.1: `load_environment`, `Environment.rollout` and
 `Rubric.score_group`.
 """
 
@@ -22,16 +22,16 @@ import threading
 from collections.abc import Awaitable, Iterable
 from typing import Any, TextIO
 
-# Written out here: this program cannot import the aliases of `environments.types`.
+# Defined here, because this program cannot import the aliases of `environments.types`.
 JsonObject = dict[str, Any]
 """A request, its answer, or a part of them."""
 GRACE_S = 5.0
 CALL_S = 24 * 3600.0
-"""Limit of a call of the model. The engines have one of their own, and it is much shorter."""
+"""Limit of a model call. The engines have their own limit, which is much shorter."""
 
 
 class Bridge:
-    """The environment, the rollouts that are played and those that wait to be scored."""
+    """The environment, its running rollouts, and finished rollouts that wait for scoring."""
 
     def __init__(self, answers: TextIO) -> None:
         self._answers = answers
@@ -41,11 +41,11 @@ class Bridge:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def load(self, request: JsonObject) -> None:
-        """Load the environment, before there is an event loop: its code may run one of its own."""
+        """Load the environment before there is an event loop, because its code may run one."""
         try:
             result = self._load(request["name"], request["args"])
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            # An environment may await what it has cancelled itself.
+            # CancelledError, because an environment may await a task that it has cancelled.
             self._answer(request["id"], error=described(error))
             raise SystemExit(1) from error
         self._answer(request["id"], result)
@@ -57,13 +57,13 @@ class Bridge:
         if not hasattr(verifiers, "load_environment"):
             raise RuntimeError(
                 f"verifiers {version} has no load_environment: its environments are tasksets of"
-                " verifiers.v1, which are not played here; install verifiers==0.3.1"
+                " verifiers.v1, which are not supported; install verifiers==0.3.1"
             )
         environment = verifiers.load_environment(name, **args)
         self._environment = environment
         if has_own(environment, "dataset"):
             self._rows["train"] = environment.get_dataset()
-        if has_own(environment, "eval_dataset"):  # it would give those to train on
+        if has_own(environment, "eval_dataset"):  # otherwise it would return the training rows
             self._rows["held_out"] = environment.get_eval_dataset()
         shown = ("prompt", "answer", "task", "example_id")
         return {
@@ -81,14 +81,14 @@ class Bridge:
         }
 
     async def serve(self, requests: Iterable[str]) -> None:
-        """Answer requests until there are no more, and tear the environment down."""
+        """Answer requests until the input ends, then tear the environment down."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
         def read() -> None:
             for line in requests:
                 loop.call_soon_threadsafe(self._begin, json.loads(line))
-            # Whatever the event loop does: nobody reads what it would answer.
+            # Whatever the event loop does, because its answers are not read any more.
             late = threading.Timer(GRACE_S, os._exit, (1,))
             late.daemon = True
             late.start()
@@ -162,13 +162,13 @@ class Bridge:
 
 
 def has_own(environment: object, dataset: str) -> bool:
-    """Tell whether the environment has such rows, or from 0.1.10 on, a function that makes them."""
+    """Return whether the environment has such rows, or (from 0.1.10 on) a function for them."""
     made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
     return any(one is not None for one in made)
 
 
 def client_of(url: str, message_type: str) -> Any:
-    """Make the client of one rollout, which asks once: a second try would be another step."""
+    """Make the client of one rollout. It never retries: a second try would be another step."""
     try:
         from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
@@ -189,7 +189,7 @@ def client_of(url: str, message_type: str) -> Any:
 
 
 def tools_of(environment: object) -> list[JsonObject]:
-    """Describe the environment's tools as OpenAI's API does."""
+    """Return the environment's tools in the form of OpenAI's API."""
     if tools := getattr(environment, "oai_tools", None):
         return list(tools)
     return [
@@ -206,24 +206,24 @@ def tools_of(environment: object) -> list[JsonObject]:
 
 
 def described(error: BaseException) -> str:
-    """Write an error with what caused it: `ModelError: , for BadRequestError: ...`."""
+    """Describe an error and its causes: `ModelError: , for BadRequestError: ...`."""
     text = f"{type(error).__name__}: {error}"
     return text if error.__cause__ is None else f"{text}, for {described(error.__cause__)}"
 
 
 def main() -> None:
-    # Registered first, and so called last: taking Python's own modules apart takes seconds.
+    # Registered first, so called last. It skips Python's own shutdown, which takes seconds.
     ended = {"status": 1}
     atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(ended["status"])))
-    # What an environment prints is no answer, and what it reads no request.
+    # The environment's output must not mix with answers, and it must not read requests.
     answers = os.fdopen(os.dup(1), "w")
     requests = os.fdopen(os.dup(0))
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    # A child that an environment forks would keep the pipe open behind this process's end.
+    # A child that an environment forks would keep the pipe open after this process has ended.
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers.fileno()))
-    # Its parent's endpoint is on this machine, to which a proxy is no way.
+    # The parent's endpoint is on this machine, so no proxy may be used.
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
     sys.path.append(os.getcwd())  # noqa: PTH109

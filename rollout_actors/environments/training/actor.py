@@ -1,4 +1,4 @@
-"""The Ray actor of an environment, whose process runs a step's rollouts against the engines'."""
+"""The Ray actor of an environment, whose process runs a step's rollouts with the run's engines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 THRESHOLDS = (50_000, 20, 100)
-"""Garbage collector's, for a process that runs rollouts and little else."""
+"""Thresholds of the garbage collector, for a process that runs rollouts and little else."""
 CHECK = (
-    "the engine's log, and whether max_new_tokens and what waits before it at the engine fit the"
+    "the engine's log, and whether max_new_tokens and the requests waiting at the engine fit the"
     " time"
 )
 
 
 def collect_rarely() -> None:
-    """Collect garbage of this process less often, and never look again at what is loaded already.
+    """Collect garbage of this process less often, and exclude objects that are loaded already.
 
-    That is most of what the collector takes of a turn (docs/performance.md, "Environments").
+    Otherwise the collector takes much of a turn's time (docs/performance.md, "Environments").
     """
     gc.collect()
     gc.freeze()
@@ -41,7 +41,7 @@ def collect_rarely() -> None:
 
 
 class RayEngines:
-    """The run's engines as Ray actors, asked one request at a time from an event loop."""
+    """The run's engines as Ray actors, called with one request at a time from an event loop."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class RayEngines:
         """Take handles of started `EngineActor`s.
 
         Args:
-            limit: of one request; None: they keep one.
-            outlived: what an engine that has ended was asked may be asked of another.
+            limit: time limit of one request; None: the engines have their own limit.
+            outlived: a request to an engine that has ended may be sent to another one.
         """
         self._names = tuple(names)
         self.use(actors)
@@ -68,17 +68,17 @@ class RayEngines:
         return len(self._engines)
 
     def use(self, actors: Sequence[ActorHandle]) -> None:
-        """Ask these from now on: some are new, under the names of engines that were lost."""
+        """Use these actors from now on. Some are new, with the names of engines that were lost."""
         self._engines = list(zip(self._names, actors, strict=True))
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """Ask one engine. A request that is late or cancelled is aborted there.
+        """Send a request to one engine. If it is late or cancelled, it is aborted there.
 
         Raises:
-            RolloutError: the engine's own, or naming it where it has ended or is late.
+            RolloutError: the engine's own error, or one with its name if it has ended or is late.
         """
         name, actor = self._engines[engine]
-        # A rollout's calls show the same pictures, and so do the rollouts of an example.
+        # A rollout's calls show the same images, and so do the rollouts of an example.
         answer = actor.generate.remote(self._shelf.send([request]))
         try:
             async with asyncio.timeout(None if self._limit is None else self._limit.seconds):
@@ -96,7 +96,7 @@ class RayEngines:
 
 
 class EnvironmentActor:
-    """An environment's process, with the methods of `EngineActor`: the driver asks both alike."""
+    """An environment's process. The driver calls it as it calls an `EngineActor`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class EnvironmentActor:
         limit: Timeout | None,
         outlives_engines: bool = False,
     ) -> None:
-        """Take the engines, as `RayEngines` does. `outlives_engines`: its `outlived`."""
+        """Take the engines and `limit` of `RayEngines`. `outlives_engines`: its `outlived`."""
         end_with_parent()
         self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)
         self._rounds = EnvironmentRounds(name, settings, self._engines)
@@ -116,7 +116,7 @@ class EnvironmentActor:
         """Load the environment (`EnvironmentRounds.start`).
 
         Returns:
-            What `EngineActor.start` does: it takes one part of a round at a time, and no server.
+            As `EngineActor.start`: the number of parts of a round at a time, and no server.
         """
         await self._rounds.start()
         collect_rarely()
@@ -126,12 +126,12 @@ class EnvironmentActor:
         self,
         *objects: SentRequests,
         places: range | None = None,
-        attempt: int = 0,  # noqa: ARG002 (nobody answers in place of another)
+        attempt: int = 0,  # noqa: ARG002 (no actor answers in place of another)
     ) -> tuple[list[SentRollouts], int]:
         """Run the chosen requests; Ray resolves the references that it is called with.
 
         Returns:
-            The answers, an object that the driver passes on unread, and their number.
+            The answers, which the driver passes on unread, and their number.
 
         Raises:
             RolloutError: an engine failed, or the actor was closed meanwhile.
@@ -145,10 +145,10 @@ class EnvironmentActor:
         """Run the requests of several learner ranks together: a rubric scores them in one call.
 
         Args:
-            parts: of each rank, the number of its objects and the `places` there.
+            parts: for each rank, the number of its objects and the `places` there.
 
         Returns:
-            The two answers of `generate` for each part, one behind the other.
+            The two values that `generate` returns, for each part in order.
         """
         left = iter(objects)
         of_parts = [
@@ -162,11 +162,11 @@ class EnvironmentActor:
         return sent
 
     async def use_engines(self, engines: Sequence[ActorHandle]) -> None:
-        """Ask these engines from now on; no rollout is under way."""
+        """Use these engines from now on. No rollout may be running."""
         self._engines.use(engines)
 
     async def progress(self) -> None:
-        """Answer, by which the driver knows that this process is not stopped."""
+        """Answer, so that the driver knows that this process is not stopped."""
 
     async def check_alive(self) -> None:
         """Answer, as `EngineActor.check_alive` does."""

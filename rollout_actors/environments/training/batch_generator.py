@@ -1,4 +1,4 @@
-"""Batches of rollouts, generated ahead of their use, in a thread with an event loop of its own."""
+"""Batches of rollouts, generated ahead of their use, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollout_actors.environments.types import Client
 
 
 class AsyncBatchGenerator:
-    """A queue of batches: `submit(number, inputs)` begins one, `result(number)` waits for it.
+    """A queue of batches: `submit(number, inputs)` starts one, `result(number)` waits for it.
 
-    Batches are generated one after another, in the order of their submission. Beside the one that
-    the caller waits for, at most `max_ahead` are submitted and not fetched: one more is refused,
-    and `result` makes room. Give it a client that no other event loop uses.
+    Batches are generated one after another, in the order of their submission. In addition to the
+    batch that the caller waits for, at most `max_ahead` are submitted and not fetched: a further
+    one is refused, and `result` makes room. The client must not be used on another event loop.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class AsyncBatchGenerator:
         max_ahead: int = 1,
         **generate_kwargs: Any,
     ) -> None:
-        """Start the thread. `generate_kwargs` are those of `Environment.generate`."""
+        """Start the thread. `generate_kwargs`: arguments of `Environment.generate`."""
         if max_ahead < 0:
             raise ValueError(f"max_ahead: must be 0 or more, got {max_ahead}")
         self._environment = environment
@@ -42,16 +42,16 @@ class AsyncBatchGenerator:
         self._loop = asyncio.new_event_loop()
         self._turn = asyncio.Lock()
         self._closing = asyncio.Event()
-        # A daemon: a process that forgets to close it ends all the same.
+        # A daemon, so that the process ends even if `close` is not called.
         self._thread = threading.Thread(target=self._run, name="batch-generator", daemon=True)
         self._thread.start()
 
     def submit(self, number: int, inputs: Inputs) -> None:
-        """Begin a batch, or queue it behind the one that is generated.
+        """Start a batch, or queue it after the batch that is being generated.
 
         Raises:
             ValueError: the number is in use.
-            RuntimeError: there is no room, or the generator is closed.
+            RuntimeError: the queue is full, or the generator is closed.
         """
         if self._is_closed:
             raise RuntimeError(f"batch {number}: the generator is closed")
@@ -67,12 +67,12 @@ class AsyncBatchGenerator:
         )
 
     def result(self, number: int, timeout_s: float | None = None) -> GenerateOutputs:
-        """Return a submitted batch, once. What its generation raised is raised.
+        """Return a submitted batch, once. Errors of its generation are raised.
 
         Raises:
             ValueError: no such batch is submitted.
-            TimeoutError: it is not finished after `timeout_s` (None: wait for ever); it is
-                generated all the same, and can be asked for again.
+            TimeoutError: it is not finished after `timeout_s` (None: no limit). Its generation
+                continues, and `result` may be called again.
             RuntimeError: the generator was closed meanwhile.
         """
         if number not in self._batches:
@@ -85,10 +85,10 @@ class AsyncBatchGenerator:
             text = f"batch {number} was not generated: the generator is closed"
             raise RuntimeError(text) from None
         except TimeoutError as error:
-            if batch.done():  # the batch's own
+            if batch.done():  # the batch itself raised it
                 raise
             raise TimeoutError(
-                f"batch {number} is not there after {timeout_s} s; look whether the endpoint"
+                f"batch {number} is not finished after {timeout_s} s; check that the endpoint"
                 " answers"
             ) from error
         finally:
@@ -96,10 +96,10 @@ class AsyncBatchGenerator:
                 del self._batches[number]
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel what is under way, whose rollouts clean up, and end the thread.
+        """Cancel the batches, whose rollouts clean up, and end the thread.
 
         Raises:
-            TimeoutError: that takes longer.
+            TimeoutError: it takes longer than `timeout_s`.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -124,6 +124,6 @@ class AsyncBatchGenerator:
             )
 
     def _run(self) -> None:
-        """Run the event loop until `close`. The runner cancels what is left, and waits for it."""
+        """Run the event loop until `close`. The runner cancels the remaining tasks and waits."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._closing.wait())

@@ -1,12 +1,12 @@
-"""An environment in a learner rank's process, before the engine there (`hf`, or `vllm.mode:
+"""An environment in a learner rank's process, next to the engine there (`hf`, or `vllm.mode:
 colocate`).
 
     learner's thread   | begin step | serve: the engine answers call by call | learn ...
     environment's loop              | rollouts, tools, rewards               |
 
-The environment has an event loop in a thread of its own, from the start of the run to its end, and
-its rollouts live between the beginning of a round and its end. Imports neither torch nor vllm: the
-driver imports this module too.
+The environment has an event loop in its own thread, during the whole run. Its rollouts live only
+between the beginning and the end of a round. This module imports neither torch nor vllm, because
+the driver imports it too.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class EnvironmentSpec:
 
 
 class EnvironmentBackend:
-    """A `RankBackend` that plays rollouts of an environment against the engine beside the learner.
+    """A `RankBackend` that plays rollouts of an environment with the engine next to the learner.
 
-    What the environment takes from Python's, numpy's and torch's global generators it goes on
-    taking in the next round; the learner's own draws are the same as without it.
+    The environment's draws from the global generators of Python, numpy and torch continue in the
+    next round. The learner's own draws are the same as without the environment.
     """
 
     def __init__(self, name: str, engine: ServingBackend, settings: RunnerSettings) -> None:
-        """`name`: the rank's, by which errors and rollouts name the environment too."""
-        # Here and not above: it imports torch.
+        """`name`: the rank's name, which errors and rollouts of the environment have too."""
+        # Imported here, because it imports torch.
         from rollout_actors.backends.process_isolation import GeneratorStates
 
         self._engine = engine
@@ -71,7 +71,7 @@ class EnvironmentBackend:
         self._is_closed = False
 
     def start(self) -> None:
-        """Load the environment. Raises RolloutError; the driver's limit of a start bounds it."""
+        """Load the environment. Raises RolloutError. The driver's limit of a start applies."""
         from rollout_actors.backends.process_isolation import random_state_kept
 
         self._thread.start()
@@ -82,8 +82,8 @@ class EnvironmentBackend:
     def generate(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
         """Play the rollouts of a round, until the host raises between two steps of the engine.
 
-        Raises RolloutError: the engine failed, or the run is ending; then all rollouts have cleaned
-        up, or had `CLEANUP_S` to do so.
+        Raises RolloutError: the engine failed, or the run is ending. Then all rollouts have cleaned
+        up, or had `CLEANUP_S` for it.
         """
         if not requests:
             return []
@@ -100,7 +100,7 @@ class EnvironmentBackend:
         finally:
             self._calls.close()
             if not all(round_.done() for round_ in begun):
-                # Nobody answers its rollouts any more.
+                # The engine does not answer its rollouts any more.
                 leaving = asyncio.run_coroutine_threadsafe(self._rounds.leave(), self._loop)
                 concurrent.futures.wait([leaving], CLOSED_S)
         (round_,) = begun
@@ -114,7 +114,7 @@ class EnvironmentBackend:
         return self._engine.version
 
     def close(self) -> None:
-        """End rollouts, environment and engine, in this order. Twice is harmless."""
+        """End rollouts, environment and engine, in this order. May be called twice."""
         try:
             if not self._is_closed and self._thread.is_alive():
                 self._end_environment()

@@ -1,7 +1,7 @@
 """Processes that an environment has started: they end with it, however it ends.
 
-They are known by a variable of their environment, which what they start inherits. As a program this
-file watches a process, and ends them where that was killed. It imports nothing of this project.
+They are recognised by an environment variable, which their children inherit. Run as a program, this
+file watches a process, and ends them if it was killed. It imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ POLL_S = 0.5
 
 
 class EnvironmentProcesses:
-    """What this process starts from now on, for an environment; `end` or its death ends it.
-
-    A child that is forked by hand and executes nothing it does not know.
+    """Processes that this process starts from now on for an environment. They end in `end`, or when
+    this process dies. A child that is only forked, and runs no program, is not recognised.
     """
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(16)
         self._children_before = set(multiprocessing.active_children())
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._mark]
-        # In a session of its own: neither Ctrl-C nor the end of a terminal is for it.
+        # In its own session, so that neither Ctrl-C nor the end of a terminal reaches it.
         watcher = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -49,28 +48,28 @@ class EnvironmentProcesses:
         os.environ[VARIABLE] = self._mark
 
     def end(self, name: str) -> None:
-        """Kill what is left after the teardown of the environment `name`. Twice is harmless."""
+        """Kill processes that are left after the teardown of `name`. May be called twice."""
         if os.environ.get(VARIABLE) == self._mark:
             del os.environ[VARIABLE]
         for child in set(multiprocessing.active_children()) - self._children_before:
             child.kill()
         if ended := end_marked(self._mark):
             _LOGGER.warning(
-                "%s had %d processes that it had started and not ended (%s); they were killed; end"
-                " them in @cleanup or @teardown",
+                "%s left %d processes running that it had started (%s); they were killed; end them"
+                " in @cleanup or @teardown",
                 *(name, len(ended), ended[0]),
             )
         self._watched.close()
 
 
 def unmarked() -> dict[str, str]:
-    """Return this process's variables, for a process that is not the environment's."""
+    """Return this process's variables, for a process that does not belong to the environment."""
     return {name: value for name, value in os.environ.items() if name != VARIABLE}
 
 
 @contextmanager
 def processes_of(name: str) -> Iterator[None]:
-    """End what is started in the block, for the environment `name`."""
+    """End processes that are started in the block, for the environment `name`."""
     processes = EnvironmentProcesses()
     try:
         yield
@@ -79,9 +78,9 @@ def processes_of(name: str) -> Iterator[None]:
 
 
 def end_marked(mark: str) -> list[str]:
-    """Kill all processes of this mark, and return their names."""
+    """Kill all processes with this mark, and return their names."""
     names: dict[Path, str] = {}
-    # Again, for what they started meanwhile; one that is killed may be there a moment longer.
+    # Repeated, because they may have started others; a killed process may exist a moment longer.
     while marked := _marked(mark):
         for process in marked:
             try:
@@ -98,7 +97,7 @@ def _marked(mark: str) -> list[Path]:
     found = []
     for process in Path("/proc").iterdir():
         try:
-            # Of a process that has ended and is not waited for, this is empty.
+            # Empty for a process that has ended and is not waited for.
             if process.name.isdigit() and entry in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process)
         except OSError:
@@ -116,9 +115,9 @@ def _is_there(pid: str) -> bool:
 
 def main() -> None:
     watched, mark = sys.argv[1:]
-    if os.fork():  # Ray kills the children of an actor before it ends one
+    if os.fork():  # Ray kills the children of an actor before it ends the actor
         return
-    # What was forked of the process may hold its end of the pipe.
+    # Polls too, because processes forked from the watched one may hold its end of the pipe.
     while _is_there(watched) and not select.select([sys.stdin], [], [], POLL_S)[0]:
         continue
     end_marked(mark)

@@ -1,4 +1,4 @@
-"""Training examples of trajectories, with the tokens as the engine had them.
+"""Training examples made from trajectories, with exactly the engine's tokens.
 
 Nothing is tokenised again (spec: trajectories, 6).
 """
@@ -19,25 +19,25 @@ T = TypeVar("T")
 
 
 class MergedExamples(NamedTuple):
-    """Examples of several calls each."""
+    """Examples that have several calls each."""
 
     examples: list[TrainingExample]
-    """In the order of the rollouts, and within one, of their first steps."""
+    """In the order of the rollouts, and within a rollout in the order of first steps."""
     num_splits: int
-    """Calls whose prompt extended nothing that their rollout had before, so that one more example
-    was begun.
+    """Calls whose prompt extended no earlier tokens of their rollout, so that a further example was
+    begun.
     """
 
 
 def process_trajectories_for_training(
     states: Sequence[State], mask_prompts: bool = True
 ) -> list[TrainingExample]:
-    """Make an example of each call of the model, in order.
+    """Make an example of each model call, in order.
 
-    A step without tokens has none, and neither has a rollout that failed (`state["error"]`).
+    A step without tokens has no example, and neither has a failed rollout (`state["error"]`).
 
     Args:
-        mask_prompts: False: prompts are learned too, which have no log-probabilities.
+        mask_prompts: False: prompts are trained too, although they have no log-probabilities.
     """
     return _examples(states, mask_prompts, merges=False).examples
 
@@ -47,16 +47,16 @@ def merge_trajectories_for_training(
 ) -> MergedExamples:
     """Make one example of the calls of a rollout that extend each other.
 
-    Tokens that calls share are read once. With `mask_prompts=True` what is learned stays: loss and
-    gradient are those of `process_trajectories_for_training`, since every sampled token is learned
-    once, behind the tokens that the engine had read before it, and counts as a token of its own
-    call (`step_ends`). With `mask_prompts=False` they differ: tokens that a later prompt repeats
-    are learned once here, and there once for every call that read them.
+    Tokens that calls share are read once. With `mask_prompts=True`, loss and gradient are the same
+    as with `process_trajectories_for_training`: every sampled token is trained once, after the
+    tokens that the engine had read before it, and counts as a token of its call (`step_ends`). With
+    `mask_prompts=False` they differ: tokens that a later prompt repeats are trained once here, and
+    once per call there.
 
-    A call goes on with the example whose tokens its prompt begins with, the longest if there are
-    several; else it begins one. What was sampled is learned in the example of its own call alone:
-    where a later prompt repeats it in another one, it is masked. A rollout that failed has no
-    example, and no split.
+    A call continues the example whose tokens its prompt begins with, the longest if there are
+    several; else it begins one. Sampled tokens are trained only in the example of their call: if a
+    later prompt repeats them in another example, they are masked. A failed rollout has no example,
+    and no split.
 
     Example:
         Two calls with the prompts `[1]` and `[1, 2, 3]` that sampled `[2]` and `[4]` make one
@@ -66,8 +66,8 @@ def merge_trajectories_for_training(
 
 
 def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> MergedExamples:
-    # Nobody knows what the model's part in a failure was. Users make states and steps too, so that
-    # no field but the tokens is taken for granted.
+    # The model's part in a failure is unknown, so failed rollouts are left out. Users make states
+    # and steps too, so only the tokens are certain to exist.
     sound = [(index, state) for index, state in enumerate(states) if state.get("error") is None]
     groups: dict[str, list[float | None]] = {}
     for _, state in sound:
@@ -82,7 +82,7 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
                 continue
             extended = [one for one in drafts if merges and one.is_extended_by(step, tokens)]
             if extended:
-                # Equally long ones are the same tokens: the last of them.
+                # Examples of equal length have the same tokens: take the last of them.
                 draft = max(reversed(extended), key=lambda one: len(one.token_ids))
             else:
                 num_splits += bool(drafts)
@@ -91,7 +91,7 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
             draft.extend(number, step, tokens, mask_prompts=mask_prompts)
         rewards = groups[_group(state)]
         known = tuple(reward for reward in rewards if reward is not None)
-        # Without one of them no mean over the group is right: then there is none.
+        # If one of them is missing, no mean over the group is right, so there are no rewards.
         group_rewards = known if len(known) == len(rewards) else ()
         relative = relative_steps(state)
         for draft in drafts:
@@ -101,13 +101,13 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
 
 @dataclass(slots=True)
 class _Draft:
-    """An example while calls extend it."""
+    """An example that calls still extend."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     steps: list[tuple[int, TrajectoryStep, int]] = field(default_factory=list)
-    """Number in the trajectory, step, and where its tokens end."""
+    """Number in the trajectory, step, and the end index of its tokens."""
 
     def is_extended_by(self, step: TrajectoryStep, tokens: TrajectoryStepTokens) -> bool:
         if list(tokens["prompt_ids"][: len(self.token_ids)]) != self.token_ids:
@@ -149,7 +149,7 @@ class _Draft:
         advantages = [_first_of([step.get("advantage"), own_advantage]) for step in steps]
         differs = any(advantage != advantages[0] for advantage in advantages)
         rewards = [state.get("reward"), *(step.get("reward") for step in reversed(steps))]
-        # A call's own reward comes first, but for a merged example, which is of several.
+        # A call's own reward comes first, except in a merged example, which has several calls.
         reward = _first_of(rewards if merges else reversed(rewards))
         noted = [_noted(step, "weight_version") for step in steps]
         versions = [version for version in noted if isinstance(version, int)]
@@ -189,13 +189,13 @@ class _Draft:
 
 
 def _shown(step: TrajectoryStep) -> list[object]:
-    # As they were sent: the environment may have changed its prompt since.
+    # As sent, because the environment may have changed its prompt since.
     sent = getattr(step.get("response"), SENT_IMAGES, None)
     return shown_in(step["prompt"]) if sent is None else sent
 
 
 def _group(state: State) -> str:
-    # With the task: two environments may number their rows alike.
+    # With the task, because two environments may use the same ids.
     return repr((state.get("task"), state.get("example_id", 0)))
 
 
@@ -204,6 +204,6 @@ def _first_of(values: Iterable[float | None]) -> float | None:
 
 
 def _noted(step: TrajectoryStep, name: str) -> object:
-    # The client's note in the step's extras counts before what an endpoint of ours says.
+    # The client's note in the step's extras takes precedence over the fields of our endpoints.
     extras = step.get("extras") or {}
     return extras[name] if name in extras else getattr(step.get("response"), name, None)

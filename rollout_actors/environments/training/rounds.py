@@ -24,16 +24,16 @@ from shared.trajectory import EnvironmentRequest
 _LOGGER = logging.getLogger(__name__)
 
 CLEANUP_S = CLOSED_S / 2
-"""Time for rollouts under way to clean up when the run ends. The rest of what the driver waits is
-for `@teardown`.
+"""Time for running rollouts to clean up when the run ends. The rest of the driver's wait is for
+`@teardown`.
 """
 
 
 class EnvironmentRounds:
-    """A run's environment in this process: an `EnvironmentActor` has one, or a learner rank."""
+    """A run's environment in this process, used by an `EnvironmentActor` or a learner rank."""
 
     def __init__(self, name: str, settings: RunnerSettings, engines: Engines) -> None:
-        """Load nothing yet. `name`: of who has it, for errors."""
+        """Load nothing yet. `name`: the name of the actor or rank, for errors."""
         self._name = name
         self._settings = settings
         self._engines = engines
@@ -61,12 +61,12 @@ class EnvironmentRounds:
         return EnvironmentRunner(self._name, self._settings, self._engines, tokenizer)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Answer each request, in order.
+        """Run the requests, and return one answer for each, in order.
 
         Raises RolloutError: an engine failed, or the environment was closed meanwhile.
         """
-        assert self._runner is not None, "start comes first"
-        # In a task of its own, which `leave` can cancel.
+        assert self._runner is not None, "start must be called first"
+        # In its own task, which `leave` can cancel.
         round_ = asyncio.ensure_future(self._runner.run(requests))
         self._rounds.add(round_)
         try:
@@ -75,7 +75,7 @@ class EnvironmentRounds:
             reraise_cancellation(error)
             why = "was closed"
             if not round_.cancelling():
-                why = "cancelled the round itself: it let out the CancelledError of its own task,"
+                why = "cancelled the round itself (it did not catch the CancelledError of its task)"
             raise RolloutError(
                 f"{why} before its rollouts were done", actor=self._name, phase="generate"
             ) from error
@@ -83,7 +83,7 @@ class EnvironmentRounds:
             self._rounds.discard(round_)
 
     async def leave(self) -> None:
-        """Cancel the rounds under way, and wait for at most `CLEANUP_S` for their `@cleanup`."""
+        """Cancel running rounds, and wait for at most `CLEANUP_S` for their `@cleanup`."""
         rounds = [round_ for round_ in self._rounds if not round_.cancelling()]
         for round_ in rounds:
             round_.cancel()
@@ -91,22 +91,22 @@ class EnvironmentRounds:
             _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
             if late:
                 _LOGGER.warning(
-                    "rollouts of %s still clean up after %g s, and it is torn down now; check what"
-                    " its @cleanup waits for",
+                    "rollouts of %s are still cleaning up after %g s, and it is torn down now;"
+                    " check what its @cleanup waits for",
                     self._settings.env_id,
                     CLEANUP_S,
                 )
 
     async def close(self) -> None:
         """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`), then
-        the processes that it has left.
+        the processes that it left.
         """
         try:
             if self._runner is not None:
                 await self.leave()
                 await self._runner.aclose()
         except Exception as error:
-            # The run is ending, and nobody reads the answer.
+            # Logged, because the run is ending and the caller does not read the answer.
             name = self._settings.env_id
             _LOGGER.error("teardown of %s failed\n%s", name, traceback_of(error))
             raise

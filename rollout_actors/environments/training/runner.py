@@ -1,7 +1,7 @@
 """One step's examples as rollouts of an environment, without Ray.
 
-`EnvironmentRunner` takes the learner's `EnvironmentRequest`s, asks the run's own engines, and
-answers with what is learned of each rollout. `training.actor` gives it a process.
+`EnvironmentRunner` takes the learner's `EnvironmentRequest`s, calls the run's own engines, and
+returns the training data of each rollout. `training.actor` runs it in a process.
 """
 
 from __future__ import annotations
@@ -53,41 +53,41 @@ class RunnerSettings:
 
     env_id: str
     model_path: str
-    """Checkpoint whose tokenizer and chat template the engines have."""
+    """Checkpoint with the tokenizer and chat template of the engines."""
     max_model_len: int
-    """Most tokens of a prompt and its answer together; a rollout that needs more ends as truncated.
+    """Limit of a prompt and its answer together, in tokens; a rollout that needs more is truncated.
     """
     max_under_way: int
-    """Most requests of this runner that one engine has at a time."""
+    """Limit of concurrent requests of this runner to one engine."""
     env_args: Arguments = field(default_factory=dict)
     working_dir: str | None = None
-    """Folder in which the run was started. Relative paths of the environment begin there on every
-    node that has it; an actor's own folder is Ray's.
+    """Folder where the run was started. Relative paths of the environment begin there on every
+    node that has it, because an actor's working directory is Ray's.
     """
     max_concurrent_scoring: int | None = None
     rollout_timeout_s: float | None = None
     scoring_timeout_s: float | None = None
     max_images: int = 0
-    """Most images of one prompt, as the engines were started for."""
+    """Limit of images in one prompt, as the engines were started."""
     tool_parser: str | None = None
     chat_template_args: Arguments = field(default_factory=dict)
-    """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
+    """Further arguments of the chat template, such as `enable_thinking`."""
     system_prompt: str | None = None
-    """System message of rows that have none; None: as the environment has it."""
+    """System message of rows without one; None: the environment's own."""
     keeps_messages: bool = True
-    """Whether prompts and completions of training travel to the learner, which writes them down.
-    Those of held-out reports always do.
+    """Whether prompts and completions of training are sent to the learner, which logs them. In
+    held-out reports they always are.
     """
     examples: ExampleCounts | None = None
-    """Counts from before the start, in another process; None: nobody has looked."""
+    """Counts from before the start, in another process; None: not counted."""
     num_held_out: int | None = None
     """Argument of `count_examples`."""
     teacher: TeacherSettings | None = None
-    """Who scores the tokens that are learned; None: nobody."""
+    """The teacher that scores trained tokens; None: no teacher."""
 
 
 class EnvironmentRunner:
-    """An environment in this process, and the run's engines behind it."""
+    """An environment in this process, and the run's engines that it uses."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class EnvironmentRunner:
         engines: Engines,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Load the environment, and vllm where a parser reads tool calls.
+        """Load the environment, and vllm if a parser reads tool calls.
 
         Raises:
-            ValueError: the environment has other rows than expected, it has tools and nothing
-                reads calls, or vLLM has no such parser.
+            ValueError: the environment has other rows than expected, it has tools and there is no
+                parser of calls, or vLLM has no such parser.
         """
         self._name = name
         self._settings = settings
@@ -121,19 +121,18 @@ class EnvironmentRunner:
             require_no_tools(self._environment)
 
     async def require_teacher(self) -> None:
-        """Wait for the teacher, where there is one. Raises as `Teacher.require_suitable`."""
+        """Wait for the teacher, if there is one. Raises as `Teacher.require_suitable`."""
         if self._teacher is not None:
             await self._teacher.require_suitable(self._tokenizer, self._settings.max_model_len)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Answer each request of one step, in order. A rollout that fails is data
-        (`EnvironmentRollout.error`).
+        """Run the requests of one step, and return one answer for each, in order. A rollout that
+        fails is data (`EnvironmentRollout.error`).
 
         Raises:
-            RolloutError: an engine failed (its requests are not asked again, and no rollout is
-                blamed for it); or no rollout of the environment could do what it asks for:
-                sampling arguments that contradict the run, more images than engines take; or the
-                teacher does not score them.
+            RolloutError: an engine failed (its requests are not repeated, and no rollout counts as
+                failed for it); every rollout would fail, because sampling arguments contradict the
+                run or prompts have too many images; or the teacher does not score them.
         """
         if not requests:
             return []
@@ -183,7 +182,7 @@ class EnvironmentRunner:
     def _check_sampling(
         self, request: EnvironmentRequest, conversation: ConversationSettings
     ) -> None:
-        # Where they contradict the run, every rollout would fail at its first call.
+        # If they contradict the run, every rollout would fail at its first call.
         for member in _members(self._environment):
             arguments = merged(
                 member.sampling_args, self._environment.sampling_args, _force_greedy(request)
@@ -216,20 +215,20 @@ class EnvironmentRunner:
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
-        if not request.is_held_out:  # nothing is learned of a report
+        if not request.is_held_out:  # a report is not trained on
             examples = merge_trajectories_for_training(states).examples
             if self._teacher is not None:
                 examples = await self._teacher.score(examples)
             for example in examples:
                 index = example.rollout
-                # The prompt of its last call, which goes on from those before, shows all images.
-                # The learner notices one that was not sent here.
+                # The prompt of its last call continues the earlier calls, so it shows all images.
+                # The learner notices an image that is missing here.
                 last = states[index]["trajectory"][example.steps[-1]]
                 hashes = getattr(last["response"], SENT_IMAGES, ())
                 sent = client.sent_images
                 images = tuple(sent[sha256] for sha256 in hashes if sha256 in sent)
-                # Named by its position in the step, which does not depend on how the step is cut
-                # into calls.
+                # Named by its position in the step, which does not depend on how the step is
+                # divided into calls.
                 position = rows.positions[index]
                 learned[index].append(replace(example, rollout=position, images=images))
         keeps_messages = settings.keeps_messages or request.is_held_out
@@ -267,15 +266,15 @@ class EnvironmentRunner:
 
 
 def count_examples(environment: Environment, num_held_out: int | None) -> ExampleCounts:
-    """Count rows to train on, and the first `num_held_out` (None: all) to evaluate on.
+    """Count the training rows, and the first `num_held_out` (None: all) held-out rows.
 
     Raises:
-        ValueError: there is nothing to train on.
+        ValueError: there are no training rows.
     """
     rows = environment.get_dataset()
     if not len(rows):
         raise ValueError(f"{environment.name} has a dataset without rows; give it some")
-    # Without rows of its own to evaluate on, an environment would give those that it is trained on.
+    # Without held-out rows, an environment would return its training rows.
     held_out: Sequence[RolloutInput] = (
         [] if environment.eval_dataset is None else environment.get_eval_dataset()
     )
@@ -290,35 +289,35 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
 
 
 def scores_at_once(environment: Environment) -> bool:
-    """Tell whether some rubric of it scores all rollouts of a step in one call."""
+    """Return whether any rubric of it scores all rollouts of a step in one call."""
     return any(member.rubric.scores_all_at_once for member in _members(environment))
 
 
 def require_no_tools(environment: Environment) -> None:
-    """Raise ValueError where the environment has tools: without a parser the model's calls would
-    stay text, and none would be answered.
+    """Raise ValueError if the environment has tools: without a parser the model's calls would stay
+    text, and would not be answered.
     """
     for member in _members(environment):
         if member.oai_tools:
             raise ValueError(
-                f"environment.tool_call_parser: {member.name} has tools, and neither this key nor"
-                " the checkpoint's tokenizer says how the model's calls are read; set it to vLLM's"
+                f"environment.tool_call_parser: {member.name} has tools, but neither this key nor"
+                " the checkpoint's tokenizer names a parser for the model's calls; set it to vLLM's"
                 " name of the model's parser, such as hermes"
             )
 
 
 def has_tools(environment: Environment) -> bool:
-    """Tell whether its rollouts are offered tools, those of rows that bring their own aside."""
+    """Return whether its rollouts are offered tools. Tools of single rows do not count."""
     return any(member.oai_tools for member in _members(environment))
 
 
 def asks_by_chat(environment: Environment) -> bool:
-    """Tell whether any of its prompts are messages, which a chat template writes."""
+    """Return whether any of its prompts are messages, which a chat template writes."""
     return any(member.message_type == "chat" for member in _members(environment))
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
-    """Raise ValueError where this process has other rows than the one that checked the data."""
+    """Raise ValueError if this process has other rows than the process that checked the data."""
     if (examples, examples.digest) == (expected, expected.digest):
         return
     found, wanted = (
@@ -328,13 +327,13 @@ def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) ->
     if found != wanted:
         difference = f"{found}, and before the start {wanted}"
     raise ValueError(
-        f"environment {name}: found {difference}; make them the same in every process: seed what is"
-        " random, sort what comes from a set or a folder, and give every node the same files"
+        f"environment {name}: found {difference}; make them the same in every process: seed random"
+        " draws, sort what comes from a set or a folder, and give every node the same files"
     )
 
 
 def _digest(*datasets: Sequence[RolloutInput]) -> str:
-    # Up to 64 rows of each dataset, from all over it, as far as JSON can write them.
+    # Up to 64 rows of each dataset, spread over it, as far as JSON can write them.
     digest = hashlib.sha256()
     for rows in datasets:
         indices = [len(rows) * number // 64 for number in range(64)] if len(rows) else []
@@ -345,7 +344,7 @@ def _digest(*datasets: Sequence[RolloutInput]) -> str:
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer. Offline: a run never downloads."""
+    """Load a checkpoint's tokenizer, offline because a run never downloads."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(Path(model_path), local_files_only=True)
@@ -372,14 +371,14 @@ def _members(environment: Environment) -> Sequence[Environment]:
 
 
 def _force_greedy(request: EnvironmentRequest) -> Arguments:
-    # A None takes back the environment's temperature: a report is greedy.
+    # None removes the environment's temperature, because a report is greedy.
     return {"temperature": None} if request.is_held_out else {}
 
 
 def _loggable(messages: Messages | None) -> Any:
-    if messages is None:  # of a rollout that ended before it had any
+    if messages is None:  # the rollout ended before it had any
         return None
-    # An environment may have put anything into them, NaN too.
+    # An environment may have put any value into them, NaN too.
     text = json.dumps(sanitize_messages(without_images(messages)), default=str)
     return json.loads(text, parse_constant=lambda _: None)
 
@@ -387,8 +386,8 @@ def _loggable(messages: Messages | None) -> Any:
 def _with_each_example_once(
     groups: Sequence[ExampleGroup], dataset: Examples
 ) -> list[list[ExampleGroup]]:
-    # In one call, an example's rollouts would be compared as one group, or not, as the rounds are
-    # cut.
+    # If an example occurred twice in one call, its rollouts would be compared as one group, and
+    # results would depend on how the rounds are cut.
     seen: dict[str, int] = {}
     calls: list[list[ExampleGroup]] = []
     for group in groups:

@@ -1,9 +1,9 @@
-"""The teacher of an on-policy distillation: a model served elsewhere, which scores sampled tokens.
+"""The teacher of an on-policy distillation: a model on a server, which scores sampled tokens.
 
-It is asked over `/v1/completions` of a stock `vllm serve` (vLLM 0.32), with token ids for a prompt
+It is called over `/v1/completions` of a stock `vllm serve` (vLLM 0.32), with token ids as prompt
 and `prompt_logprobs`. These log-probabilities are at temperature 1, over the whole vocabulary. They
-come into the examples before these leave for the learner, and so into the log of rollouts: a
-resumed or replayed step asks no teacher.
+are added to the examples before the examples are sent to the learner, and so to the log of
+rollouts: a resumed or replayed step does not call the teacher.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ SECTION = "environment.teacher"
 MODELS = "/v1/models"
 COMPLETIONS = "/v1/completions"
 NUM_PROBED = 1000
-"""Token ids, from all over the vocabulary, whose texts are compared before the first rollout."""
+"""Token ids, spread over the vocabulary, whose texts are compared before the first rollout."""
 ROUNDING = 1e-3
-"""A log-probability is above 0 by no more than this: else it is none."""
+"""Rounding error of a log-probability; a value further above 0 is not a log-probability."""
 _KEY_REMEDY = f"name the variable that holds its key in {SECTION}.token_env"
 _REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32"
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """A teacher's address, and the name that it is served under."""
+    """A teacher's address, and its model name on the server."""
 
     model: str
     address: ServerAddress
 
     @classmethod
     def from_section(cls, section: TeacherSection) -> Self:
-        """Take the token from this process's environment. Raises ConfigError without one."""
+        """Take the token from this process's variables. Raises ConfigError if it is missing."""
         token = token_in(section.token_env, f"{SECTION}.token_env")
-        # Every call has a limit, whichever kind of server it is.
+        # Every call has a limit, whatever kind of server it is.
         limit_s = section.timeout_s
         return cls(
             section.model,
@@ -93,39 +93,39 @@ class _Completion(BaseModel):
 
 
 class Teacher:
-    """Scores examples; errors are RolloutErrors that name the teacher, its URL and the key."""
+    """Scores examples. Errors are RolloutErrors that name the teacher, its URL and the key."""
 
     def __init__(self, settings: TeacherSettings, *, max_under_way: int) -> None:
-        """`max_under_way`: most calls of one `score` that the server has at a time."""
+        """`max_under_way`: limit of concurrent calls of one `score`."""
         self._model = settings.model
         self._http = HttpClient("teacher", settings.address)
         self._max_under_way = max_under_way
 
     async def require_suitable(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
-        """Wait until it is served, and check that it can score what the run samples.
+        """Wait until it is served, and check that it can score the run's tokens.
 
         Args:
-            tokenizer: the run's, whose token ids the teacher has to read as the same texts.
-            longest: most tokens of an example.
+            tokenizer: the run's tokenizer. The teacher must read its token ids as the same texts.
+            longest: maximum number of tokens of an example.
 
         Raises:
             UnreachableError: it does not answer.
-            RolloutError: it has another vocabulary, takes fewer tokens, or is no such server.
+            RolloutError: it has another vocabulary, accepts fewer tokens, or is another server.
         """
         models = self._read(_Models, await self._wait_until_up(), "start")
         model = next((one for one in models.data if one.id == self._model), None)
         if model is None:
             served = ", ".join(one.id for one in models.data) or "nothing"
-            why = f"serves {served}, and {SECTION}.model is {self._model}; write one of its names"
+            why = f"serves {served}, but {SECTION}.model is {self._model}; write one of its names"
             raise self._http.error(why, "start")
-        # It has to sample one token behind those that it scores.
+        # It must sample one token after the tokens that it scores.
         if model.max_model_len is not None and model.max_model_len <= longest:
-            why = f"takes {model.max_model_len} tokens, and scores up to global_max_length"
+            why = f"accepts {model.max_model_len} tokens, but must score up to global_max_length"
             remedy = (
                 f"start it with --max-model-len {longest + 1}, or lower global_max_length to"
                 f" {model.max_model_len - 1}"
             )
-            raise self._http.error(f"{why} = {longest} and samples one more; {remedy}", "start")
+            raise self._http.error(f"{why} = {longest} and sample one more; {remedy}", "start")
         await self._require_vocabulary(tokenizer, model.max_model_len or longest)
 
     async def score(self, examples: Sequence[TrainingExample]) -> list[TrainingExample]:
@@ -137,7 +137,7 @@ class Teacher:
             logprobs = [0.0] * len(example.token_ids)
             if learned:
                 async with slots:
-                    # What follows the last of them is not needed.
+                    # Tokens after the last trained one are not needed.
                     tokens = await self._ask(example.token_ids[: learned[-1] + 1], "score")
                 for index in learned:
                     token = tokens[index]
@@ -145,7 +145,7 @@ class Teacher:
                     if not (math.isfinite(logprob) and NO_LOGPROB < logprob <= ROUNDING):
                         raise self._http.error(
                             f"gave token {index} of example {example.example_id!r} the"
-                            f" log-probability {logprob:g}, which is none; serve it with"
+                            f" log-probability {logprob:g}, which is invalid; serve it with"
                             " --logprobs-mode raw_logprobs, and check its weights",
                             "score",
                         )
@@ -158,7 +158,7 @@ class Teacher:
         self, tokenizer: PreTrainedTokenizerBase, max_model_len: int
     ) -> None:
         size = len(tokenizer)
-        # With the first one twice, the last one, and the one that is sampled.
+        # Room for the first id twice, the last id, and the sampled token.
         count = max(1, min(size, NUM_PROBED, max_model_len - 3))
         spread = dict.fromkeys([*(size * index // count for index in range(count)), size - 1])
         # The first token of a prompt has no entry.
@@ -167,11 +167,11 @@ class Teacher:
         for token_id, token in zip(token_ids[1:], tokens[1:], strict=True):
             ours = tokenizer.decode([token_id])
             theirs = None if token is None else token.decoded_token
-            # Half a character is written by what stands before it.
+            # The text of half a character depends on the tokens before it.
             if theirs != ours and "�" not in ours:
                 raise self._http.error(
-                    f"reads token id {token_id} as {theirs!r}, and model.path as {ours!r}: a"
-                    " teacher needs the student's vocabulary; serve one of the same family",
+                    f"reads token id {token_id} as {theirs!r}, but model.path as {ours!r}: a"
+                    " teacher needs the student's vocabulary; serve a model of the same family",
                     "start",
                 )
 
@@ -179,7 +179,7 @@ class Teacher:
         limit_s = self._http.address.timeout_s
         remedy = (
             f"check that it runs, that {SECTION}.base_url is its address without /v1, and that no"
-            " firewall is between"
+            " firewall blocks it"
         )
         deadline = time.monotonic() + limit_s
         while True:
@@ -197,16 +197,16 @@ class Teacher:
                 last = str(error)
             if time.monotonic() + POLL_S >= deadline:
                 limit = f"{SECTION}.timeout_s = {limit_s:g} s"
-                message = self._http.with_url(f"did not get ready within {limit} (last: {last})")
+                message = self._http.with_url(f"was not ready within {limit} (last: {last})")
                 raise UnreachableError(f"{message}; {remedy}", actor="teacher", phase="start")
             await asyncio.sleep(POLL_S)
 
     async def _ask(self, token_ids: Sequence[int], phase: str) -> list[_PromptToken | None]:
-        """Ask for what the teacher says of each token; None of the first.
+        """Return what the teacher reports for each token; None for the first.
 
-        A failure is asked about once more. Where nobody is there, or the server loads, it is asked
-        until `timeout_s` is over, so that a teacher that is started again ends no run. All of it
-        takes `TRIES` times that at the most.
+        A failed call is repeated once. If the server cannot be reached or is loading, the call is
+        repeated until `timeout_s` is over, so that a restarted teacher does not end the run. All
+        calls together take at most `TRIES` times `timeout_s`.
         """
         body = {
             "model": self._model,
@@ -226,7 +226,7 @@ class Teacher:
                 answer = await self._http.post(COMPLETIONS, content, timeout_s=limit_s)
             except HttpStatusError as error:
                 if error.status < 500:
-                    remedy = f"check {SECTION}.model, whose vocabulary must be that of model.path"
+                    remedy = f"check that {SECTION}.model has the vocabulary of model.path"
                     if error.status == 401:
                         remedy = _KEY_REMEDY
                     why = f"refused {len(token_ids)} token ids: {error}; {remedy}"
@@ -242,12 +242,12 @@ class Teacher:
             if num_tries >= TRIES and (is_over or not is_away):
                 break
             await asyncio.sleep(POLL_S)
-        why = f"failed {num_tries} times, last with: {last}; check its own output"
+        why = f"failed {num_tries} times, last with: {last}; check its output"
         if isinstance(last, LateError):
             why += f", and that one answer fits into {limit}"
         elif is_away:
-            why = f"is not there, and was waited for over {limit} (last: {last})"
-            why += "; see in its own output why it ended, and start it again"
+            why = f"could not be reached for {limit} (last: {last})"
+            why += "; read in its output why it ended, and start it again"
         raise self._http.error(why, phase) from last
 
     def _prompt_tokens(
@@ -256,8 +256,8 @@ class Teacher:
         (choice,) = self._read(_Completion, answer, phase).choices
         entries = choice.prompt_logprobs
         if entries is None or len(entries) != len(token_ids):
-            found = "none" if entries is None else str(len(entries))
-            why = f"gave {found} of the log-probabilities of {len(token_ids)} tokens"
+            found = "no" if entries is None else str(len(entries))
+            why = f"returned {found} log-probabilities for {len(token_ids)} tokens"
             raise self._http.error(f"{why}; {_REMEDY}", phase)
         return [
             None if entry is None else entry.get(token_id)
@@ -268,4 +268,4 @@ class Teacher:
         try:
             return form.model_validate_json(body)
         except ValueError as error:
-            raise self._http.error(f"answered something else: {error}; {_REMEDY}", phase) from error
+            raise self._http.error(f"sent another answer: {error}; {_REMEDY}", phase) from error

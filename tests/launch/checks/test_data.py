@@ -354,7 +354,7 @@ def test_an_environment_that_fails_in_lines_of_ours_alone_is_told_too(of_environ
 
 def test_an_environment_with_tools_needs_a_reader_of_calls(of_environment, model):
     problem = refused(of_environment, args=TOOLS)
-    key = "environment.tool_call_parser: runner_environment has tools, and neither "
+    key = "environment.tool_call_parser: runner_environment has tools, but neither "
     assert problem.startswith(key) and "; set it to vLLM's name" in problem
     assert of_environment(args=TOOLS, tool_call_parser="hermes").examples == COUNTS
     (model / "tokenizer_config.json").write_text('{"response_template": {}}')

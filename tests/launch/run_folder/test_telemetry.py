@@ -377,7 +377,7 @@ def test_a_step_whose_rollouts_called_no_tool_is_warned_of(
     (logged,) = lines(of_environment, "metrics.jsonl")
     assert has(logged, **metrics, **{"rollout/decode_mode": "sample"})
     assert "reward 0.500  no signal 1/3" in output.getvalue()
-    warning = "warning   none of 12 rollouts called a tool, though they were offered some"
+    warning = "warning   none of 12 rollouts called a tool, although tools were offered"
     assert (warning in output.getvalue()) == is_warned
 
 

@@ -125,4 +125,4 @@ def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(close_s()) >= 0.3
     assert noted(log)[4] == "torn down"
-    assert "still clean up after 0.3 s" in caplog.text
+    assert "still cleaning up after 0.3 s" in caplog.text

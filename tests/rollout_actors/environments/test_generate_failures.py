@@ -89,7 +89,7 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_though_it_swallows_the_can
     assert seconds == pytest.approx(1.0)
     error = (
         "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
-        " cleanups wait for, or allow more"
+        " cleanups wait for, or raise the limit"
     )
     assert errors(results) == [None, error, None]
     assert len(results.state[1]["trajectory"]) == 1 + swallows
@@ -97,7 +97,7 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_though_it_swallows_the_can
 
 LATE = (
     "TimeoutError: reward function judged is not done after {} = 2 s; check what it waits for, or"
-    " allow more with scoring_timeout_s"
+    " raise scoring_timeout_s"
 )
 
 
@@ -165,7 +165,7 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
         ),
         (
             Answer(fields={"choices": None, "error": {"message": "gone", "code": 502}}),
-            "the endpoint's answer has no choices, and says {'message': 'gone', 'code': 502}",
+            "the endpoint's response has no choices, and says {'message': 'gone', 'code': 502}",
         ),
     ],
     ids=["a length mismatch of tokens", "no choices"],

@@ -84,12 +84,12 @@ def test_a_runs_system_prompt_stands_before_the_rows_of_every_environment():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"system_prompt": "Mine."}, "has 'Mine.'"),
+        ({"system_prompt": "Mine."}, "has the system prompt 'Mine.'"),
         (
             {"dataset": [{"prompt": [{"role": "system", "content": "own"}, user("a")]}]},
             "has a system message in its first row",
         ),
-        ({"message_type": "completion", "dataset": [{"prompt": "a"}]}, "has prompts of plain text"),
+        ({"message_type": "completion", "dataset": [{"prompt": "a"}]}, "has plain-text prompts"),
     ],
 )
 def test_a_second_system_prompt_is_refused_by_its_key(changes, found):
@@ -201,7 +201,7 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
         (
             lambda: EnvGroup([echo_env(), talk_env()], ["a", "a"]),
             ValueError,
-            "env_names: a, a; give each a name of its own",
+            "env_names: must be distinct, got a, a",
         ),
         (
             lambda: EnvGroup([EnvGroup([echo_env()])], ["a"]),
@@ -216,7 +216,7 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
         (
             lambda: EnvGroup([echo_env()]).rubric.add_reward_func(length),
             ValueError,
-            "add them to the rubrics of its environments",
+            "add them to its environments' rubrics",
         ),
         (
             lambda: EnvGroup([echo_env()], system_prompt="Think."),
@@ -232,7 +232,7 @@ def test_what_cannot_be_a_group_is_refused(refused, error, problem):
 
 def test_a_task_that_names_no_environment_is_refused_with_those_that_there_are():
     group = EnvGroup([echo_env(), talk_env()], ["echo", "talk"])
-    known = "is no environment of the group, which has echo, talk"
+    known = "names no environment of the group; it has echo, talk"
     given = [{"question": "q", "task": "echo"}, {"question": "q", "task": "sing"}]
     with pytest.raises(ValueError, match=f"row 1: task 'sing' {known}"):
         generated(group, given, repeat())

@@ -103,7 +103,7 @@ def test_example_id_is_canonical_where_a_row_has_both_and_is_synthesized_where_i
 @pytest.mark.parametrize("column", ["id", "example_id"])
 @pytest.mark.parametrize("nan", [float("nan"), np.float32("nan")], ids=["python", "numpy"])
 def test_an_id_that_is_nan_is_refused_by_row(column, nan):
-    problem = f"^{column}: of row 1 is NaN; give every row one, or leave the column out$"
+    problem = f"^{column}: NaN in row 1; give every row a value, or leave the column out$"
     with pytest.raises(ValueError, match=problem):
         inputs([{"question": "a", column: 1.0}, {"question": "b", column: nan}])
 
@@ -149,7 +149,7 @@ def check(*rows):
 
 
 ONE, OTHER = {"question": "1 + 1", "id": 7}, {"question": "2 + 2", "id": 7}
-BY_NUMBER = r"1 \(input 1 by its number in the data, for it has none\) and are different rows"
+BY_NUMBER = r"1 \(input 1 has no id, so its row number is used\) but are different rows"
 
 
 def with_array(*values):
@@ -162,7 +162,7 @@ def with_array(*values):
     [
         (
             [ONE, {"question": "?", "id": 8}, OTHER],
-            "0 and 2 both have 7 and are different rows, .*; give every row an id of its own",
+            "0 and 2 both have 7 but are different rows, .*; give every row its own id",
         ),
         ([ONE | {"answer": {"k": 2}}, ONE | {"answer": {"k": 3}}], "0 and 1 both have 7"),
         ([ONE | {"info": {"k": 2}}, ONE | {"info": {"k": 3}}], "0 and 1 both have 7"),
@@ -251,7 +251,7 @@ def test_columns_are_rows(given, form, prompts):
 THREE = {"prompt": [[user("a")], [user("b")], [user("c")]]}
 NO_ROWS = "inputs: must be a dataset, rows, one row, or a mapping of columns, got"
 NO_PROMPT = "inputs: neither prompt nor question, only answer; give one of the two"
-NO_LIST = "inputs: {} must be a list with one for each row, got {}"
+NO_LIST = "inputs: {} must be a list with one value per row, got {}"
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_a_group_whose_own_marked_method_nobody_would_call_is_refused(mark):
         def own(self, state):
             return False
 
-    with pytest.raises(TypeError, match="own: a group has no @stop and no @cleanup of its own"):
+    with pytest.raises(TypeError, match="own: a group cannot have its own @stop or @cleanup"):
         Marked([Talk()])
 
 
@@ -444,7 +444,7 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
     first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(says_a)).state
     assert first["error"] is None
     assert (
-        "TimeoutError: cleaning up is not done after cleanup_timeout_s = 0.1 s; check what"
+        "TimeoutError: cleanup is not done after cleanup_timeout_s = 0.1 s; check what"
         in second["error"]
     )
 

@@ -87,10 +87,10 @@ def test_a_wrong_name_lists_what_there_is():
     with pytest.raises(ValueError) as caught:
         load_environment("aritmetic")
     assert str(caught.value) == (
-        "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic,"
-        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, any module or .py"
-        " file that has load_environment(**args), and those of other libraries by a prefix: gym:NAME,"
-        " openenv:URL, verifiers:NAME"
+        "no environment 'aritmetic' (did you mean arithmetic?); use arithmetic,"
+        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, a module or .py"
+        " file that has load_environment(**args), or an environment of another library by its"
+        " prefix: gym:NAME, openenv:URL, verifiers:NAME"
     )
 
 
@@ -101,8 +101,8 @@ def test_a_wrong_name_lists_what_there_is():
             "arithmetic",
             FILE,
             (
-                r"arithmetic is the example .*examples\.arithmetic and the module arithmetic; write the"
-                r" module with its package"
+                r"arithmetic is ambiguous: the example .*examples\.arithmetic and the module"
+                r" arithmetic; write the module with its package"
             ),
         ),
         ("none.py", None, r"^none\.py: there is no such file"),
@@ -132,5 +132,5 @@ def test_wrong_arguments_are_named_with_those_that_there_are(here):
     with pytest.raises(ValueError) as caught:
         load_environment("mine", size=3, stop=1)
     assert str(caught.value) == (
-        "mine: got an unexpected keyword argument 'stop'; it takes (size, step=1)"
+        "mine: got an unexpected keyword argument 'stop'; load_environment takes (size, step=1)"
     )

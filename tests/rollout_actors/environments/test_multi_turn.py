@@ -477,9 +477,9 @@ def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):
     client = client_over(says_no(tokenizer), tokenizer)
     (state,) = generated(Own(), rows(1), client).state
     assert (
-        "AttributeError: EngineClient has to know of which rollout a call is; call"
+        "AttributeError: EngineClient must know which rollout a call belongs to; call"
         " `self.get_model_response(client" in state["error"]
     )
     rolled_out(Talk(max_turns=1), ROW, client)  # which is over when the next call is made
-    with pytest.raises(RuntimeError, match="none is under way here; call it inside"):
+    with pytest.raises(RuntimeError, match="no rollout is running here; call it inside"):
         asyncio.run(Talk().get_model_response(client, "m", [user("q")]))

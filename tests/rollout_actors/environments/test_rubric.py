@@ -114,7 +114,7 @@ def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
         return 1.0
 
     error = (
-        r"TypeError: reward function wants asks for grader; there are advantage, answer, .*turn;"
+        r"TypeError: reward function wants has unknown parameters: grader; known are advantage, .*turn;"
         r" add others to the rubric's class_objects"
     )
     assert re.match(error, scored(Rubric([wants]))["error"])
@@ -142,11 +142,11 @@ def by_place(answer, /):
     ("functions", "weights", "problem"),
     [
         ([one_point], [1.0, 2.0], "weights: 2 for 1"),
-        ([length, length], None, "length is there already"),
+        ([length, length], None, "length exists already"),
         (
             [by_place],
             None,
-            "reward function by_place: answer can only be given by position; .* leave out the slash",
+            "reward function by_place: parameter answer is positional-only, .* remove the slash",
         ),
     ],
 )

@@ -132,7 +132,7 @@ def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # 
 @pytest.mark.parametrize(
     ("refused", "problem"),
     [
-        (lambda: Tool.of(lambda x: x), "tool <lambda>: the name of a tool has 1 to 64 letters"),
+        (lambda: Tool.of(lambda x: x), "tool <lambda>: a tool's name must have 1 to 64 letters"),
         (
             lambda: Tool.of(takes_all),
             r"tool takes_all: parameter .*kwargs.* cannot be given by name",
@@ -141,9 +141,9 @@ def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # 
         (lambda: Tool.of(takes_the_unknown), r"tool takes_the_unknown: .*Nowhere"),
         (
             lambda: Tool.of(area, ["depth"]),
-            "tool area: args_to_skip has depth, which is no parameter; they are width, height",
+            "tool area: args_to_skip has depth, but the parameters are width, height",
         ),
-        (lambda: ToolEnv([area, area]), "tool area is there already"),
+        (lambda: ToolEnv([area, area]), "tool area exists already"),
         (lambda: ToolEnv([area], message_type="completion"), "message_type"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_tool_that_is_removed_is_neither_shown_nor_called_any_more():
     state = rolled_out(environment, ROW, client)
     assert contents(state) == ["there is no tool area; there are echo"]
     assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == ["echo"]
-    with pytest.raises(ValueError, match="tool area is not there; there are echo"):
+    with pytest.raises(ValueError, match="tool area does not exist; there are echo"):
         environment.remove_tool(area)
 
 

@@ -77,8 +77,8 @@ def test_xml_fields_are_found_by_name_the_first_or_the_last_and_each_tag_that_ma
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        (["plan"], ValueError, "answer_field: 'answer' is none of plan"),
-        (["plan", ("answer", "plan")], ValueError, "fields: plan is there twice"),
+        (["plan"], ValueError, "answer_field: 'answer' is not one of plan"),
+        (["plan", ("answer", "plan")], ValueError, "fields: plan occurs twice"),
         (["answer", 3], TypeError, "fields: 3 is no tag"),
         (["answer", ("code", 3)], TypeError, "is no tag"),
         (["answer", ()], TypeError, "is no tag"),

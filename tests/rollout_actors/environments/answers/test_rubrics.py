@@ -54,7 +54,7 @@ def test_a_judge_that_cannot_answer_costs_the_reward_alone():
     rubric = JudgeRubric([right], judge_client=ScriptedClient([overlong_answer("wise")]))
     environment = SingleTurnEnv(dataset=ROWS, rubric=rubric)
     (state,) = generated(environment, ROWS, ScriptedClient(["4"])).state
-    told = "ValueError: judge: the question is too long for it; shorten judge_prompt"
+    told = "ValueError: judge: the prompt is too long; shorten judge_prompt"
     assert without_place(state) == told
     assert state["completion"] == [assistant("4")]
 

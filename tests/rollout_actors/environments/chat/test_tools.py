@@ -107,7 +107,7 @@ def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_on
     assert uncalled.problem(0, 0) is None, "nothing was offered"
     problems = [uncalled.problem(8, calls) for calls in (0, 0, 0, 0, 1, 0, 0, 0, 0, 0)]
     assert [problem is not None for problem in problems] == [True, True, False, True] + [False] * 6
-    assert (problems[3] or "").startswith("none of 32 rollouts called a tool, though they were")
+    assert (problems[3] or "").startswith("none of 32 rollouts called a tool")
 
 
 def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(caplog):
@@ -181,7 +181,7 @@ def test_a_parser_that_fails_leaves_the_text_as_content(caplog):
 @pytest.mark.engine
 def test_an_unknown_parser_is_refused_with_the_names_that_there_are():
     message = (
-        r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'; set it to one of"
+        r"^environment\.tool_call_parser: vLLM has no parser 'hermez'; set it to one of"
         r" .*hermes"
     )
     with pytest.raises(ValueError, match=message):

@@ -158,7 +158,7 @@ def test_an_engine_that_answers_another_prompt_is_an_error():
             return replace(rollout_of(request, Says((1,))), prompt_token_ids=(1, 2, 3))
 
     message = (
-        "check on actor-0: answered another prompt than the one of example 40; engines must have"
+        "check on actor-0: answered another prompt than the prompt of example 40; engines must have"
         " the tokenizer"
     )
     with pytest.raises(RolloutError, match=message):
@@ -291,10 +291,10 @@ def test_parts_of_messages_that_no_engine_can_show_are_refused_with_a_remedy(par
 def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent():
     engines = ScriptedEngines([])
     conversation = conversation_over(engines, VISION)
-    for images, counts in (([], "has 1 x .* and 0 x an image"), ([ONE], "has 2 x .* and 1 x")):
-        with pytest.raises(ValueError, match=f"{counts}.*; leave that out of the text of messages"):
+    for images, counts in (([], "has 1 x .*, but 0 images"), ([ONE], "has 2 x .*, but 1 images")):
+        with pytest.raises(ValueError, match=f"{counts}.*; remove it from the text of messages"):
             ask(conversation, [shown(*images, text="You said <|image_pad|>.")])
-    with pytest.raises(ValueError, match=r"has 1 x <\|image_pad\|> and 0 x"):
+    with pytest.raises(ValueError, match=r"has 1 x <\|image_pad\|>, but 0 images"):
         asyncio.run(conversation.completions.create(model="m", prompt="What is <|image_pad|>?"))
     assert engines.requests == []
 
@@ -325,8 +325,8 @@ def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error():
 def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy():
     blind = demo_tokenizer("{%- for message in messages %}{{- message.role }}{%- endfor %}")
     message = (
-        r"has 0 x <\|image_pad\|> and 1 x an image; the chat template writes none for some; show"
-        r" images where it does, or take a model with a vision tower"
+        r"has 0 x <\|image_pad\|>, but 1 images; the chat template writes no placeholder for some; show"
+        r" images where it does, or use a model with a vision tower"
     )
     with pytest.raises(ValueError, match=message):
         ask(conversation_over(ScriptedEngines([]), blind), [shown(ONE)])
@@ -392,18 +392,18 @@ def test_the_stop_texts_of_the_run_may_be_repeated_and_reach_the_engine(stop):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": 0.7}, r"temperature: 0.7 was asked for, and this run has 1.0"),
-        ({"extra_body": {"top_k": 20}}, r"top_k: 20 was asked for, and this run has -1"),
-        ({"stop": ["\n"]}, r"stop: \['\\n'\] was asked for.*rollout_matching.decoding.stop"),
-        ({"n": 2}, r"n: 2 was asked for, and this run has 1"),
+        ({"temperature": 0.7}, r"temperature: got 0.7, but this run has 1.0"),
+        ({"extra_body": {"top_k": 20}}, r"top_k: got 20, but this run has -1"),
+        ({"stop": ["\n"]}, r"stop: got \['\\n'\], but.*rollout_matching.decoding.stop"),
+        ({"n": 2}, r"n: got 2, but this run has 1"),
         (
             {"max_tokens": 65},
             r"max_tokens: must be a whole number from 1 to the run's max_new_tokens = 64, got 65",
         ),
         ({"max_tokens": 0}, r"max_tokens: must be a whole number from 1"),
-        ({"seed": 1}, r"seed: the engines of a run take no such sampling argument"),
-        ({"logit_bias": {"3": 1}}, r"logit_bias: .*; leave it out. They know .*max_tokens"),
-        ({"extra_body": {"guided_json": {}}}, r"guided_json: the engines of a run take no such"),
+        ({"seed": 1}, r"seed: the engines of a run have no such sampling argument"),
+        ({"logit_bias": {"3": 1}}, r"logit_bias: .*; leave it out. They accept .*max_tokens"),
+        ({"extra_body": {"guided_json": {}}}, r"guided_json: the engines of a run have no such"),
     ],
 )
 def test_arguments_that_the_run_has_fixed_otherwise_and_unknown_ones_are_refused_by_name(

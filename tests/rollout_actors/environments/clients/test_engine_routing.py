@@ -109,10 +109,10 @@ def test_rollouts_of_one_row_have_seeds_of_their_own_and_the_callers_rows_no_pos
     [
         (
             (0, 1, 0),
-            "position: inputs 0 and 2 both have 0, .*; give every row a place of its own in the step",
+            "position: inputs 0 and 2 both have 0, .*; give every row a different position",
         ),
         ((4, 5, None, 2), "inputs 2 and 3 both have 2"),
-        ((0, "front"), "of input 1 must be a whole number from 0, got 'front'"),
+        ((0, "front"), "must be a whole number from 0, got 'front' in input 1"),
         ((True,), "got True"),
         ((-1,), "got -1"),
     ],
@@ -162,7 +162,7 @@ def test_what_an_engine_that_cannot_be_reached_was_asked_is_asked_of_the_next_on
     _, (_, first), (_, again), (_, last) = engines.requests
     assert first == again == last
     assert last.seed == request_seed(7, 3, 5, 1)
-    assert "failed 2 times; the next engine is asked for sample 0" in caplog.text
+    assert "failed 2 times; the next engine gets the request for sample 0" in caplog.text
 
 
 def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_so():

@@ -93,7 +93,7 @@ def test_a_server_without_a_session_left_is_named_with_what_to_set(url):
             for episode in episodes:
                 await episode.close()
 
-    with pytest.raises(ConnectionError, match=r"has no session left .*max_concurrent_envs"):
+    with pytest.raises(ConnectionError, match=r"has no free session .*max_concurrent_envs"):
         asyncio.run(open_too_many())
     assert played(url, ["a", "b"])[0]["error"] is None, "all were given back"
 
@@ -105,7 +105,7 @@ def test_an_answer_that_is_late_is_named_with_its_key(url):
         episode = OpenEnvEpisode(server)
         await episode.reset(0)
         server.timeout_s = 0.1
-        late = r"no answer to step after environment.args.timeout_s = 0.1 s; look into the server"
+        late = r"no answer to step after environment.args.timeout_s = 0.1 s; read the server"
         with pytest.raises(TimeoutError, match=late):
             await episode.step("sleep")
         with pytest.raises(TimeoutError, match=r"has not closed the session"):

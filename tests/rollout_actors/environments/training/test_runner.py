@@ -337,8 +337,8 @@ def test_the_template_gets_the_configurations_arguments_and_an_environment_may_s
     assert {rollout.error for rollout in flat(answers)} == {None}
     assert all(tokenizer.decode(prompt).startswith("kind:") for prompt in engines.prompts)
     message = (
-        r"sampling_args of runner_environment: chat_template_kwargs: {'mood': 'kind'} was asked"
-        r" for, and this run has {'mood': 'grim'}"
+        r"sampling_args of runner_environment: chat_template_kwargs: got {'mood': 'kind'}, but this run"
+        r" has {'mood': 'grim'}"
     )
     with pytest.raises(RolloutError, match=message):
         ran(group_requests(4), ScriptedEngines([]), chat_template_args={"mood": "grim"}, **changes)
@@ -350,8 +350,8 @@ def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before
 ):
     engines = ScriptedEngines([])
     message = (
-        f"environment on environment-1: sampling_args of {name}: temperature: 0.7 was asked for,"
-        " and this run has 1.0; leave it out, or change what the run has"
+        f"environment on environment-1: sampling_args of {name}: temperature: got 0.7, but this"
+        " run has 1.0; leave it out, or change the value of the run"
     )
     with pytest.raises(RolloutError, match=message):
         ran(group_requests(4), engines, sampling_args={"temperature": 0.7}, grouped=grouped)
@@ -475,8 +475,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS
 @pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
 def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(grouped, name):
     message = (
-        rf"^environment\.tool_call_parser: {name} has tools, and neither this key nor .* says how"
-        r" the model's calls are read; set it to .* hermes$"
+        rf"^environment\.tool_call_parser: {name} has tools, but neither this key nor .* names"
+        r" a parser for the model's calls; set it to .* hermes$"
     )
     with pytest.raises(ValueError, match=message):
         runner_over(ScriptedEngines([]), oai_tools=[TOOL], grouped=grouped)
@@ -484,7 +484,7 @@ def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_st
 
 @pytest.mark.engine
 def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start():
-    message = r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'"
+    message = r"^environment\.tool_call_parser: vLLM has no parser 'hermez'"
     with pytest.raises(ValueError, match=message):
         runner_over(ScriptedEngines([]), oai_tools=[TOOL], tool_parser="hermez")
     runner_over(ScriptedEngines([]), oai_tools=[TOOL], tool_parser="hermes")
@@ -499,7 +499,7 @@ def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_
     require_same(counts_of("abc"), found, "words")
     message = (
         "environment words: found other rows than before the start; make them the same in every"
-        " process: seed what is random"
+        " process: seed random draws"
     )
     with pytest.raises(ValueError, match=message):
         require_same(counts_of("bac"), found, "words")
@@ -534,7 +534,7 @@ def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it(
     cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     message = (
         "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
-        " cleanups wait for, or allow more"
+        " cleanups wait for, or raise the limit"
     )
     for rollout in cut_off:
         assert (rollout.error, rollout.reward, rollout.examples) == (message, 0.0, ())

@@ -219,8 +219,8 @@ def test_a_teacher_that_is_started_again_is_waited_for_within_its_limit(
     section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.2)
     gone = Teacher(TeacherSettings.from_section(section), max_under_way=3)
     problem = (
-        r"score on teacher: http://127\.0\.0\.1:9 is not there, and was waited for over"
-        r" environment\.teacher\.timeout_s = 0\.2 s \(last: .*\); see in its own output why it ended"
+        r"score on teacher: http://127\.0\.0\.1:9 could not be reached for"
+        r" environment\.teacher\.timeout_s = 0\.2 s \(last: .*\); read in its output why it ended"
     )
     with pytest.raises(RolloutError, match=problem):
         asyncio.run(gone.score([EXAMPLE]))
@@ -241,8 +241,11 @@ def test_an_answer_that_does_not_come_says_which_key_it_should_fit_into() -> Non
             "gave token 2 of example 0 the log-probability -9999, which is",
         ),
         ({"changes": {2: None}}, "gave token 2 of example 0 the log-probability -9999, which is"),
-        ({"changes": {2: 12.5}}, "log-probability 12.5, which is none; .*--logprobs-mode raw_logp"),
-        ({"scores": False}, "gave none of the log-probabilities of 3 tokens; serve the teacher by"),
+        (
+            {"changes": {2: 12.5}},
+            "log-probability 12.5, which is invalid; .*--logprobs-mode raw_logp",
+        ),
+        ({"scores": False}, "returned no log-probabilities for 3 tokens; serve the teacher by"),
     ],
 )
 def test_what_is_no_log_probability_ends_the_run_with_its_token(
@@ -271,12 +274,12 @@ def test_a_teacher_with_the_students_vocabulary_suits_also_one_that_still_loads(
             {"max_model_len": LONGEST},
             {},
             (
-                "takes 512 tokens, and scores up to global_max_length = 512 and samples one more;"
+                "accepts 512 tokens, but must score up to global_max_length = 512 and sample one more;"
                 " start it with --max-model-len 513, or lower global_max_length to 511"
             ),
         ),
         ({"key": "k"}, {}, "answers /v1/models with HTTP 401: .* in environment.teacher.token_env"),
-        ({"scores": False}, {}, "gave none of the log-probabilities of"),
+        ({"scores": False}, {}, "returned no log-probabilities for"),
     ],
 )
 def test_a_teacher_that_does_not_suit_is_refused_with_what_to_do(
@@ -287,7 +290,7 @@ def test_a_teacher_that_does_not_suit_is_refused_with_what_to_do(
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_by_the_first_token_that_differs() -> None:
-    problem = r"Token id \d+ is out of vocabulary; .* vocabulary must be that of model\.path"
+    problem = r"Token id \d+ is out of vocabulary; .*environment\.teacher\.model has the vocabulary of model\.path"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER) - 1)))
     problem = r"reads token id .* as .*, and model\.path as .*: a teacher needs the student's vocab"
