@@ -26,7 +26,7 @@ NUM_ANSWERS_SHOWN = 3
 
 
 class PrimaryMetric(NamedTuple):
-    """The main figure of a report, by which checkpoints are ranked."""
+    """The main figure of a report, which ranks its checkpoints."""
 
     name: str
     """`F1@0.5`, `mean reward`"""
