@@ -1,10 +1,10 @@
-"""Says where two runs part: the first step, the stage, and the sample.
+"""Finds the first difference between two runs: its step, stage and sample.
 
     rollmatch diff-runs outputs/a outputs/b
 
-Compares what the runs have written, `metrics.jsonl` and `rollouts/`, bit by bit, but for times and
-places (which engine answered, at which try). Where one run is longer, as far as both go. Exit
-status 0 where nothing differs, 1 where the runs part.
+Compares `metrics.jsonl` and `rollouts/` of both runs bit by bit, except times and places (which
+engine answered, at which attempt). Compares only steps that both runs have. The exit status is 0 if
+nothing differs, else 1.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shared.errors import ConfigError
 from shared.run_files import read_lines
 
 Line: TypeAlias = dict[str, Any]
-"""A line of a run's files, or an object in one."""
+"""A line of a run's files, or an object in a line."""
 
 _MATCHED = (
     *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
     *("appended", "appended_text"),
-    # How much is kept may depend on the match (`trim_trailing_false_positives`).
+    # The match decides how much is kept (`trim_trailing_false_positives`).
     *("prefix_text", "num_kept_bytes", "num_kept", "num_prefix", "max_object_index"),
     *("trimmed", "num_trimmed_dropped"),
 )
@@ -62,7 +62,7 @@ SAMPLE_STAGES: dict[str, Callable[[Line], object]] = {
         else [_of(one, "advantage", "token_advantages") for one in line["examples"]]
     ),
 }
-"""What decides each stage of a sample, in the order of a step, out of its line in `rollouts/`."""
+"""For each stage of a sample, in order, the part of its line in `rollouts/` to compare."""
 METRIC_STAGES = {
     "row": ("packing/",),
     "loss": ("loss/", "policy/"),
@@ -71,18 +71,18 @@ METRIC_STAGES = {
     "sync": ("weight_version", "sync/version"),
     "other": ("",),
 }
-"""Beginnings of the names of the metrics that tell of each stage after the samples'; the first
-stage that a metric belongs to counts."""
+"""Prefixes of the metrics of each stage after the sample stages. A metric belongs to the first
+stage that fits."""
 NOT_LEARNED = (
     *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
     *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
 )
-"""Metrics of how a step was made, and of the engines' last bits, on which nothing depends."""
+"""Prefixes of metrics without effect on training: times, syncs, and bits of engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first place at which two runs differ.
+    """The first difference between two runs.
 
     Example: `Parting(7, "rollout", "position 3 (scene_12)", "response_token_ids[41]", 17, 96)`.
     """
@@ -90,7 +90,7 @@ class Parting:
     step: int
     stage: str
     where: str
-    """The sample; empty for what is of the whole step."""
+    """The sample; empty for a difference of the whole step."""
     field: str
     a: object
     b: object
@@ -105,10 +105,10 @@ class Parting:
 
 
 def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
-    """Compare two runs' folders. Returns lines about it, and whether they part.
+    """Compare two run folders. Returns lines to print, and whether the runs differ.
 
     Raises:
-        ConfigError: a folder that holds no run.
+        ConfigError: a folder holds no run.
     """
     lines = [f"A         {a}", f"B         {b}"]
     lines += [
@@ -117,12 +117,12 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     ]
     for name, run in (("A", a), ("B", b)):
         if (problem := check_ledger(run)) is not None:
-            lines.append(f"ledger    of {name} is not whole: {problem}")
+            lines.append(f"ledger    {name} has a damaged ledger: {problem}")
     metrics = _metrics(a), _metrics(b)
     has_logs = (a / "rollouts").is_dir() and (b / "rollouts").is_dir()
     if not has_logs:
         lines.append(
-            "note      not both have rollouts/ (telemetry.rollouts): no sample is compared"
+            "note      samples are not compared: a run has no rollouts/ (telemetry.rollouts)"
         )
     parting = first_difference((a, b), metrics, has_logs=has_logs)
     if parting is not None:
@@ -132,18 +132,18 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     both = f"equal     {min(lengths)} steps, to the bit"
     if lengths[0] != lengths[1]:
         longer = "A" if lengths[0] > lengths[1] else "B"
-        both += f"; {longer} goes on to step {max(lengths)}, and is not compared there"
+        both += f"; {longer} continues to step {max(lengths)}, which is not compared"
     return [*lines, both], False
 
 
 def _metrics(run: Path) -> list[Line]:
-    """Return the lines of metrics, which have to be of the steps 1, 2, 3 and so on."""
+    """Return the lines of metrics. Raises ConfigError unless they cover steps 1, 2, 3, ..."""
     lines = read_lines(run / "metrics.jsonl")
     steps = [line["step"] for line in lines]
     if not steps or steps != list(range(1, len(steps) + 1)):
         raise ConfigError(
-            f"{run / 'metrics.jsonl'}: has to have a line for every step from 1 on, and has"
-            f" {len(steps)}; compare runs that took a step and whose files are whole"
+            f"{run / 'metrics.jsonl'}: must have a line for every step from 1, and has"
+            f" {len(steps)} lines; compare runs with a step and with complete files"
         )
     return lines
 
@@ -166,7 +166,7 @@ def first_difference(
             names = [name for name in left if name.startswith(beginnings)]
             left = [name for name in left if name not in names]
             if stage == "sync":
-                # No sync follows a run's last step.
+                # There is no sync after a run's last step.
                 names = [name for name in names if name in one and name in other]
             elif stage == "other":
                 names = [name for name in names if not name.startswith(NOT_LEARNED)]
@@ -176,7 +176,7 @@ def first_difference(
 
 
 def _of_samples(step: int, one: dict[int, Line], other: dict[int, Line]) -> Iterator[Parting]:
-    """Yield the differences of a step's samples: stage by stage, and in each by position."""
+    """Yield the differences between a step's samples, by stage and then by position."""
     if one.keys() != other.keys():
         positions = [sorted(one), sorted(other)]
         yield Parting(step, "draw", "", "positions in the log", *positions)
@@ -189,19 +189,19 @@ def _of_samples(step: int, one: dict[int, Line], other: dict[int, Line]) -> Iter
 
 
 def _samples(run: Path, step: int) -> dict[int, Line]:
-    """Return a step's lines of all ranks by position; none where the run keeps no such log."""
+    """Return the lines of a step from all ranks, by position."""
     path = step_path(run / "rollouts", step)
     files = [path, *path.parent.glob(f"{path.stem}.rank*.jsonl")]
     return {line["position"]: line for file in files for line in read_lines(file)}
 
 
 def _computed(config: Line) -> Line:
-    """Return the configuration without what says where a run is and what it writes."""
+    """Return the configuration without the sections that do not affect results."""
     return _without(config, "telemetry", "cluster", "timeouts", "checkpoint", "resume")
 
 
 def _differences(a: object, b: object, field: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield path and both values of whatever differs, in order."""
+    """Yield the path and both values of each difference, in order."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in (*a, *(name for name in b if name not in a)):
             path = f"{field}.{name}" if field else name
@@ -235,9 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with explained(make_console(stderr=True)):
         if len(words) != 2:
-            raise ConfigError(
-                "diff_runs: needs the folders of two runs; write `rollmatch diff-runs A B`"
-            )
+            raise ConfigError("diff_runs: needs two run folders; write `rollmatch diff-runs A B`")
         lines, parts = diff_runs(*map(Path, words))
     print(escaped("\n".join(lines)))
     sys.exit(int(parts))

@@ -3,10 +3,10 @@
     rollmatch evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [a.b=VALUE ...]
     rollmatch evaluate model=FOLDER data=FILE.jsonl [name=NAME] [a.b=VALUE ...]
 
-The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
-data. A model without a run is asked in `data.answer_format`, by `data.user_prompt`. The actors of
-`rollout_matching.vllm.actors` generate as in training. Report and predictions go to
-`run/evaluations/NAME`, of a model to `outputs/evaluations/NAME`, which must not exist.
+The command uses the configuration of the run, with the given keys changed: `data.val=...` evaluates
+on other data. For a model without a run, `data.answer_format` and `data.user_prompt` set format and
+prompt. `rollout_matching.vllm.actors` rollout actors generate, as in training. The report goes to
+the new folder `run/evaluations/NAME`, or to `outputs/evaluations/NAME` for a model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from learner.held_out import HeldOut
 
 _SET_BY_THE_COMMAND = {
-    "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
-    "telemetry.run_dir": "the run decides it; use run=FOLDER, and name=NAME for the report's place",
+    "model.path": "is set by the checkpoint; use checkpoint=FOLDER",
+    "telemetry.run_dir": "is set by the run; use run=FOLDER, and name=NAME for the report's folder",
 }
-"""Keys of the configuration that this command sets itself, and what to use instead."""
+"""Keys of the configuration that the command sets itself, each with its remedy."""
 
 _BY_ACTORS_ALONE: Mapping[str, object] = {
-    # Whatever generated in the run, this command's own actors serve the checkpoint as it is.
+    # The command starts its own actors on the checkpoint, whatever backend the run used.
     "cluster.kind": "ray",
     "rollout_matching.rollout_backend": "vllm",
     "rollout_matching.vllm.mode": "actors",
@@ -63,8 +63,8 @@ _BY_ACTORS_ALONE: Mapping[str, object] = {
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",
     "model.adapter": None,
-    "training.parts": {},  # which may say where the adapter was
-    # Nobody learns: sizes of the run's ranks must not contradict the only share of requests.
+    "training.parts": {},  # may name the adapter
+    # Nothing is trained, so one rank has all requests. Settings for more ranks are reset.
     "learner.world_size": 1,
     "training.effective_batch_size": None,
     "training.packing": False,
@@ -72,7 +72,7 @@ _BY_ACTORS_ALONE: Mapping[str, object] = {
 }
 
 MAX_CHARACTERS = 200
-"""The most of an answer's text on the console."""
+"""Maximum length of an answer's text on the console."""
 
 
 def _folder_name(name: str) -> str:
@@ -87,20 +87,20 @@ _Name = Annotated[str, AfterValidator(_folder_name)] | None
 
 class EvaluateOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo_run"])]
-    """Folder of the run whose model is evaluated; for a model without one give model and data."""
+    """Folder of the run whose model is evaluated. Without a run, give model and data."""
     checkpoint: ConfigPath | None = None
-    """Folder of another checkpoint to evaluate; null: the run's own, of its end."""
+    """Folder of another checkpoint to evaluate; null: the final checkpoint of the run."""
     name: _Name = None
-    """Name of the report's folder in `run/evaluations`; null: after checkpoint and data."""
+    """Name of the report's folder in `run/evaluations`; null: named after checkpoint and data."""
 
 
 class ModelOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
-    """Folder of a checkpoint that is evaluated without a run, or a hub's id."""
+    """Folder of a checkpoint, or hub id of a model, that is evaluated without a run."""
     data: Annotated[ConfigPath, Field(examples=["val.jsonl"])]
-    """JSONL file of the samples that it is evaluated on."""
+    """JSONL file of the samples to evaluate on."""
     name: _Name = None
-    """Name of the report's folder in `outputs/evaluations`; null: after model and data."""
+    """Name of the report's folder in `outputs/evaluations`; null: named after model and data."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides: list[str] = []
         for argument in given:
             key, equals, _ = argument.partition("=")
-            # `checkpoint`, `model` and `data` are sections of the configuration too: whole, they
-            # are this command's.
+            # `checkpoint`, `model` and `data` are also sections of the configuration. Without a
+            # dot they are options of this command.
             is_option = key in schema.model_fields
             is_key = equals and ("." in key or key in RunConfig.model_fields)
             (overrides if is_key and not is_option else options).append(argument)
@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(
     options: EvaluateOptions | ModelOptions, overrides: Sequence[str], console: Console
 ) -> None:
-    """Check, generate and report; whatever happens, no process stays."""
+    """Check the configuration, generate, and write the report. Ends all its processes."""
     if isinstance(options, ModelOptions):
         if (named := hub_id(options.model)) is not None:
             fetched = Path(fetch_model(named, console.print, key="model"))
-            # The folder has the name of a commit, which says nothing about what was evaluated.
+            # The folder is named after a commit, so the report is named after the model.
             name = options.name or f"{Path(named).name}_{options.data.stem}"
             options = options.model_copy(update={"model": fetched, "name": name})
         config = model_config(options, overrides)
@@ -144,7 +144,7 @@ def run(
     with start_up.stage("data"):
         datasets = [load_checked(config, source) for source in config.data.sources("val")]
 
-    # Beside engines on the same cores, threads that spin slow everyone down.
+    # Spinning threads slow down engines on the same cores.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from launch.checks.weights import weight_warnings
@@ -169,7 +169,7 @@ def run(
             raise ConfigError(problems)
         key = "model" if isinstance(options, ModelOptions) else "checkpoint"
         warnings = weight_warnings(Path(config.model.path), key=key, for_engines=True)
-        # `ray.init` would wait for minutes for a cluster that does not answer.
+        # Fails early: `ray.init` waits minutes for a cluster that does not answer.
         cluster_nodes(config.cluster, config.timeouts.start_s)
         held_out = HeldOut(config, datasets, load_tokens(config))
     for warning in warnings:
@@ -178,7 +178,7 @@ def run(
     if skipped := sum(dataset.num_skipped for dataset in datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
     with Cluster(config, ImageNeeds.from_datasets(*datasets), start_up) as cluster:
-        end_on_signals()  # ray.init has put a handler of its own in place of ours
+        end_on_signals()  # ray.init has replaced our signal handler
         rollouts = cluster.start_actors()
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
         samples = LocalHeldOut(held_out, config.timeouts)
@@ -202,7 +202,7 @@ def run(
 
 
 class LocalHeldOut:
-    """The held-out samples in this process, where nothing learns (`HeldOutClient`)."""
+    """Held-out samples in this process, with the interface of `HeldOutClient`."""
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
         import ray
@@ -221,7 +221,7 @@ class LocalHeldOut:
         return [self._shelf.put_each(self._held_out.requests(step))]
 
     def score(self, done: PerRank) -> list[Scene]:
-        """Fetch and score the rollouts. Raises RolloutError where they do not arrive."""
+        """Fetch and score the rollouts. Raises RolloutError if they do not arrive."""
         from rollout_actors.engine.ray_calls import wait_for_all
 
         (rollouts,) = done
@@ -230,10 +230,10 @@ class LocalHeldOut:
 
 
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's configuration over the checkpoint, with the overrides and absolute paths.
+    """Return the run's configuration with the checkpoint, the overrides and absolute paths.
 
     Raises:
-        ConfigError: no such run, no checkpoint, no `data.val`, or a problem of the overrides.
+        ConfigError: run, checkpoint or `data.val` is missing, or an override is invalid.
     """
     changes = _read_overrides(overrides)
     if problems := [
@@ -246,13 +246,11 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     problems = list(checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy))
     if config.environment is not None:
         problems.append(
-            "run: it is of an environment; start `vllm serve` on its checkpoint, and evaluate"
-            " it with `vf-eval` (docs/vf_eval.md)"
+            "run: it trains on an environment, which this command does not evaluate; start"
+            " `vllm serve` on its checkpoint, and use `vf-eval` (docs/vf_eval.md)"
         )
     elif config.data.val is None:
-        problems.append(
-            "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
-        )
+        problems.append("data.val: the run has no held-out set; name one with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)
     folders = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
@@ -260,11 +258,11 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
 
 
 _OF_A_MODEL: Mapping[str, Any] = {
-    # What is asked of a model before there is a run: photographs, and some 60 objects.
+    # Limits for a model without a run: photographs with about 60 objects.
     "global_max_length": 8192,
     "rollout_matching": {"max_new_tokens": 2048, "pipeline": EXAMPLE_PIPELINE},
     "telemetry": {"name": "zero-shot", "run_dir": "outputs"},
-    # The schema asks for these, and nobody learns.
+    # The schema requires these keys. They have no effect here.
     "custom": {"trainer_variant": "stage1_sft"},
     "training": {"seed": 17, "max_steps": 1, "learning_rate": 1e-6},
 }
@@ -273,22 +271,22 @@ _OF_A_MODEL: Mapping[str, Any] = {
 def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of an evaluation without a run, with absolute paths.
 
-    The number type is float32 where the checkpoint's is, else bfloat16; sequences are no longer
-    than it has positions for; on CPU engines compile nothing.
+    The number type is float32 if the checkpoint has it, else bfloat16. The checkpoint's positions
+    limit the length of sequences. On CPU, engines do not compile.
 
     Raises:
-        ConfigError: no checkpoint, or a problem of the overrides.
+        ConfigError: the checkpoint is missing, or an override is invalid.
     """
     changes = _read_overrides(overrides)
     problems = [
         f"{key}: {remedy}"
         for key, remedy in (
-            ("model.path", "the command decides it; use model=FOLDER"),
-            ("data.val", "the command decides it; use data=FILE.jsonl"),
+            ("model.path", "is set by the command; use model=FOLDER"),
+            ("data.val", "is set by the command; use data=FILE.jsonl"),
         )
         if _sets(changes, key)
     ]
-    remedy = "give a folder that save_pretrained wrote, such as a downloaded one"
+    remedy = "give a folder written by save_pretrained, such as a downloaded model"
     problems += checkpoint_problems(options.model, key="model", remedy=remedy)
     if problems:
         raise ConfigError(problems)
@@ -300,7 +298,7 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     is_float32 = "float32" in (saved.get("dtype"), saved.get("torch_dtype"))
     longest = _OF_A_MODEL["global_max_length"]
     positions = saved.get("text_config", saved).get("max_position_embeddings") or longest
-    # Compiling for minutes does not pay for one report.
+    # Compiling takes minutes, too long for one report.
     vllm = {"enforce_eager": device_here() is Device.CPU}
     mapping = {
         **_OF_A_MODEL,
@@ -316,19 +314,19 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:
-    """Return the folder of the report. Raises ConfigError when it exists."""
+    """Return the folder of the report. Raises ConfigError if it exists."""
     files = "_".join(source.name or source.path.stem for source in config.data.sources("val"))
     name = options.name or f"{Path(config.model.path).name}_{files}"
     folder = config.telemetry.run_dir / "evaluations" / name
     if folder.exists():
         raise ConfigError(
-            f"name: {folder} holds a report already; choose another with name=NAME, or move it"
+            f"name: {folder} already holds a report; choose another name=NAME, or move the folder"
         )
     return folder
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, object]:
-    """Read dotted keys and their values, as `launch.train` reads its command line."""
+    """Read dotted keys and their values in the syntax of `launch.train`."""
     changes = {}
     problems = []
     for override in overrides:
@@ -345,7 +343,7 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _sets(changes: Mapping[str, object], dotted: str) -> bool:
-    """Tell whether the changes set this key, by itself or in a whole section."""
+    """Return whether the changes set this key, directly or within its section."""
     section, _, key = dotted.partition(".")
     whole = changes.get(section)
     return dotted in changes or (isinstance(whole, dict) and key in whole)

@@ -1,14 +1,14 @@
-"""Learns a step of a run again, from what the run has recorded: no engine, no environment, no Ray.
+"""Trains a step of a run again from its recorded rollouts, without engines, environments or Ray.
 
     rollmatch replay run=RUN step=7
 
-The learner loads the nearest full checkpoint before the step, or the run's model where there is
-none, and learns every step up to this one from the rollouts in `rollouts/`. Its metrics have to be
-those of `metrics.jsonl`, to the bit, and its weights have to have the digest of `ledger.jsonl`, if
-there is one. Exit status 1 where they differ.
+The learner loads the last full checkpoint before the step, or else the run's model. It trains all
+steps up to the given one on the rollouts in `rollouts/`. Its metrics must equal `metrics.jsonl` bit
+for bit. Its weights must have the digest in `ledger.jsonl`, if that is recorded. The exit status is
+1 if they differ.
 
-A breakpoint anywhere in the learner works: all of it runs in this process. A run of several learner
-ranks is refused: one process sums its gradients in another order.
+The learner runs in this process, so breakpoints in it work. Runs with several learner ranks are
+refused, because one process sums gradients in another order.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class ReplayOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
     """Folder of the run."""
     step: Annotated[PositiveInt, Field(examples=[7])]
-    """The step to learn again, from 1."""
+    """The step to train again, from 1."""
     checkpoint: ConfigPath | None = None
-    """The full checkpoint to begin from; null: the nearest one before the step, or none."""
+    """Full checkpoint to begin from; null: the last before the step, or the run's model."""
 
 
 def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
-    """Yield, for each step up to the one that is asked for, its number and what differs.
+    """Yield the number and the differences of each step up to the requested one.
 
     Raises:
-        ConfigError: no such run, step or checkpoint; a run without rollouts, or of a version that
-            recorded less; other data, weights or packages.
-        RecordError: a line of a file is damaged or of another version.
+        ConfigError: run, step or checkpoint does not exist; the run lacks rollouts or other
+            records; data, weights or packages differ.
+        RecordError: a line of a file is damaged or has another version.
     """
     run = options.run.resolve()
     recorded = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
@@ -76,13 +76,13 @@ def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
         raise ConfigError(f"step: {run} has the metrics of {len(recorded)} steps; choose one")
     numbers = range(first + 1, options.step + 1)
     if missing := [number for number in numbers if number not in recorded]:
-        raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore it")
+        raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore the file")
     examples = _examples(run) if config.algorithm.uses_environment else None
     versions = {number: recorded[number]["weight_version"] for number in numbers}
     with closing(learn_again(config, run / "rollouts", versions, examples)) as reports:
         for report in reports:
             differences = _differences(recorded[report.number], report.metrics)
-            # The metrics may not show a gradient's last bits, and the weights do.
+            # The weights show differences in the last bits that metrics may hide.
             was, now = weights.get(report.number), report.digests.get("weights")
             if None not in (was, now) and was != now:
                 differences.append(f"weights after the update: {was} recorded, {now} now")
@@ -93,22 +93,22 @@ def _examples(run: Path) -> ExampleCounts:
     counts = _placement(run).get("examples")
     if counts is None:
         raise ConfigError(
-            f"run: {run / 'placement.json'} does not say how many examples the environment has:"
-            " a version that did not record it wrote the run; check that version out, or run again"
+            f"run: {run / 'placement.json'} does not say how many examples the environment has;"
+            " an older version wrote the run: check out that version, or run again"
         )
     return ExampleCounts(**counts)
 
 
 def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, int]:
-    """Return the run's configuration, to be resumed before the step without writing anything, and
-    the updates behind the checkpoint.
+    """Return a configuration that resumes before the step and writes nothing, and the number of
+    steps that its checkpoint has done.
     """
     states = {folder: state for folder, state in full_checkpoints(run) if state.step < step}
     if checkpoint is not None:
         checkpoint = checkpoint.resolve()
         if checkpoint not in states:
             names = ", ".join(str(folder) for folder in states) or "none"
-            raise ConfigError(f"checkpoint: give a full one before step {step}: {names}")
+            raise ConfigError(f"checkpoint: give a full checkpoint before step {step}: {names}")
     elif states:
         checkpoint = max(states, key=lambda folder: states[folder].step)
     changes = {
@@ -118,34 +118,34 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
         "checkpoint.full": False,
     }
     if placement := _placement(run):
-        # In the same number of threads, which decides the order of sums.
+        # The number of threads decides the order of sums.
         changes["learner.cpu_threads"] = placement["learner_threads"]
-    # Of the checkpoint: the run's own is of its last start, which may have changed it.
+    # The run's own file is from its last start, which may have changed keys.
     saved = read_run(run) if checkpoint is None else states[checkpoint].config
     config = changed_config(saved, changes)
     pipeline = config.rollout_matching.pipeline
     if config.algorithm.learns_rewards and pipeline.policy_gradient is not None:
         raise ConfigError(
-            "run: its rollouts of samples are learned by their rewards too (policy_gradient), and"
-            " their log does not keep the log-probabilities that this needs: not replayed yet"
+            "run: it trains on rewards of samples (policy_gradient), which needs log-probabilities"
+            " that its log does not keep; runs of this kind cannot be replayed yet"
         )
     if config.learner.world_size > 1:
         raise ConfigError(
-            f"run: it has {config.learner.world_size} learner ranks, and a replay learns in one"
-            " process, which sums gradients in another order; resume a copy of the run from its"
-            " checkpoint, and compare the two with `rollmatch diff-runs`"
+            f"run: it has {config.learner.world_size} learner ranks, and a replay has one, which"
+            " sums gradients in another order; resume a copy of the run from its checkpoint, and"
+            " compare the two with `rollmatch diff-runs`"
         )
     return config, 0 if checkpoint is None else states[checkpoint].step
 
 
 def _placement(run: Path) -> dict[str, Any]:
-    """Read what a run has recorded of its placement; empty where it has not."""
+    """Return the recorded placement of a run, or an empty mapping."""
     file = run / "placement.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def _differences(recorded: Mapping[str, object], learned: Mapping[str, float]) -> list[str]:
-    """Say which metrics are not what the run has recorded."""
+    """Return a line for each metric that differs from the recorded one."""
     names = [
         name
         for name in dict.fromkeys((*recorded, *learned))
@@ -161,17 +161,17 @@ def _differences(recorded: Mapping[str, object], learned: Mapping[str, float]) -
 def learn_again(
     config: RunConfig, logs: Path, versions: Mapping[int, int], examples: ExampleCounts | None
 ) -> Generator[StepReport, None, None]:
-    """Yield the report of each step.
+    """Train the given steps again and yield the report of each.
 
     Args:
-        config: the run's, resumed before the first of the steps, without any files to write.
-        logs: the folder of the run's rollouts.
-        versions: the version of the learner's weights in each step, by its number.
-        examples: those of the run's environment; None for a run without one.
+        config: resumes the run before the first step, and writes no files.
+        logs: folder of the run's rollouts.
+        versions: weight version of the learner in each step, by step number.
+        examples: counts of the run's environment; None for a run without an environment.
 
     Raises:
-        ConfigError, RecordError: the log lacks a rollout, or has another one than the run asked
-            for; what `Learner` raises.
+        ConfigError, RecordError: the log lacks a requested rollout, or has another one; also
+            errors of `Learner`.
     """
     device = Device.CUDA if torch.cuda.is_available() else Device.CPU
     schedule = RunSchedule(config)
@@ -180,14 +180,14 @@ def learn_again(
     try:
         for number, version in versions.items():
             plan = schedule.plan(number - 1)
-            # A sync would set it: the version that the rollouts were sampled with.
+            # Usually set by a weight sync: the version that sampled the rollouts.
             learner.publisher.version = version
-            # A checkpoint has those that the run had generated ahead.
+            # The checkpoint holds rollouts that the run generated ahead.
             answers = list(learner.answers_ahead)
             requests = learner.next_requests(plan)
             if requests:
                 answers += _recorded(learner, requests, logs, plan)
-            # Rows do not depend on the rounds, but a round has one version of the weights.
+            # Packed rows do not depend on rounds, but each round has one weight version.
             for _, part in itertools.groupby(answers, _version):
                 learner.accumulate(list(part))
             for _ in range(schedule.refill_rounds):
@@ -201,7 +201,7 @@ def learn_again(
 def _recorded(
     learner: Learner, requests: Sequence[Any], logs: Path, plan: StepPlan
 ) -> list[Rollout | tuple[EnvironmentRollout, ...]]:
-    """Make the answers that the run had to these requests of a step."""
+    """Return the recorded rollouts for these requests of a step."""
     path = step_path(logs, plan.number)
     algorithm = learner.algorithm
     step = learner.steps[-1]
@@ -217,8 +217,8 @@ def _recorded(
         return [_group(request, played, logs) for request in requests]
     except FileNotFoundError as error:
         raise ConfigError(
-            f"run: {path} is not there; a run is replayed from its rollouts"
-            " (telemetry.rollouts=true)"
+            f"run: {path} is not there, and a replay needs the rollouts of the run; run again with"
+            " telemetry.rollouts=true"
         ) from error
 
 
@@ -276,13 +276,13 @@ def _group(
 
 def _not_logged(what: str, step: int, position: int) -> ConfigError:
     return ConfigError(
-        f"run: the log of step {step + 1} has no {what} at position {position}; the run's data,"
-        " configuration or code were others"
+        f"run: the log of step {step + 1} has no {what} at position {position}; the run had"
+        " other data, configuration or code: restore them"
     )
 
 
 def _version(answer: Rollout | tuple[EnvironmentRollout, ...]) -> int | None:
-    """Return the version of the weights that sampled this answer; None: it has no tokens."""
+    """Return the weight version of an answer; None if it has no tokens."""
     if isinstance(answer, Rollout):
         return answer.weight_version
     versions = (example.weight_version for one in answer for example in one.examples)

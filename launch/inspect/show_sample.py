@@ -1,11 +1,11 @@
-"""Shows one sample of a run as a page of HTML.
+"""Writes one sample of a run as an HTML page.
 
     rollmatch show-sample run=outputs/demo step=7 position=3 [out=page.html]
 
-Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended
-text, and every token of the target coloured by what supervises it; of a run of an environment the
-dialogue, its rewards, and its tokens coloured by their advantage. Reads the run's `config.json` and
-`rollouts/`, `data.train` and the tokenizer of `model.path`. The same files give the same page.
+The page shows the prompt, the images with ground truth and predictions, the rollout with its kept
+and appended parts, and the target's tokens, coloured by their supervision. For an environment it
+shows the dialogue, the rewards, and tokens coloured by advantage. Reads the run's `config.json` and
+`rollouts/`, `data.train`, and the tokenizer of `model.path`. The same files give the same page.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from shared.tokens.hf_codec import HFTokenCodec, token_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RESTORE_MODEL = "restore the folder that the run began from"
+_RESTORE_MODEL = "restore the folder that the run started from"
 
 
 class ShowOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
     """Folder of the run."""
     step: Annotated[PositiveInt, Field(examples=[7])]
-    """Step, from 1, as the console and the name of its file in `rollouts` have it."""
+    """Step, from 1, as on the console and in the file names of `rollouts`."""
     position: Annotated[NonNegativeInt, Field(examples=[3])]
-    """Position of the sample, or the rollout, in the step, from 0."""
+    """Position of the sample or rollout in the step, from 0."""
     out: ConfigPath | None = None
-    """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
+    """HTML file to write; null: `samples/step_..._position_....html` in the run folder."""
 
 
 RecordT = TypeVar("RecordT", RolloutRecord, TrajectoryRecord)
@@ -64,8 +64,10 @@ def show_sample(options: ShowOptions) -> Path:
     """Write the page and return its path.
 
     Raises:
-        ConfigError: no such run, step or position; other data or another model; `out` not writable.
-        RecordError: a line of the log is damaged or of another version, or data or images are.
+        ConfigError: run, step or position does not exist, data or model has changed, or `out`
+            cannot be written.
+        RecordError: a line of the log is damaged or has another version, or data or images are
+            damaged.
     """
     config = load_run(options.run)
     if not config.algorithm.uses_environment:
@@ -103,7 +105,7 @@ def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
 
 
 def _rollout_page(options: ShowOptions, config: RunConfig) -> RolloutPage:
-    assert config.environment is not None, "runs of samples have other pages"
+    assert config.environment is not None, "runs without an environment use _sample_page"
     line = _find_line(options, trajectory_log.read_step)
     return RolloutPage(
         run=f"{config.telemetry.name}, {options.run}",
@@ -123,13 +125,13 @@ def _find_line(options: ShowOptions, read_step: Callable[[Path], list[RecordT]])
         files = folder.glob("step_*.jsonl")
         steps = sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
         if not steps:
-            why = "train at least a step with telemetry.rollouts: true"
+            why = "train at least one step with telemetry.rollouts: true"
             raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
         problem = f"has no step {options.step}; it has {_ranges(steps)}"
         raise ConfigError(f"step: {options.run} {problem}") from error
     except OSError as error:
         unread = f"{path} cannot be read ({error.strerror})"
-        raise ConfigError(f"step: {unread}; permit reading it, or show another") from error
+        raise ConfigError(f"step: {unread}; permit reading it, or choose another step") from error
     for line in lines:
         if line["position"] == options.position:
             return line
@@ -141,8 +143,8 @@ def _find_line(options: ShowOptions, read_step: Callable[[Path], list[RecordT]])
 
 
 def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
-    """Return the line's sample with its images' bytes, changed as it was in the run."""
-    # One page needs no check of all images of the file.
+    """Return the sample of a log line with its image bytes, augmented as in the run."""
+    # Checking all images of the file is not needed for one page.
     data = config.data.model_copy(update={"check_images": False})
     unchecked = config.model_copy(update={"data": data})
     for source in config.data.sources("train"):
@@ -153,7 +155,7 @@ def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
                 return Augmentation(**line["augmentation"]).applied(sample)
     raise ConfigError(
         f"data.train: {_train_files(config.data)} has no sample {line['sample_id']!r} any more;"
-        " restore what the run learned from"
+        " restore the data of the run"
     )
 
 
@@ -162,7 +164,7 @@ def _train_files(data: DataSection) -> str:
 
 
 def _image_file(image: ImageRef) -> bytes:
-    """Return the encoded bytes of an image. Raises RecordError where it cannot be decoded."""
+    """Return the encoded bytes of an image. Raises RecordError if it cannot be decoded."""
     assert image.data is not None
     try:
         image_size(image.data)
@@ -193,7 +195,7 @@ def _require_same_tokens(
     tokenizer: PreTrainedTokenizerBase,
     line: RolloutRecord,
 ) -> HFTokenCodec:
-    """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
+    """Return the tokenizer's codec. Raises ConfigError if the log has other tokens."""
     problem = f"model.path: the tokenizer of {model} is not the one of the run"
     try:
         codec = HFTokenCodec(
@@ -208,12 +210,12 @@ def _require_same_tokens(
         pieces = b"".join(map(codec.piece_bytes, rollout["response_token_ids"]))
         is_same = is_same and pieces.decode(errors="replace") == rollout["text"]
     if not is_same:
-        raise ConfigError(f"{problem}: the log's tokens mean another text; {_RESTORE_MODEL}")
+        raise ConfigError(f"{problem}: the log's tokens decode to another text; {_RESTORE_MODEL}")
     return codec
 
 
 def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
-    """Return the text of every token of the examples. Raises ConfigError for another model."""
+    """Return the text of each token of the examples. Raises ConfigError for another model."""
     examples = line["examples"]
     token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
     if not token_ids:
@@ -222,19 +224,19 @@ def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
     from transformers import AutoConfig
 
     try:
-        # Often more than the tokenizer has, and the engine may sample those without a text.
+        # Models often have more rows than the tokenizer; engines may sample those without text.
         num_rows = int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
     except (ValueError, OSError) as error:
         unread = f"{path} cannot be read ({error})"
         raise ConfigError(f"model.path: {unread}; {_RESTORE_MODEL}") from error
     size = max(len(tokenizer), num_rows)
     if token_ids[-1] >= size:
-        unknown = f"{path} has no token {token_ids[-1]}, which the log has, but {size} of them"
+        unknown = f"{path} has {size} tokens, but the log contains token {token_ids[-1]}"
         raise ConfigError(f"model.path: {unknown}; {_RESTORE_MODEL}")
     try:
         table = token_pieces(tokenizer)
     except ValueError:
-        # Not a byte-level tokenizer: then a token's text is what it is by itself.
+        # The tokenizer is not byte-level: decode each token separately.
         return {
             token_id: tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
             for token_id in token_ids
@@ -243,7 +245,7 @@ def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
 
 
 def _objective(pipeline: PipelineSection, channel: Channel) -> tuple[str, ...]:
-    """Describe the active modules: the weight and the settings that are not 0 or null."""
+    """Describe the active modules by their weights and their non-empty settings."""
     described = []
     for entry in pipeline.active(channel):
         settings = [
@@ -261,16 +263,17 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     notes = []
     if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
         notes.append(
-            f"{_train_files(config.data)} has changed since the run: the ground truth here is the"
-            " run's, the images are today's."
+            f"{_train_files(config.data)} has changed since the run. The page shows the ground"
+            " truth of the run and the images of today."
         )
     if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
         gate = config.maskiou_gate(line["step"] - 1)
-        notes.append(f"Pairs under mask IoU {gate:.4g} could not match (maskiou_gate_schedule).")
+        notes.append(f"Pairs below mask IoU {gate:.4g} cannot match (maskiou_gate_schedule).")
     active = config.rollout_matching.pipeline.active(Channel(line["channel"]))
     if not any(entry.name == "token_ce" for entry in active):
         notes.append(
-            "token_ce is not active in this channel: text weights only say where text_gate applies."
+            "token_ce is not active in this channel: text weights only show where text_gate"
+            " applies."
         )
     return tuple(notes)
 
@@ -293,18 +296,18 @@ def _rollout_notes(
             f"The advantages shown are rewards minus their mean. The learner also applied {names}."
         )
     if section.drop_truncated:
-        notes.append("Nothing is learned of it if it is truncated (drop_truncated).")
+        notes.append("If the rollout is truncated, it is not trained (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]
     if (section.drop_equal_groups or section.refill_rounds) and values and not any(values):
         notes.append(
-            "Its advantages are 0: a group of equal rewards is left out of the step"
-            " (drop_equal_groups), or another row takes its place (refill_rounds)."
+            "The advantages are 0, because the rewards of the group are equal. The step leaves the"
+            " group out (drop_equal_groups) or takes another row (refill_rounds)."
         )
     return tuple(notes)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Join neighbours of ascending numbers: `0-17, 20`."""
+    """Format ascending numbers as ranges: `0-17, 20`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,12 +1,11 @@
 """COCO average precision of an evaluation, by pycocotools.
 
-Answers in pixels are compared with the annotations themselves, so the figures are those of
-pycocotools on the original file, but for two things. Objects of every size count together. And
-predictions of equal scores are ranked by their place in their answers, those of one place together:
-pycocotools ranks them by the order of the images, so that with one score for all
-(`evaluation.score: constant`) AP would be an accident of that order. At most 100 predictions per
-image and class take part, the surest first. Points, which are neither boxes nor masks, are left
-out.
+Answers in pixels are compared with the original annotations. The figures are therefore the figures
+of pycocotools on the original file, with two exceptions. Objects of all sizes count together.
+Predictions of equal score are ranked by their position in the answer, with equal positions tied.
+pycocotools ranks them by image order instead, so that AP would depend on that order if all scores
+are equal (`evaluation.score: constant`). At most 100 predictions per image and class count, those
+with the highest scores. Points are left out: they are neither boxes nor masks.
 
 Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
 """
@@ -38,24 +37,24 @@ MAX_PREDICTIONS = 100
 
 
 class IouType(StrEnum):
-    """The kind of overlap, by its name in pycocotools."""
+    """The kind of overlap, with its name in pycocotools."""
 
     BBOX = "bbox"
-    """Boxes; around polygons, their bounding boxes."""
+    """Boxes. A polygon counts as its bounding box."""
     SEGM = "segm"
-    """Masks; boxes are filled."""
+    """Masks. A box counts as a filled rectangle."""
 
 
 @dataclass(frozen=True, slots=True)
 class CocoAP:
-    """Average precision and recall, 0..1; None where there is no ground truth."""
+    """Average precision and recall, 0..1; None without ground truth."""
 
     ap: float | None
     """Mean over IoU thresholds .50 to .95, recall levels and classes."""
     ap50: float | None
     ap75: float | None
     ar: float | None
-    """Mean over IoU thresholds and classes of the recall of those predictions."""
+    """Mean over IoU thresholds and classes of the recall of the counted predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,19 @@ class CocoScores:
     """The scores of an evaluation, by the kind of overlap."""
 
     by_class: Mapping[IouType, CocoAP]
-    """Boxes always, masks where the data hold polygons."""
+    """Always has boxes; has masks if the data contain polygons."""
     any_class: Mapping[IouType, CocoAP]
     """The same with all objects in one class."""
     class_ap: Mapping[str, float | None]
-    """AP of boxes for each name, in alphabetical order; None where no ground truth has it."""
+    """AP of boxes by name, in alphabetical order; None for a name without ground truth."""
     num_points: int = 0
-    """Points among ground truths and predictions, which were left out."""
+    """Points in ground truth and predictions, which are left out."""
     num_crowded: int = 0
-    """Pictures with more than `MAX_PREDICTIONS` predictions, or true objects, of one class."""
+    """Images with over `MAX_PREDICTIONS` predictions or true objects of one class."""
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
-    """Return the scores of scenes, whose predictions are ranked by `ScoredObject.score`."""
+    """Return the scores of scenes; predictions are ranked by `ScoredObject.score`."""
     shapes: list[NamedShape] = []
     for scene in scenes:
         shapes += [*scene.sample.objects, *scene.objects]
@@ -111,7 +110,7 @@ def _most_of_a_class(shapes: Sequence[NamedShape]) -> int:
 
 
 def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[COCO, COCO]:
-    """Return ground truth and predictions; `categories` maps every name to the id of its class."""
+    """Return ground truth and predictions; `categories` maps each name to a class id."""
     samples = [scene.sample for scene in scenes]
     image_ids = range(1, len(scenes) + 1)
     truth = samples_to_coco(samples, image_ids, categories)
@@ -120,7 +119,7 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
         for image_id, scene in zip(image_ids, scenes, strict=True)
     ]
     results = predictions_to_coco(images, categories).results
-    # What COCO.loadRes would add; it cannot read an empty list.
+    # COCO.loadRes would add these fields, but it cannot read an empty list.
     annotations = [
         {**result, "id": number, "area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0}
         for number, result in enumerate(results, 1)
@@ -129,7 +128,7 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
 
 
 def _compared(scene: Scene) -> tuple[ScoredObject, ...]:
-    """Return the predictions in the frame of the truth: pixels of annotations, or bins."""
+    """Return predictions in the units of the ground truth: pixels or bins."""
     if scene.sample.annotated or scene.sample.ignore:
         return scene.objects
     return tuple(replace(found, pixels=None) for found in scene.objects)
@@ -144,9 +143,9 @@ def _indexed(dataset: dict[str, object]) -> COCO:
 
 
 def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> tuple[CocoAP, np.ndarray]:
-    """Return the scores, and precision [T, R, K], -1 for a class without ground truth."""
+    """Return the scores and the precision [T, R, K], -1 for classes without ground truth."""
     evaluator = COCOeval(truth, found, iou_type)
-    # One area range, of objects of any size.
+    # One area range: objects of all sizes.
     evaluator.params.areaRng = [[0.0, 1e10]]
     evaluator.params.areaRngLbl = ["all"]
     evaluator.params.maxDets = [MAX_PREDICTIONS]
@@ -159,10 +158,10 @@ def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> tuple[CocoAP, np.n
 
 
 def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
-    """Return precision [T, R, K] and recall [T, K] as `COCOeval.accumulate`; -1 without truth.
+    """Return precision [T, R, K] and recall [T, K], like `COCOeval.accumulate`.
 
-    A point of the curve takes in all predictions of one score and one place in their answers, so
-    that the order of the images has no effect.
+    Classes without ground truth have -1. Predictions of equal score and equal position in their
+    answers form one point of the curve, so the order of the images has no effect.
     """
     params = evaluator.params
     num_images = len(params.imgIds)
@@ -170,7 +169,7 @@ def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
     precision_TRK = -np.ones((num_thresholds, len(params.recThrs), num_classes))
     recall_TK = -np.ones((num_thresholds, num_classes))
     for k in range(num_classes):
-        # By class, then by image: there is one area range.
+        # evalImgs is ordered by class, then by image, as there is one area range.
         of_class = evaluator.evalImgs[k * num_images : (k + 1) * num_images]
         images = [image for image in of_class if image is not None]
         num_true = sum(int(np.count_nonzero(image["gtIgnore"] == 0)) for image in images)
@@ -192,7 +191,7 @@ def _accumulate(evaluator: COCOeval) -> tuple[np.ndarray, np.ndarray]:
             precision = right / (right + wrong + np.spacing(1))
             envelope = np.maximum.accumulate(precision[::-1])[::-1]
             reached = np.searchsorted(recall, params.recThrs, side="left")
-            # Behind the last point no prediction is left: precision 0.
+            # After the last point no predictions are left: precision 0.
             precision_TRK[t, :, k] = np.append(envelope, 0.0)[reached]
             recall_TK[t, k] = recall[-1] if len(recall) else 0.0
     return precision_TRK, recall_TK
@@ -204,5 +203,5 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _quiet() -> contextlib.AbstractContextManager[object]:
-    """Hide what pycocotools prints of its progress."""
+    """Hide the progress lines of pycocotools."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -1,4 +1,4 @@
-"""The held-out report of detection: an evaluation in numbers, and its worst scenes."""
+"""The held-out report of detection: the figures of an evaluation and its worst scenes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shared.grounding.evaluation import (
 )
 
 NUM_ANSWERS_SHOWN = 3
-"""Most incomplete answers on a page."""
+"""Maximum number of incomplete answers on a page."""
 
 
 class PrimaryMetric(NamedTuple):
-    """The one figure that a run is about: it closes the run, and checkpoints are kept by it."""
+    """The main figure of a report, which ranks its checkpoints."""
 
     name: str
     """`F1@0.5`, `mean reward`"""
     value: float | None
-    """The higher the better; None: too much of the report failed for a score."""
+    """Higher is better. None if too many rollouts failed for a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,66 +39,67 @@ class WorstScene:
     scene: Scene
     f1: float
     pairs: tuple[Pair, ...]
-    """At the report's first threshold, whatever the class."""
+    """Pairs at the report's first IoU threshold, regardless of class."""
 
     @property
     def picture(self) -> str:
-        """The file, relative to the report's folder; a sample's id is not fit for its name."""
+        """Return the image file, relative to the report's folder."""
+        # Sample ids are not always valid file names.
         return f"pictures/{self.scene.position:05d}.png"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """The figures of the samples of one file of `data.val`, of several."""
+    """The figures of one file of `data.val`, if it lists several files."""
 
     name: str
     num_samples: int
     counts: ThresholdCounts
-    """At the report's first threshold."""
+    """Counts at the report's first IoU threshold."""
     coco: CocoAP
-    """Of boxes by class."""
+    """AP and AR of boxes by class."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionReport:
-    """An evaluation on held-out samples in numbers, with the scenes that it does worst on."""
+    """The figures of an evaluation on held-out samples, with its worst scenes."""
 
     subject: str
-    """The checkpoint, in words: `demo after 30 steps`."""
+    """Description of the checkpoint: `demo after 30 steps`."""
     evaluation: Evaluation[Scene]
     config: RunConfig
     detection: DetectionSummary
     coco: CocoScores
     lenient: LenientReading
-    """The same answers read leniently; every other figure is of the strict reading."""
+    """The same answers, read leniently. All other fields use the strict reading."""
     worst: tuple[WorstScene, ...]
     """Lowest F1 first."""
     sources: tuple[SourceFigures, ...] = ()
-    """One for each file of `data.val`, in their order; none where it is a path."""
+    """One for each file of `data.val`, in order; empty if `data.val` is a path."""
 
     @property
     def counts(self) -> DetectionCounts:
-        """Counts at the first threshold, whatever the class."""
+        """Return the counts at the first IoU threshold, regardless of class."""
         return self.detection.thresholds[0].any_class
 
     @property
     def iou_threshold(self) -> float:
-        """The first."""
+        """Return the first IoU threshold."""
         return self.detection.thresholds[0].iou_threshold
 
     @property
     def num_not_closed(self) -> int:
-        """Number of answers that opened, and ended before they closed."""
+        """Return the number of answers that opened their container and did not close it."""
         return self.detection.num_truncated - self.detection.num_never_opened
 
     @property
     def incomplete(self) -> list[Scene]:
-        """A few scenes whose answers are not complete, those first that never opened."""
+        """Return up to `NUM_ANSWERS_SHOWN` incomplete scenes; never opened ones come first."""
         found = [scene for scene in self.evaluation.outcomes if scene.truncated]
         return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers to follow over a run, without those that do not exist."""
+        """Return the metrics of the report; those without a value are left out."""
         first = self.detection.thresholds[0]
         coco = self.coco.by_class[IouType.BBOX]
         values: dict[str, float | None] = {
@@ -142,7 +143,7 @@ class DetectionReport:
         return PrimaryMetric(f"F1@{self.iou_threshold:g}", self.counts.f1)
 
     def describe(self) -> str:
-        """Describe the figures at the first threshold, and faults of answers, in a line."""
+        """Describe the figures at the first threshold and the faults of answers in one line."""
         counts = self.counts
         figures = (
             f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall"
@@ -157,13 +158,13 @@ class DetectionReport:
             needed = ", ".join(f"{kind} {count}" for kind, count in self.lenient.needed.items())
             figures += (
                 f"; read leniently F1@{self.iou_threshold:g} {f1:.3f}, with"
-                f" {self.lenient.num_objects} more objects of {self.lenient.num_answers} answers"
+                f" {self.lenient.num_objects} more objects in {self.lenient.num_answers} answers"
                 f" ({needed})"
             )
         return figures
 
     def faults(self) -> dict[str, int]:
-        """Count the answers by fault; one that was cut may have another fault too."""
+        """Count the answers by fault. An answer that was cut may have a second fault."""
         limit = self.config.rollout_matching.max_new_tokens
         opening = self.config.answer_format.opening
         return {
@@ -248,7 +249,7 @@ class DetectionReport:
 def make_report(
     evaluation: Evaluation[Scene], config: RunConfig, *, subject: str
 ) -> DetectionReport:
-    """Report on all scenes, as `config.evaluation` wants it."""
+    """Return the report of an evaluation, with the thresholds of `config.evaluation`."""
     settings = config.evaluation
     tolerance = config.rollout_matching.point_tolerance
     detection = summarise(evaluation.outcomes, settings.iou_thresholds, point_tolerance=tolerance)

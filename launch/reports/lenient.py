@@ -1,19 +1,21 @@
-"""The lenient reading of answers, for reports alone: what a stock model plainly meant.
+"""The lenient reading of answers, used only in reports: it accepts JSON of stock models.
 
-Training, matching and rewards read answers strictly (`shared.grounding.parsing`). This reading is
-tried where the strict one left something. Its rules, each counted by name (`Leniency`), for JSON:
+Training, matching and rewards read answers strictly (`shared.grounding.parsing`). The lenient
+reading is tried if the strict reading left something out. Each rule has a counter (`Leniency`). The
+rules for JSON:
 
-- Objects count wherever they are: after text or a fence, without a list, in a second list, in
-  another object, without a comma between them. What precedes the last `</think>` does not count.
-- Strings and keys may have single quotes, and keys none. A comma may follow the last member.
-- The box may be called `bbox`, the name `desc`, and so on (`_BOX_KEYS`, `_NAME_KEYS`), or missing.
-  Other keys do not matter.
-- A number may be a float or a string; it is clamped where it is outside the picture by a tenth of
-  the side at most. Corners may be swapped. Numbers may be nested: pairs, or several boxes.
+- Objects count at any place: after text or a fence, without a list, in a second list, in another
+  object, or without a comma between them. Text before the last `</think>` does not count.
+- Strings and keys may have single quotes; keys may have none. A comma may follow the last member.
+- Box and name may have other keys (`_BOX_KEYS`, `_NAME_KEYS`), and the name may be missing.
+  Additional keys are ignored.
+- A number may be a float or a string. It is clamped if it is outside the image by at most a tenth
+  of the side. Corners may be swapped. Numbers may be nested: pairs, or several boxes.
 
-Of phrases (`rex_omni`) every one counts wherever it is, whatever separates it from others.
+Phrases (`rex_omni`) count at any place and with any separator.
 
-The pass is linear, and nothing recurses: an object that cannot be read is left at its last lexeme.
+The reading is one linear pass without recursion. It continues at the last lexeme of an object that
+it cannot read.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class ReadObject(NamedTuple):
 
     object: ScoredObject
     needed: frozenset[Leniency]
-    """Empty: the strict reading has it too."""
+    """Empty if the strict reading has the object too."""
 
 
 _BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box")
@@ -68,7 +70,7 @@ _BIN = re.compile(r"<([0-9]{1,3})>")
 def read_leniently(
     scene: Scene, geometry: frozenset[GeometryKind]
 ) -> tuple[ReadObject, ...] | None:
-    """Read the answer of a scene leniently; None where the strict reading has read all of it."""
+    """Read a scene's answer leniently. Returns None if that adds nothing."""
     answer_format = scene.answer_format.of(scene.sample)
     is_list = not isinstance(answer_format, PhraseList)
     num_braces = scene.text.count("{") - (answer_format.opening == "{")
@@ -88,11 +90,11 @@ class LenientReading:
 
     detection: DetectionSummary
     num_answers: int
-    """Answers of which the strict reading left an object."""
+    """Answers with an object that the strict reading does not have."""
     num_objects: int
-    """Objects that the strict reading does not have."""
+    """Number of objects that the strict reading does not have."""
     needed: Mapping[Leniency, int]
-    """Objects by what they needed, the most frequent first; one may have needed several."""
+    """Number of objects by leniency, the most frequent first; an object may need several."""
 
 
 def lenient_reading(
@@ -180,7 +182,7 @@ def _objects(
 
 
 class _Places:
-    """What the places of objects in an answer need."""
+    """Finds the leniencies that the place of each object in an answer needs."""
 
     def __init__(self, text: str, answer_format: AnswerFormat) -> None:
         self._text = text
@@ -192,13 +194,13 @@ class _Places:
         if container is not None and container.closed:
             self._close = len(written[: container.end].decode(errors="replace"))
         self.start = 0 if self._opens else text.rfind(_THOUGHT_END) + 1
-        """Where objects may begin."""
+        """Offset at which the search for objects begins."""
         self._before = self.start + len(_THOUGHT_END) - 1 if self.start else 0
         self._is_first = True
         self._in_list = False
 
     def needed(self, start: int, end: int) -> set[Leniency]:
-        """Return what the object of this span needs; objects come in order."""
+        """Return the leniencies of the object at this span. Call it in order of the objects."""
         between = self._text[self._before : start]
         is_first = self._is_first
         self._before = end
@@ -232,7 +234,7 @@ def _shapes(
     kinds: frozenset[GeometryKind],
     sample: Sample,
 ) -> Iterator[ReadObject]:
-    """Yield the shapes of an object that has a usable name, or none."""
+    """Yield the shapes of an object, unless its name is blank or not a string."""
     keys = {
         GeometryKind.BBOX: _BOX_KEYS, GeometryKind.POINT: _POINT_KEYS, GeometryKind.POLY: ("poly",)
     }  # fmt: skip
@@ -279,7 +281,7 @@ def _shapes(
 def _read_numbers(
     row: Sequence[WrittenLeaf], answer_format: BoxList, needed: set[Leniency]
 ) -> list[tuple[float, int]]:
-    """Return numbers, clamped, with their bins, up to the first that is none or far outside."""
+    """Return clamped numbers with their bins, up to the first leaf that cannot be used."""
     found: list[tuple[float, int]] = []
     for axis, leaf in enumerate(row):
         if _NUMBER_TEXT.fullmatch(leaf.written) is None:

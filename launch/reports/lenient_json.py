@@ -1,4 +1,4 @@
-"""Reads JSON objects as models write them by mistake: a linear pass that never recurses."""
+"""Reads malformed JSON objects of models in a linear pass without recursion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.tokens.vocabulary import parse_coord_token
 
 
 class Leniency(StrEnum):
-    """Something that an object needed to be read."""
+    """A rule that must be relaxed to read an object."""
 
     TEXT_BEFORE = "text_before"
     """Text or an unknown fence before the first list of the answer."""
@@ -21,13 +21,13 @@ class Leniency(StrEnum):
     SECOND_LIST = "second_list"
     """It follows the close of the first list."""
     SEPARATOR = "separator"
-    """Not one comma before it, a comma too many in it, or an unknown key of an entry."""
+    """No comma or several before it, an extra comma in it, or an unknown entry key."""
     QUOTES = "quotes"
-    """Single quotes, none around a key, or a string that is not JSON."""
+    """Single quotes, a key without quotes, or a string that is not valid JSON."""
     OTHER_KEY = "other_key"
     """Box or name under another key."""
     EXTRA_KEY = "extra_key"
-    """More keys."""
+    """Additional keys."""
     NO_NAME = "no_name"
     NUMBER = "number"
     """A float, a sign, a leading zero, or a string."""
@@ -36,7 +36,7 @@ class Leniency(StrEnum):
     CORNERS = "corners"
     """Corners in another order."""
     CLAMPED = "clamped"
-    """A number outside the picture."""
+    """A number outside the image."""
 
 
 _DEEPEST = 3
@@ -44,8 +44,8 @@ _MOST_NUMBERS = 4096
 _LEXEME = re.compile(
     r"\s*+(?:"
     r'"(?P<double>(?:[^"\\]|\\.){0,4096})"'
-    # An apostrophe is part of the text; a closing quote has punctuation after it. Short, because
-    # such a text may be read again from every brace in it.
+    # A single quote before punctuation closes the string; any other is an apostrophe. The limit is
+    # short because such a string may be read again from every brace in it.
     r"|'(?P<single>(?:[^'\\]|\\.|'(?!\s{0,9}[:,}\]])){0,128})'(?=\s{0,9}[:,}\]])"
     r"|(?P<coord><\|coord_[0-9]{1,3}\|>)"
     r"|(?P<number>[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)(?![\w.])"
@@ -62,31 +62,31 @@ _FLAT_OBJECT = re.compile(r"\s*\{[^{}]{0,512}\}")
 
 @dataclass(slots=True)
 class Members:
-    """The members of an object: key, value, and what they needed."""
+    """The members of an object, and the leniencies that reading them needed."""
 
     strings: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[list[WrittenLeaf]]] = field(default_factory=dict)
-    """Rows of leaves; a list that is not nested is one row."""
+    """Rows of leaves. A list that is not nested is one row."""
     nested: set[str] = field(default_factory=set)
-    """Keys of those that are."""
+    """Keys of the nested arrays."""
     keys: list[str] = field(default_factory=list)
     needed: set[Leniency] = field(default_factory=set)
     closed: bool = False
     end: int = 0
-    """Offset after the object; of one that could not be read, where to look for the next."""
+    """Offset after the object. If it could not be read, the next search starts here."""
 
 
 class WrittenLeaf(NamedTuple):
     written: str
     is_plain: bool
-    """An unquoted number as JSON writes an integer, or a coord token."""
+    """True for an unquoted JSON integer and for a coord token."""
 
 
 def read_members(text: str, start: int) -> Members:
-    """Read an object that begins at `start`.
+    """Read the object whose brace is at `start`.
 
-    One that cannot be read ends at the last lexeme that could, or after its brace: another object
-    may begin in that lexeme, where a quote is missing.
+    If it cannot be read, it ends before the last lexeme, or after its brace. If a quote is
+    missing, another object may begin inside that lexeme.
     """
     members = Members(end=start + 1)
     position = start + 1
@@ -117,7 +117,7 @@ def read_members(text: str, start: int) -> Members:
 
 
 def _read_value(text: str, position: int, key: str, members: Members) -> int:
-    """Read a value into `members`, and return where it ends; -1 where there is none."""
+    """Read a value into `members`. Returns its end, or -1 if it cannot be read."""
     lexeme = _LEXEME.match(text, position)
     if lexeme is None:
         return -1
@@ -131,7 +131,7 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
             )
             members.nested.add(key)
             return place.end()
-        # An object in an object that has its box is of no interest; else it may be what is wanted.
+        # Skip an inner object if the box is already known; otherwise it may hold the box.
         skipped = _FLAT_OBJECT.match(text, position) if members.arrays else None
         return -1 if skipped is None else skipped.end()
     if lexeme["mark"] is not None:
@@ -142,7 +142,7 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
 
 
 def _read_array(text: str, position: int, key: str, members: Members) -> int:
-    """Read an array whose bracket is behind us, of lists and leaves; -1 where it is none."""
+    """Read an array from after its bracket. Returns its end, or -1 if it is invalid."""
     rows: list[list[WrittenLeaf]] = [[]]
     depth = 1
     num_leaves = 0
@@ -179,7 +179,7 @@ def _read_array(text: str, position: int, key: str, members: Members) -> int:
 
 
 def _string(lexeme: re.Match[str], members: Members) -> str | None:
-    """Return the text of a string or of a bare key; None of anything else."""
+    """Return the text of a string or an unquoted key; None for any other lexeme."""
     double = lexeme["double"]
     if double is not None:
         try:

@@ -1,10 +1,10 @@
 """The folder of a held-out report.
 
 report.json        every number
-report.html        the same to read, with the worst scenes; loads nothing but their pictures
+report.html        the numbers as a page, with the worst scenes; loads only their images
 config.json        what it was evaluated with
-predictions.jsonl  every sample's answer and what was found in it; `rollmatch coco export` reads it
-pictures/          the worst scenes
+predictions.jsonl  every sample's answer and its objects; `rollmatch coco export` reads it
+pictures/          images of the worst scenes
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shared.rollouts import FinishReason
 from shared.run_files import cannot_write
 
 MAX_CHARACTERS = 600
-"""Longest text of an answer on the page."""
+"""Maximum length of an answer's text on the page."""
 
 
 def page(report: DetectionReport) -> str:
-    """Return the report as HTML, for a folder that holds its pictures."""
+    """Return the report as HTML. It links the images in `pictures/` of its folder."""
     evaluation = report.evaluation
     counts = report.counts
     written = counts.num_predictions + counts.num_dropped
@@ -56,7 +56,7 @@ def page(report: DetectionReport) -> str:
 
 
 def story(worst: WorstScene) -> str:
-    """Describe a scene by what was found in it, missed and dropped."""
+    """Describe the found, missed and dropped objects of a scene."""
     scene = worst.scene
     truths = scene.sample.objects
     pairs = {pair.prediction: pair for pair in worst.pairs}
@@ -79,11 +79,11 @@ def story(worst: WorstScene) -> str:
 
 
 def write_report(folder: Path, report: DetectionReport) -> None:
-    """Write `folder`, which must not exist, whole or not at all.
+    """Write the report to a new folder. If anything fails, `folder` does not appear.
 
     Raises:
-        StorageError: it cannot be written.
-        RecordError: an image to be drawn is gone or has changed.
+        StorageError: `folder` cannot be written.
+        RecordError: an image that is drawn is missing or has changed.
     """
     with whole_folder(folder) as partial:
         (partial / "pictures").mkdir()
@@ -117,9 +117,9 @@ def _as_row(found: ScoredObject) -> dict[str, object]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder, which becomes `folder` at the end of the block. Raises StorageError.
+    """Yield an empty folder and rename it to `folder` when the block ends. Raises StorageError.
 
-    What a block that raises leaves lies beside it until the next attempt.
+    If the block raises, its files stay in `NAME.partial` until the next attempt.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -132,30 +132,30 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise cannot_write(folder, error) from error
 
 
-# The report's numbers as tables of text: the page and the console show the same ones.
+# The report's numbers as text tables, which the page and the console share.
 
 
 class Table(NamedTuple):
     title: str
     note: str
-    """Help for reading it."""
+    """Explains the table to its reader."""
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    """As wide as the head; the first column is a name, the others are numbers."""
+    """A cell for each column of `head`: first a name, then numbers."""
 
 
 def report_tables(report: DetectionReport) -> list[Table]:
-    """Return the tables that have rows."""
+    """Return the tables of the report that have rows."""
     incomplete = Table(
         "Incomplete answers",
-        f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an"
-        " answer begins with, up to its last complete entry.",
+        f"{len(report.evaluation.outcomes)} answers in all. Objects are read from the JSON at the"
+        " beginning of an answer, up to its last complete entry.",
         ("", "answers"),
         [(fault, str(number)) for fault, number in report.faults().items() if number],
     )
     dropped = Table(
         "Dropped entries",
-        "Complete entries that are no valid objects, by the first reason that holds.",
+        "Complete entries that are not valid objects, by the first reason that applies.",
         ("reason", "entries"),
         [(str(reason), str(count)) for reason, count in report.detection.dropped.items()],
     )
@@ -170,7 +170,7 @@ _DETECTION_HEAD = ("", "precision", "recall", "F1", "equal names among pairs")
 def _detection_rows(detection: DetectionSummary) -> list[tuple[str, ...]]:
     rows = []
     for at in detection.thresholds:
-        # Where only equal names can be a pair, how many are equal says nothing.
+        # Pairs by class always have equal names, so their share is not shown.
         for name, counts, equal_names in (
             ("any class", at.any_class, at.any_class.class_accuracy),
             ("by class", at.same_class, None),
@@ -184,8 +184,8 @@ def _lenient(report: DetectionReport) -> Table:
     lenient = report.lenient
     needed = ", ".join(f"{kind} {count}" for kind, count in lenient.needed.items())
     note = (
-        f"{lenient.num_objects} more objects of {lenient.num_answers} answers, by what they needed:"
-        f" {needed}. Every other figure is of the strict reading, with which a run trains."
+        f"{lenient.num_objects} more objects in {lenient.num_answers} answers, by the leniency they"
+        f" needed: {needed}. All other tables use the strict reading, as training does."
     )
     rows = _detection_rows(lenient.detection) if lenient.num_answers else []
     return Table("Detection, read leniently", note, _DETECTION_HEAD, rows)
@@ -194,12 +194,12 @@ def _lenient(report: DetectionReport) -> Table:
 def _detection(report: DetectionReport) -> Table:
     rows = _detection_rows(report.detection)
     note = (
-        "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
-        " objects of equal names."
+        "Objects are paired greedily by IoU: regardless of their names (any class), or only if"
+        " their names are equal (by class)."
     )
     if report.coco.num_points:
         tolerance = report.config.rollout_matching.point_tolerance
-        note += f" Of two points {tolerance:g} bins apart the IoU counts as 0.5 (point_tolerance)."
+        note += f" The IoU of two points {tolerance:g} bins apart counts as 0.5 (point_tolerance)."
     return Table("Detection", note, _DETECTION_HEAD, rows)
 
 
@@ -214,25 +214,22 @@ def _coco(report: DetectionReport) -> Table:
     score = "a prediction's score is the mean probability of its coord tokens"
     penalty = report.config.rollout_matching.repetition_penalty
     if report.config.evaluation.score == "constant":
-        score = "every prediction has score 1, so AP ranks predictions by their place in an answer"
+        score = "every prediction has score 1, so AP ranks predictions by position in the answer"
     elif penalty != 1:
-        # The engine gives probabilities as it samples by them: a coord token that the prompt or the
-        # answer has had already is less probable.
-        score += (
-            ", which are not the model's own but those under rollout_matching.repetition_penalty"
-            f" {penalty:g}"
-        )
+        # The engine returns the probabilities it samples with. The penalty lowers them for coord
+        # tokens that the prompt or the answer already contains.
+        score += f", which rollout_matching.repetition_penalty {penalty:g} has changed"
     note = (
         f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
         f" class; {score}."
     )
     if report.coco.num_crowded:
         note += (
-            f" {report.coco.num_crowded} pictures have more than {MAX_PREDICTIONS} objects of a"
-            " class: AP and AR leave out the least sure there."
+            f" {report.coco.num_crowded} images have more than {MAX_PREDICTIONS} objects of one"
+            " class: AP and AR leave out those with the lowest scores."
         )
     if report.coco.num_points:
-        note += f" Without points, of which there are {report.coco.num_points} on both sides."
+        note += f" Leaves out {report.coco.num_points} points (ground truth and predictions)."
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)
 
 
@@ -246,8 +243,8 @@ def _sources(report: DetectionReport) -> Table:
         )
         rows.append((source.name, str(source.num_samples), *figures))
     note = (
-        f"The samples of each file of data.val, with an IoU of at least {report.iou_threshold:g};"
-        " AP as COCO's, of boxes by class."
+        "The samples of each file of data.val. Pairs have an IoU of at least"
+        f" {report.iou_threshold:g}; AP is COCO's, of boxes by class."
     )
     head = ("file", "samples", "precision", "recall", "F1", "F1 by class", "AP")
     return Table("Files", note, head, rows)
@@ -260,7 +257,7 @@ def _classes(report: DetectionReport) -> Table:
         figures = _figures(counts.precision, counts.recall, counts.f1, ap)
         rows.append((name, str(counts.num_ground_truth), str(counts.num_predictions), *figures))
     note = (
-        f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of"
+        f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP is COCO's, of"
         " boxes."
     )
     head = ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP")
@@ -272,7 +269,7 @@ def _figures(*values: float | None) -> list[str]:
 
 
 def answer_line(scene: Scene, max_characters: int) -> str:
-    """Describe an incomplete answer: its sample, its fault, and its text or the beginning of it."""
+    """Describe an incomplete answer by its sample, its fault and the start of its text."""
     ends = {
         FinishReason.STOP: "ended by the model",
         FinishReason.LENGTH: "cut by length",

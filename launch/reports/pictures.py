@@ -1,6 +1,6 @@
-"""A held-out scene as a picture: the image, the ground truth, the predictions, and a legend.
+"""Draws a held-out scene: its image with ground truth, predictions and a legend.
 
-Labels are the objects' names, which the built-in font writes in Latin script.
+Labels are the objects' names. The built-in font has Latin letters only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.grounding.evaluation import Pair, Scene
 from shared.grounding.geometry import Shape, pixels_of, vertices
 from shared.records import GeometryKind
 
-# Bounds of the longest side of a picture, in pixels: small images are enlarged by whole numbers,
+# Bounds of the longest side of a drawing, in pixels: small images are enlarged by whole factors,
 # large ones reduced.
 _SMALLEST = 512
 _LARGEST = 1280
@@ -25,9 +25,9 @@ _DASH = 6
 _GAP = 4
 _LINE = 2
 _CROSS_ARM = 8
-"""Of a point."""
+"""Half the size of the cross that marks a point."""
 _BAND = 24
-"""Height of the legend."""
+"""Height of the legend, in pixels."""
 
 Colour: TypeAlias = tuple[int, int, int]
 PixelPoint: TypeAlias = tuple[float, float]
@@ -47,10 +47,10 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
     """Draw the sample's first image with its ground truth and predictions, and a legend below.
 
     Args:
-        pairs: those of the scene by `shared.grounding.evaluation.pair_objects`, for the colours.
+        pairs: the scene's pairs (`shared.grounding.evaluation.pair_objects`), for the colours.
 
     Raises:
-        RecordError: the image is gone or changed.
+        RecordError: the image is missing or has changed.
     """
     original = decode_image(scene.sample.images[0])
     longest = max(original.size)
@@ -74,8 +74,8 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
         pen.outline(truth, TRUTH, dashed=True)
     for found, colour in zip(scene.objects, colours, strict=True):
         pen.outline(found, colour, dashed=False)
-    # Labels last, or lines would cross them: names of ground truth at the foot of its shape, those
-    # of predictions at the top.
+    # Labels come last, so that no line crosses them: ground truth at the bottom of its shape,
+    # predictions at the top.
     for truth in truths:
         pen.label(truth, printable(truth.desc), TRUTH, at_foot=True)
     for found, colour in zip(scene.objects, colours, strict=True):
@@ -85,7 +85,7 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
 
 
 class _Pen:
-    """Draws in pixels of the original image, `scale` times enlarged."""
+    """Draws shapes, scaled from the pixels of the original image by `scale`."""
 
     def __init__(self, picture: Image.Image, scale: float, width: int, height: int) -> None:
         self._draw = ImageDraw.Draw(picture)
@@ -107,7 +107,7 @@ class _Pen:
         left, top, right, bottom = self._draw.textbbox((0, 0), text, font=self._font)
         width = right - left + 6
         height = bottom - top + 6
-        # Inside the shape, and inside the picture.
+        # Inside the shape and inside the drawing.
         x = max(0.0, min(min(xs), self._right - width))
         y = max(0.0, min(max(ys) - height if at_foot else min(ys), self._bottom - height))
         self._draw.rectangle((x, y, x + width, y + height), fill=colour)

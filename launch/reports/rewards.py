@@ -1,4 +1,4 @@
-"""The held-out report of an environment: rewards of greedy rollouts, one per held-out example."""
+"""The held-out report of an environment: rewards of one greedy rollout per example."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
 MOST_FAILED_SHARE = 0.05
-"""A mean is no score if more of its rollouts failed: those that are left are a selection, and the
-mean of a few lucky ones would win over an honest report. One in twenty is the odd call that timed
-out."""
+"""If more rollouts failed, the report has no score. The remaining rollouts are a biased selection,
+and their mean could beat a complete report. One in twenty allows for occasional timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """Some rollouts, at least one: all of a report, or those of one environment of a group."""
+    """Figures of at least one rollout: all of a report, or one environment of a group."""
 
     num_samples: int
     reward: float | None
-    """Mean of those that did not fail; None if more than `MOST_FAILED_SHARE` have."""
+    """Mean over rollouts that did not fail; None if over `MOST_FAILED_SHARE` failed."""
     num_failed: int
 
     @classmethod
@@ -49,7 +48,7 @@ class RewardReport:
 
     @property
     def reward(self) -> float | None:
-        """The mean over the rollouts that did not fail, as `TaskFigures` has it."""
+        """Return the mean reward (`TaskFigures.reward`)."""
         return self.figures.reward
 
     @property
@@ -61,9 +60,9 @@ class RewardReport:
         return PrimaryMetric("mean reward", self.reward)
 
     def describe(self) -> str:
-        """Describe the report in a line: `mean reward 0.500 (exact 0.750), 1 failed`.
+        """Describe the report in one line: `mean reward 0.500 (exact 0.750), 1 failed`.
 
-        Of a group, the line has the environments' rewards first.
+        For a group, the environments' rewards come before the reward functions.
         """
         total = self.figures
         tasks = (f"{name} {shown(one.reward)} of {one.num_samples}" for name, one in self._tasks())
@@ -72,13 +71,14 @@ class RewardReport:
         failed = f", {total.num_failed} failed" if total.num_failed else ""
         if total.reward is None:
             failed = (
-                f": {total.num_failed} of {total.num_samples} rollouts failed, and at most"
-                f" {MOST_FAILED_SHARE:.0%} may for a score; see their errors in rollouts.jsonl"
+                f": {total.num_failed} of {total.num_samples} rollouts failed, more than"
+                f" {MOST_FAILED_SHARE:.0%}, too many for a score; see their errors in"
+                " rollouts.jsonl"
             )
         return f"mean reward {shown(total.reward)}" + (f" ({values})" if values else "") + failed
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of a line of evaluations.jsonl."""
+        """Return the metrics for `evaluations.jsonl`."""
         outcomes = self.evaluation.outcomes
         tasks = dict(self._tasks())
         values: dict[str, float | None] = {
@@ -88,7 +88,7 @@ class RewardReport:
             "val/num_truncated": sum(rollout.is_truncated for rollout in outcomes),
             "val/num_overlong": sum(rollout.is_overlong for rollout in outcomes),
             "val/turns": mean([rollout.num_turns for rollout in outcomes]),
-            # A function may be called as an environment is: then its figure has another name.
+            # A function may have the name of an environment; then its metric gets a suffix.
             **{
                 f"val/reward/{name} (function)" if name in tasks else f"val/reward/{name}": value
                 for name, value in self._function_means().items()
@@ -98,7 +98,7 @@ class RewardReport:
         return {name: value for name, value in values.items() if value is not None}
 
     def by_task(self) -> dict[str, dict[str, float | None]]:
-        """Return the figures of each environment of a group; empty without a group."""
+        """Return the figures of each environment of a group, or an empty mapping."""
         return {name: asdict(one) for name, one in self._tasks()}
 
     def _tasks(self) -> list[tuple[str, TaskFigures]]:
@@ -110,7 +110,7 @@ class RewardReport:
         ]
 
     def _function_means(self) -> dict[str, float]:
-        """Average each reward function over the rollouts that have it: not all of a group do."""
+        """Average each reward function over the rollouts that have it."""
         outcomes = self.evaluation.outcomes
         names = sorted({name for rollout in outcomes for name in rollout.metrics})
         return {
@@ -120,14 +120,14 @@ class RewardReport:
 
 
 def shown(score: float | None) -> str:
-    """Format a score; one that does not exist is a dash."""
+    """Format a score, or `-` for None."""
     return "-" if score is None else f"{score:.3f}"
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """Write `folder`, which must not exist, whole or not at all. Raises StorageError.
+    """Write the report to a new folder, or nothing if writing fails. Raises StorageError.
 
-    `report.json` has the figures, `rollouts.jsonl` a line for every rollout.
+    `report.json` has the figures; `rollouts.jsonl` has one line per rollout.
     """
     evaluation = report.evaluation
     figures: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The tables of a sweep: its trials, and the mean over the seeds of each setting."""
+"""Tables of a sweep: its trials, and the mean over seeds for each setting."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 SEED = "training.seed"
 LOSS = "loss"
 OF_A_START = ("resume.", "cluster.trials_at_once", "telemetry.run_dir")
-"""Beginnings of the keys that may differ from one start of a sweep to the next."""
+"""Prefixes of keys that may change when a sweep is started again."""
 
 Line = Mapping[str, Any]
-"""A trial's line in `trials.jsonl`."""
+"""The line of one trial in `trials.jsonl`."""
 
 
 def settings_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys and values of a trial, without the keys that belong to one start."""
+    """Return the keys and values of a trial, except `OF_A_START`."""
     settings = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     return {key: value for key, value in settings.items() if not key.startswith(OF_A_START)}
 
 
 def tables(trials: Sequence[Line]) -> list[str]:
-    """Tabulate the keys in which trials differ, and their results.
+    """Return the lines of tables with the results of trials, and the keys that differ between them.
 
     A result is the headline of the trial's last report; the loss is shown if a trial has no report.
-    If trials differ in nothing but their seed, a second table has the mean of the finished ones
-    with their standard deviation (n - 1). The best result is marked, unless two are equal.
+    If trials differ only in their seed, a second table has the mean over the finished trials, with
+    the standard deviation (n - 1). The best result is marked, unless two are equal.
     """
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if any("headline" not in trial and LOSS in trial for trial in trials):
@@ -62,7 +62,7 @@ def tables(trials: Sequence[Line]) -> list[str]:
 
 
 def _results(trials: Sequence[Line], name: str) -> list[float]:
-    """Return the results of this name that the trials have."""
+    """Return the results called `name` of those trials that have one."""
     if name == LOSS:
         return [trial[LOSS] for trial in trials if LOSS in trial]
     scores = [trial["score"] for trial in trials if trial.get("headline") == name]
@@ -92,7 +92,7 @@ def _table(
 
 
 def _best(values: Sequence[float | None], name: str) -> int | None:
-    """Return the place of the best value; None if there are not two, or two are shown equal."""
+    """Return the index of the best of at least two values; None if the best looks tied."""
     known = [value for value in values if value is not None]
     choose: Callable[[list[float]], float] = min if name == LOSS else max
     if len(known) < 2:

@@ -1,4 +1,4 @@
-"""One sample of one step as a page of HTML that needs nothing beside itself."""
+"""Renders one sample of one step as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shared.prompts import EXIF_ORIENTATION, on_white, open_picture
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
-# Colours of pairs, in turn; none is close to the two below.
+# Colours of pairs, used in turn. They differ clearly from the two below.
 # fmt: off
 MATCH_COLOURS = (
     "#0072b2", "#00875a", "#a64ca6", "#b26b00", "#00838f",
@@ -45,27 +45,27 @@ UNMATCHED_PREDICTION = "#d62222"
 UNMATCHED_TRUTH = "#1a1a1a"
 
 _SHOWN_WIDTH = 480
-"""About the width of a panel on the page, in CSS pixels, for which letters are sized."""
+"""Approximate width of a panel on the page, in CSS pixels. It decides the size of letters."""
 _CROSS_ARM = 8
-"""Of a point, in the same pixels."""
+"""Half the size of the cross that marks a point, in CSS pixels."""
 _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 class ShapeStyle(NamedTuple):
     label: str
     title: str
-    """Shown under the pointer."""
+    """Shown when the pointer is over the shape."""
     colour: str
     dashed: bool
 
 
 class DrawnShape(NamedTuple):
-    """An object as inline SVG draws it: sharp at any size."""
+    """An object as inline SVG, which is sharp at any size."""
 
     points: str
-    """In pixels of the image, as SVG writes them."""
+    """SVG points, in pixels of the image."""
     label_position: Markup
-    """SVG attributes: inside the shape's upper left corner, and inside the image."""
+    """SVG attributes: in the shape's upper left corner, within the image."""
     style: ShapeStyle
 
 
@@ -85,15 +85,15 @@ class Canvas:
     def uris(self) -> list[str]:
         """Return the images as data URIs, as training sees them.
 
-        A file that a browser may show otherwise, or not at all, becomes a PNG of its pixels. (Not
-        every browser turns a picture inside SVG by its EXIF orientation.)
+        A file that browsers may show differently, or not at all, becomes a PNG. (Some browsers
+        ignore the EXIF orientation of an image inside SVG.)
         """
         return [_data_uri(data) for data in self.images]
 
     def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
-        """Place an object; bin k of an axis of length W is the centre of pixel `k / 999 * (W - 1)`.
+        """Return an object as SVG; bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
 
-        `bins` are x1, y1, x2, y2, or x, y per vertex, or x, y of a point, which becomes a cross.
+        `bins` are x1, y1, x2, y2 of a box; x, y per vertex; or x, y of a point (drawn as a cross).
         """
         if kind == GeometryKind.BBOX:
             x1, y1, x2, y2 = bins
@@ -133,24 +133,24 @@ def _data_uri(data: bytes) -> str:
 def _is_upright(image: Image.Image) -> bool:
     try:
         return bool(image.getexif().get(EXIF_ORIENTATION, 1) == 1)
-    # whatever Pillow's reading of damaged EXIF data runs into, which browsers may read otherwise
+    # Damaged EXIF data can raise any error in Pillow, and browsers may read it differently.
     except Exception:
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePage:
-    """A sample's page and all that it shows."""
+    """The content of a sample page."""
 
     run: str
     line: RolloutRecord
     canvas: Canvas
     prompt: str
-    """As the chat template writes it, one placeholder per image."""
+    """Output of the chat template, with one placeholder per image."""
     objective: tuple[str, ...]
     """The active modules of the sample's channel, with their weights."""
     notes: tuple[str, ...]
-    """Remarks on the page itself."""
+    """Remarks for the reader of the page."""
     codec: TokenCodec
 
     def html(self) -> str:
@@ -241,25 +241,25 @@ def _answer(
     note = f"Kept: {counted(reading['num_kept'], 'token')}. Struck through: cut off."
     trimmed = _trimmed(reading)
     if not reading["num_kept_bytes"]:
-        note = "Nothing was kept: the whole target is ours."
+        note = "No sampled token was kept: the target is the appended text."
     elif b"".join(map(codec.piece_bytes, target_ids[: reading["num_kept"]])) != kept:
-        note += " The kept text behind those tokens is encoded together with what is appended."
+        note += " The kept text after those tokens is encoded together with the appended text."
     if num_trimmed := len(trimmed.predictions) + trimmed.num_dropped:
-        where = "Behind the last match" if reading["num_kept_bytes"] else "Without a match"
+        where = "After the last match" if reading["num_kept_bytes"] else "Without a match"
         number = "1 entry was" if num_trimmed == 1 else f"{num_trimmed} entries were"
         note += f" {where} {number} cut off (trim_trailing_false_positives)."
     if rollout["forced_positions"]:
         positions = ", ".join(map(str, rollout["forced_positions"]))
-        note += f" Set by the repeat guard, not sampled: positions {positions}."
+        note += f" Positions set by the repeat guard, not sampled: {positions}."
     return _Answer(kept.decode(errors="replace"), cut.decode(errors="replace"), note)
 
 
 class _Trimmed(NamedTuple):
-    """The entries that were cut off behind the last supervised object."""
+    """The entries that were cut off after the last supervised object."""
 
     predictions: Sequence[int] = ()
     num_dropped: int = 0
-    """They are the last ones of the reading's."""
+    """The last dropped entries of the reading."""
 
 
 def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
@@ -269,14 +269,14 @@ def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
 
 
 def _overrides(target: TargetEntry) -> Sequence[LabelOverrideEntry]:
-    """Return the label overrides, which a line without any does not name."""
+    """Return the label overrides of a target, if its log line has them."""
     if "label_overrides" in target:
         return target["label_overrides"]
     return ()
 
 
 def _taught_names(target: TargetEntry, codec: TokenCodec) -> dict[int, str]:
-    """Return, by prediction, the token that is taught where its name first differs."""
+    """Return, by prediction, the token taught at the first difference of its name."""
     of_names = {
         position
         for start, stop, role, _ in target["supervision"]
@@ -298,7 +298,7 @@ def _opacity(role: str, weight: float, target: TargetEntry) -> float | None:
 
 
 def _legend_rows(target: TargetEntry) -> list[LegendRow]:
-    """Make a row for each role there is: its colours, how many tokens, which weights."""
+    """Return a row per role in the target, with colours, number of tokens and weights."""
     rows = []
     for role in TokenRole:
         tag = role.name.lower()
@@ -316,7 +316,7 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
 
 
 def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list[TokenRun]:
-    """Return the runs of the supervision, cut once more behind `num_prefix` kept tokens."""
+    """Return the runs of equal supervision, also split after `num_prefix` kept tokens."""
     aims = dict(zip(target["coord_positions"], target["coord_targets"], strict=True))
     labels = {one["position"]: one["token_id"] for one in _overrides(target)}
     total = sum(weight * (stop - start) for start, stop, _, weight in target["supervision"])

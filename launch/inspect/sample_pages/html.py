@@ -1,7 +1,7 @@
-"""HTML of the pages: the templates of launch/templates, and texts as they are safe to show.
+"""Renders the templates of launch/templates as HTML, with all texts escaped.
 
-Every `{{ value }}` of a template goes through `inline`; between the quotes of an attribute it needs
-the filter `attribute`.
+Every `{{ value }}` of a template passes through `inline`. Within the quotes of an attribute it
+needs the filter `attribute`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 
 def printable(text: str) -> str:
-    """Write controls, lone surrogates, changes of direction and the like as `\\uXXXX`.
+    """Replace characters that are not printable, such as controls, by `\\uXXXX`.
 
     The result is not escaped for HTML.
     """
@@ -24,14 +24,14 @@ def printable(text: str) -> str:
 
 
 def attribute(text: str) -> Markup:
-    """Escape a text for between the double quotes of an attribute."""
+    """Escape a text for use within the double quotes of an attribute."""
     return Markup(html.escape(printable(text)))
 
 
 def inline(value: object) -> Markup:
-    """Escape a text for the content of an element; HTML stays as it is.
+    """Escape a text for the content of an element; `Markup` stays as it is.
 
-    A line feed shows as an arrow and breaks the line.
+    A line feed becomes an arrow and a line break.
     """
     if isinstance(value, Markup):
         return value
@@ -53,12 +53,12 @@ _ENVIRONMENT = Environment(
 
 
 def render(template: str, **values: object) -> str:
-    """Fill in a template of launch/templates."""
+    """Render a template of launch/templates."""
     return _ENVIRONMENT.get_template(template).render(values)
 
 
 def counted(things: int | Sequence[object], noun: str) -> str:
-    """Write a number, or that of things in a list, with its noun: `1 object`, `2 objects`."""
+    """Format a number, or the length of a list, with its noun: `1 object`, `2 objects`."""
     number = things if isinstance(things, int) else len(things)
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -67,10 +67,10 @@ _ENVIRONMENT.filters |= {"attribute": attribute, "counted": counted}
 
 
 class TokenCell(NamedTuple):
-    """A token as a page shows it."""
+    """A token on a page."""
 
     facts: Sequence[str]
-    """Shown under the pointer."""
+    """Shown when the pointer is over the token."""
     content: str | Markup
 
 
@@ -78,12 +78,12 @@ class TokenRun(NamedTuple):
     """Neighbouring tokens of one colour."""
 
     tag: str
-    """Class in the style sheet: the hue."""
+    """Class in the style sheet, which sets the hue."""
     opacity: float | None
-    """Strength of the colour, 0..1; None for none."""
+    """Strength of the colour, 0..1; None without colour."""
     tokens: Sequence[TokenCell]
     begins_appended: bool = False
-    """Whether a mark before it says that the kept prefix ends here."""
+    """Whether a mark before it shows the end of the kept prefix."""
 
 
 class LegendRow(NamedTuple):
@@ -95,7 +95,7 @@ class LegendRow(NamedTuple):
 
 
 def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:
-    """Show a token by its text, or by its bytes where it begins or ends inside a character."""
+    """Return a cell with the token's text, or its bytes if they are not valid UTF-8."""
     if not data:
         return TokenCell([*facts, "no text"], Markup('<b class="code">∅</b>'))
     try:
@@ -106,5 +106,5 @@ def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:
 
 
 def opacity_of(share: float) -> float:
-    """Return the opacity of a share, 0..1, of the strongest: 0.12..0.5."""
+    """Return the opacity, 0.12..0.5, of a share of the strongest value, 0..1."""
     return 0.12 + 0.38 * share

@@ -1,4 +1,4 @@
-"""One rollout of an environment as a page: what was said, its worth, and what is learned."""
+"""Renders one rollout of an environment as a page: dialogue, rewards and trained tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, Traj
 
 
 class Use(StrEnum):
-    """The part of a token in training; also the class of its run in the style sheet."""
+    """How training uses a token; also the class of its run in the style sheet."""
 
     CONTEXT = "context"
     UP = "up"
@@ -32,15 +32,15 @@ class Use(StrEnum):
 
 
 class Credit(NamedTuple):
-    """The advantage that a token is learned with; neighbours of equal credit are one run."""
+    """Use and advantage of a token. Neighbours with equal credit form one run."""
 
     use: Use
     advantage: float | None
-    """None of context, and where nothing was scored."""
+    """None for context, and if nothing was scored."""
 
     @property
     def size(self) -> float:
-        """The advantage's size where its sign has a colour, else 0."""
+        """Return the absolute advantage if its sign has a colour, else 0."""
         if self.advantage is None or self.use not in (Use.UP, Use.DOWN):
             return 0.0
         return abs(self.advantage)
@@ -48,7 +48,7 @@ class Credit(NamedTuple):
 
 class ToolCall(NamedTuple):
     name: str | None
-    """None of a call that is not of OpenAI's form; `text` is the whole of it then."""
+    """None if the call does not have OpenAI's form; `text` is then the whole call."""
     text: str
     id: str | None
 
@@ -56,7 +56,7 @@ class ToolCall(NamedTuple):
 class ContentPart(NamedTuple):
     text: str
     is_type: bool
-    """Whether `text` names the type of a part that is no text, an image for example."""
+    """Whether `text` is the type of a part without text, such as an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class MessageView:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPage:
-    """A rollout's page and all that it shows."""
+    """The content of a rollout page."""
 
     run: str
     line: TrajectoryRecord
     pieces: Mapping[int, bytes]
-    """The text of every token of the examples, by its id."""
+    """The text of each token of the examples, by token id."""
     objective: tuple[str, ...]
     """The active modules with their weights."""
     notes: tuple[str, ...]
@@ -144,12 +144,12 @@ def advantages(example: ExampleEntry) -> Sequence[float | None]:
 
 
 def signed(value: float) -> str:
-    """Write an advantage: `+0.25`, `-0.25`, `0`."""
+    """Format an advantage: `+0.25`, `-0.25`, `0`."""
     return f"{value:+.3g}" if value else "0"
 
 
 def _credits(example: ExampleEntry) -> list[Credit]:
-    """Return what every token of the example is learned with, [L]."""
+    """Return the credit of every token of the example, [L]."""
     credits = []
     for advantage, is_learned in zip(advantages(example), example["mask"], strict=True):
         if not is_learned:
@@ -167,7 +167,7 @@ def _opacity(credit: Credit, strongest: float) -> float | None:
 
 
 def _legend_rows(credits: Sequence[Sequence[Credit]], strongest: float) -> list[LegendRow]:
-    """Make a row for each use there is, over all examples."""
+    """Return a row for each use that occurs in the examples."""
     rows = []
     for use in Use:
         of_use = [credit for of_one in credits for credit in of_one if credit.use is use]
@@ -190,7 +190,7 @@ def _message_views(logged: LoggedMessages | None) -> str | list[MessageView] | N
 
 
 def _message_view(message: Mapping[str, object]) -> MessageView:
-    """Read a message of any form: an environment may have put anything into it."""
+    """Return a view of a message; environments may put any value into it."""
     content = message.get("content")
     calls = message.get("tool_calls") or []
     return MessageView(
@@ -217,7 +217,7 @@ def _part(part: object) -> ContentPart:
 
 
 def _tool_call(call: object) -> ToolCall:
-    """Read a call: as a rule a JSON text, or whatever else an environment has made of it."""
+    """Return a view of a call: usually JSON text, but environments may use other values."""
     parsed = call
     if isinstance(call, str):
         try:
@@ -239,7 +239,7 @@ def _text(value: object) -> str:
 def _figures(
     number: int, example: ExampleEntry, examples: Sequence[ExampleEntry]
 ) -> dict[str, str]:
-    """Make the row of an example in the table of figures, by column."""
+    """Return the row of an example in the table of figures, by column."""
     logprobs = [
         logprob
         for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
@@ -253,7 +253,7 @@ def _figures(
         "images": str(len(example["images"])),
         "learned": str(len(logprobs)),
         "advantage": advantage if example["token_advantages"] is None else "one per token",
-        # Not fmean, which refuses infinities of both signs.
+        # Not fmean, which raises an error for infinities of both signs.
         "mean log-probability": f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "–",
         "turns": ", ".join(map(str, example["turns"])) or "–",
         "weights": "–" if version is None else f"v{version}",

@@ -64,7 +64,7 @@ def test_a_resumed_run_is_equal_to_one_that_was_not_interrupted_and_a_longer_one
     lines, parts = diff_runs(whole, resumed)
     assert not parts
     assert lines[-1] == (
-        "equal     3 steps, to the bit; B goes on to step 4, and is not compared there"
+        "equal     3 steps, to the bit; B continues to step 4, which is not compared"
     )
     assert "changed   training.max_steps: A 3, B 4" in lines
 
@@ -111,7 +111,9 @@ def test_a_ledger_that_was_edited_is_told(whole, copy):
     lines, parts = diff_runs(whole, copy)
     assert not parts
     (told,) = [line for line in lines if line.startswith("ledger ")]
-    assert told.startswith(f"ledger    of B is not whole: {copy / 'ledger.jsonl'} line 3: its hash")
+    assert told.startswith(
+        f"ledger    B has a damaged ledger: {copy / 'ledger.jsonl'} line 3: its hash"
+    )
 
 
 def test_times_and_engines_do_not_count(whole, copy):

@@ -203,16 +203,16 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     problems = refused(run, "data.val=null")
     none = f"checkpoint: {run / 'checkpoint'} holds no checkpoint (no config.json); let the run end"
     assert f"{none} with checkpoint.save_final: true" in problems
-    no_data = "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
+    no_data = "data.val: the run has no held-out set; name one with data.val=FILE.jsonl"
     assert no_data in problems
 
 
 def test_a_run_of_an_environment_is_refused_with_the_command_that_evaluates_it(make_run, tmp_path):
     folder = make_run(trajectory_config(tmp_path / "model", tmp_path / "run"))
-    assert "run: it is of an environment; start `vllm serve`" in refused(folder)
+    assert "run: it trains on an environment" in refused(folder)
     (folder / "checkpoint" / "config.json").unlink()
     both = refused(folder)
-    assert "run: it is of an environment" in both and "checkpoint: " in both
+    assert "run: it trains on an environment" in both and "checkpoint: " in both
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_a_run_of_an_environment_is_refused_with_the_command_that_evaluates_it(m
             (
                 overrides,
                 [
-                    "model.path: the checkpoint decides it; use checkpoint=FOLDER",
-                    "telemetry.run_dir: the run decides it; use run=FOLDER, and name=NAME",
+                    "model.path: is set by the checkpoint; use checkpoint=FOLDER",
+                    "telemetry.run_dir: is set by the run; use run=FOLDER, and name=NAME",
                 ],
             )
             for overrides in (
@@ -243,7 +243,7 @@ def test_model_and_folder_are_chosen_by_the_commands_own_arguments_alone(run, ov
 def test_a_report_is_not_overwritten(run):
     (run / "evaluations" / "checkpoint_val").mkdir(parents=True)
     config = evaluation_config(EvaluateOptions(run=run), [])
-    twice = r"name: .*/checkpoint_val holds a report already; choose another with name=NAME"
+    twice = r"name: .*/checkpoint_val already holds a report; .* name=NAME"
     with pytest.raises(ConfigError, match=twice):
         report_folder(config, EvaluateOptions(run=run))
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_replayed_is_told(copy):
     ):
         replayed(copy, 2)
     log.unlink()
-    with pytest.raises(ConfigError, match=r"step_000002.jsonl is not there; .*rollouts=true"):
+    with pytest.raises(ConfigError, match=r"step_000002.jsonl is not there, .*rollouts=true"):
         replayed(copy, 2)
     with pytest.raises(ConfigError, match="has the metrics of 4 steps"):
         replayed(copy, 7)
@@ -117,7 +117,7 @@ def test_a_run_of_several_learner_ranks_is_refused(copy):
     config["learner"]["world_size"] = 2
     config["rollout_matching"]["vllm"] = {"mode": "actors", "actors": {"num_actors": 1}}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="has 2 learner ranks, and a replay learns in one"):
+    with pytest.raises(ConfigError, match="has 2 learner ranks, and a replay has one"):
         replayed(copy, 1)
 
 

@@ -212,7 +212,7 @@ def test_scores_under_a_repetition_penalty_are_said_to_be(penalty, score, is_not
     settings = {"evaluation__score": score, "rollout_matching__repetition_penalty": penalty}
     report = report_on(random_scenes(3), **settings)
     assert report.as_json()["repetition_penalty"] == penalty
-    note = "those under rollout_matching.repetition_penalty 1.3"
+    note = "rollout_matching.repetition_penalty 1.3"
     assert (note in report_tables(report)[1].note) == (note in page(report)) == is_noted
 
 
@@ -234,7 +234,7 @@ def test_tables_are_rectangular_and_leave_out_what_is_empty():
     assert (of_points.counts.num_matched, of_points.coco.num_points) == (1, 3)
     detection, coco = report_tables(of_points)[:2]
     assert "two points 100 bins apart" in detection.note
-    assert "Without points, of which there are 3" in coco.note
+    assert "Leaves out 3 points" in coco.note
     assert "points" not in tables["COCO"].note + tables["Detection"].note
     empty = report_on([scene(0, [], [])], evaluation__score="constant")
     assert [table.title for table in report_tables(empty)] == ["Detection", "COCO"]

@@ -257,7 +257,7 @@ def two_tokens(first: int, second: int) -> TrainingExample:
 
 def test_a_token_outside_the_vocabulary_is_told_of(run):
     size = len(run.tokenizer)
-    problem = rf"model\.path: .* has no token {size}, which the log has, but {size} of them"
+    problem = rf"model\.path: .* has {size} tokens, but the log contains token {size}"
     with pytest.raises(ConfigError, match=problem + "; restore the folder"):
         run.page_of(run.rollout(two_tokens(1, size)))
 
