@@ -399,7 +399,7 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
 def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
     stock = make_stock_model(tmp_path / "model", "qwen3_5")
     config = trajectory_config(stock, tmp_path / "run")
-    message = "float32, and vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU in"
+    message = "float32, but vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU"
     assert any(message in problem for problem in preflight(config, **CPU_NODE).problems)
     in_half = trajectory_config(stock, tmp_path / "run", model__dtype="bfloat16")
     assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
