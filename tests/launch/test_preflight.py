@@ -302,7 +302,7 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
         run = config(**in_server_mode(url, kind="vllm"))
         (problem,) = asked(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
-        f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
+        f"{url} answers /health, but did not report its settings in 1 s: its engine may"
         " be stuck; start it again"
     )
 
@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     (problem,) = path_problems(config(telemetry={"run_dir": str(file / "run")}))
-    remedy = f"cannot be made, {file} permits no writing; choose another folder, or permit it"
+    remedy = f"cannot be created, because {file} is not writable; choose another folder, "
     assert remedy in problem
 
 
@@ -340,7 +340,7 @@ def test_every_folder_that_a_run_writes_is_looked_at(config, tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     problems = list(path_problems(config(cluster__temp_dir="/tmp")))
     assert keys(problems) == ["XDG_CACHE_HOME", "HOME"]
-    assert all(f"{tmp_path / 'file'} permits no writing" in problem for problem in problems)
+    assert all(f"{tmp_path / 'file'} is not writable" in problem for problem in problems)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 20)))
     (problem,) = path_problems(config())
