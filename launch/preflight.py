@@ -465,9 +465,8 @@ def _memory(
                 if config.model.activation_offload:
                     remedy += ", or model.activation_offload: false"
             yield (
-                f"{key}: {host.describe()}; {num_ranks} ranks need"
-                f" {in_gib(host.total * num_ranks)}, and this machine or its container has"
-                f" {in_gib(machine.total)}; {remedy}"
+                f"{key}: {host.describe()}; {num_ranks} ranks: {in_gib(host.total * num_ranks)},"
+                f" but this machine or its container has {in_gib(machine.total)}; {remedy}"
             )
     if num_nodes > 1 and on_cpu:
         unknown = f"it is not known on which of the {num_nodes} nodes a process will run"

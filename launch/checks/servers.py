@@ -103,7 +103,7 @@ def ask_servers(
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
             if answer.process and first_index.setdefault(answer.process, index) != index:
                 first = first_index[answer.process]
-                problems.append(f"{path} is the same as servers[{first}]; list every server once")
+                problems.append(f"{path} is the same server as servers[{first}]; list it once")
     return ServerAnswers(
         tuple(lines),
         tuple(problems),

@@ -157,16 +157,14 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if damaged and not states:
         reasons = "; ".join(f"{folder.relative_to(run)}: {damaged[folder]}" for folder in damaged)
         raise ConfigError(
-            f"resume.run: all checkpoints of {run} are damaged ({reasons}), and auto would start"
-            " the run again and replace them; restore one, choose another telemetry.run_dir, or"
-            " move them"
+            f"resume.run: all checkpoints of {run} are damaged ({reasons}), and auto would replace"
+            " them by a new run; restore one, choose another telemetry.run_dir, or move them"
         )
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
             raise ConfigError(
                 f"resume.run: {others[0]} is not a full checkpoint, so auto cannot continue from it"
-                " and would start the run again and replace it; choose another telemetry.run_dir,"
-                " or move it"
+                " and would replace it by a new run; choose another telemetry.run_dir, or move it"
             )
         return config, None
     if is_auto or path.resolve() == run.resolve():

@@ -99,8 +99,7 @@ def _tracks_in(path: Path) -> dict[str, int]:
 def cut_timeline(path: Path, last: str) -> None:
     """Keep the spans that ended no later than the span whose name begins with `last`.
 
-    Without such a span, all spans are removed. The closing bracket is removed. Raises the errors of
-    `read_timeline`.
+    Without it no span is kept. Removes the closing bracket. Raises the errors of `read_timeline`.
     """
     if path.exists():
         events = read_timeline(path)

@@ -271,7 +271,7 @@ def test_one_server_under_two_addresses_is_noticed(config, roomy):
     asyncio.run(one.start())
     with serving(make_app(one)) as first, serving(make_app(one)) as second:
         problems = preflight(config(**in_server_mode(first, second))).problems
-    twice = f"{SERVER.format(1, second)} is the server of servers[0]; list every server once"
+    twice = f"{SERVER.format(1, second)} is the same server as servers[0]; list it once"
     assert problems == [twice]
 
 

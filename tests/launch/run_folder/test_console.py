@@ -21,7 +21,9 @@ def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_i
     first, done, second, second_done = output.getvalue().splitlines()
     assert (first, second) == ("start     Ray ...", "start     [learner-0], learner-1 ...")
     assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in total", done)
-    assert re.fullmatch(r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in total", second_done)
+    assert re.fullmatch(
+        r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in total", second_done
+    )
 
 
 def test_a_stage_that_fails_is_left_to_its_error():

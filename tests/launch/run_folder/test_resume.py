@@ -331,11 +331,15 @@ def test_auto_never_begins_anew_over_weights_and_no_run_ends_before_its_checkpoi
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     short = config_of("channels A and B", run, resume={"run": "auto"}, training__max_steps=1)
-    with pytest.raises(ConfigError, match=r"training\.max_steps: is 1, but .* was saved after 3 steps"):
+    with pytest.raises(
+        ConfigError, match=r"training\.max_steps: is 1, but .* was saved after 3 steps"
+    ):
         resumed(short)
     for state in run.glob("**/run_state"):
         shutil.rmtree(state)
-    with pytest.raises(ConfigError, match="is not a full checkpoint, so auto cannot continue from it"):
+    with pytest.raises(
+        ConfigError, match="is not a full checkpoint, so auto cannot continue from it"
+    ):
         resumed(config_of("channels A and B", run, resume={"run": "auto"}))
 
 
