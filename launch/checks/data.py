@@ -171,7 +171,7 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     if num_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
         raise ConfigError(
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which reads"
-            f" no images; set it to 0, or choose a model type that reads them"
+            " no images; set it to 0, or choose a model type that reads them"
             f" ({', '.join(VISION_MODEL_TYPES)})"
         )
     with processes_of(section.id):

@@ -266,7 +266,7 @@ def _logit_bytes(run: RunSizes) -> int:
     # the dtype of the logits (benchmarks/logit_memory.py).
     of_logit = 10 if size == 4 else 9
     if run.rollouts.pipeline.num_reference_top:
-        # Logits and a float32 copy, for the sampled tokens and again for value and gradient.
+        # The logits of sampled tokens again with a float32 copy, besides value and gradient.
         of_logit = 2 * (size + 4)
     logits = min(LOGIT_CHUNK, run.tokens) * run.shape.vocabulary * of_logit
     if _gates_text(run):

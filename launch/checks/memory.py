@@ -41,8 +41,8 @@ RESERVED = 0.08
 An engine that is sized by a fraction of the GPU needs no such share, because vLLM measures it.
 """
 SURE = 1.25
-"""Estimates are too high by up to this factor. Exceeding the memory even when divided by it is a
-problem; otherwise it is a warning."""
+"""Estimates are too high by up to this factor. If one exceeds the memory even after division by it,
+that is a problem; otherwise it is a warning."""
 ENGINES = "engine's "
 _EXACT = ("weights", "master weights", "gradients", "optimizer", REFERENCE, CACHE)
 """Parts computed exactly from numbers of values, so that `SURE` does not reduce them."""

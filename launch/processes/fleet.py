@@ -186,8 +186,8 @@ class Fleet:
         while waiting:
             answer = next_ready(dict.fromkeys(waiting, deadline))
             if answer is None:
-                # Not replaced: if the limit is too short for the model, every other attempt would
-                # be late too.
+                # Not replaced: if the limit is too short for the model, further attempts would be
+                # late too.
                 names = [self.names[index] for index in waiting.values()]
                 raise replace(call, error=LostStartError).timeout_error(names)
             index = waiting.pop(answer)
@@ -277,8 +277,9 @@ class Fleet:
 
 
 def _require_several(processes: Sequence[str]) -> None:
-    """Raise ConfigError if two base_urls lead to the same server, which would mistake the second
-    sync for a sync of another run.
+    """Raise ConfigError if two base_urls lead to the same server.
+
+    It would take the second sync for a sync of another run.
     """
     for index, process in enumerate(processes):
         first = processes.index(process)

@@ -178,7 +178,7 @@ class Replacements:
     def join(self) -> dict[int, tuple[ActorHandle, int]]:
         """Wait for all actors that are being started; return actors and devices, by place.
 
-        An actor that fails to start is replaced again. Raises RolloutError without budget for it.
+        A failed start is repeated. Raises RolloutError if the budget is used up.
         """
         joined = {}
         while self._starting:

@@ -243,7 +243,7 @@ class Rounds:
         if asked.replaces_lost:
             asked.lose(part.engine, error)
         elif not asked.asks_next_on_failure:
-            # A request that one server cannot answer would fail on another one too.
+            # Without replacements, only requests to servers go to the next one.
             raise error
         engine = queue.failed(part)
         if engine is None:

@@ -136,7 +136,7 @@ def _commit() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    # An environment with the installed package may lie in another project's checkout.
+    # An environment with the installed package may be in another project's checkout.
     folder, commit = done.stdout.splitlines()
     return commit if Path(folder).resolve() == _ROOT else None
 
