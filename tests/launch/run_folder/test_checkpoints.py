@@ -228,7 +228,7 @@ def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the
     assert [one["step"] for one in index(world.run_dir)] == [2, 5]
     (given_up,) = warnings(world)
     assert "step_000004: [Errno 28] No space left on device; free space" in given_up
-    assert "it is given up, and the last update is saved without it" in given_up
+    assert "this checkpoint is given up, and the last update is saved instead" in given_up
     _, left_s = world.writer.saves[-1]
     assert left_s == 7.0, "the time of timeouts.interrupt_s is the last update's"
     assert world.telemetry.patience.limit_s == 3.5
@@ -275,7 +275,7 @@ def test_a_whole_checkpoint_is_not_given_up_where_the_index_cannot_be_written(wo
     end(checkpoints, KeyboardInterrupt())
     (refused,) = warnings(world)
     assert "checkpoints.json: [Errno 21]" in refused
-    assert refused.endswith("the last update is saved all the same")
+    assert refused.endswith("the last update is saved anyway")
 
 
 def test_a_run_that_the_index_ends_has_the_whole_checkpoint_and_the_last_update(
