@@ -1,6 +1,5 @@
-"""The configuration's public face: `load_config` turns a mapping into a `RunConfig`, or says
-everything that is wrong with it.
-"""
+"""The entry points of the configuration: `load_config` validates a mapping and returns a
+`RunConfig`."""
 
 from shared.config.load import load_config
 from shared.config.run import RunConfig
