@@ -33,7 +33,7 @@ class EngineLocation(StrEnum):
     """The kind of process that generates the rollouts of a run."""
 
     RANKS = "ranks"
-    """Each learner rank's own process, in which generating and learning alternate."""
+    """Each learner rank's own process; generating and learning alternate."""
     ACTORS = "actors"
     """Ray actors of the run, on their own devices."""
     SERVERS = "servers"
@@ -187,7 +187,7 @@ class ServerSection(Section):
         Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]),
         AfterValidator(_each_once),
     ]
-    """The servers, in the order in which a round is split over them."""
+    """The servers; each round is split over them in this order."""
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
     """rollmatch: `rollmatch serve`; vllm: a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
@@ -355,7 +355,8 @@ class GateScheduleSection(Section):
     start: Annotated[Fraction01, Field(examples=[0.1])]
     """Mask IoU gate during the channel-A warm-up and in the first step after it."""
     steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Number of steps, of both channels, in which the gate moves from `start` to `maskiou_gate`."""
+    """Number of steps, of both channels, over which the gate moves from `start` to `maskiou_gate`.
+    """
 
 
 class RolloutMatchingSection(Section):
@@ -427,8 +428,8 @@ class RolloutMatchingSection(Section):
     """Beyond the specification: teach the separator token before each matched object of the kept
     rollout, with the weight of appended structure."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's
-    first round is generated while this step's last round is learned, which saves time."""
+    """How many updates a rollout's weights may be behind the learner's. 1 saves time: the next
+    step's first round is generated while this step's last round is learned."""
     logprob_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of a sampled token's log-probability between learner and
     engine. null: 1e-4 in float32 and 1 in bfloat16. The first larger difference ends the run in

@@ -125,7 +125,7 @@ class RunConfig(Section):
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """The format in which the model writes objects."""
+        """The format of the model's answers."""
         return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
@@ -244,7 +244,7 @@ class RunConfig(Section):
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:
-        """The number of devices of each engine, in the order in which rounds are split.
+        """The number of devices of each engine, in the order of the split of rounds.
 
         None if it is known only after asking the servers, or the cluster for its GPUs.
 

@@ -36,7 +36,7 @@ _USER = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|(?<=https://)[^/\s@]+(?=@)")
 _QUERY = re.compile(r"(?P<start>[?&](?P<key>[\w.-]+)=)[^&#\s'\"]+")
 
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables in which a shell stores its working folders."""
+"""Variables that hold a shell's working folders."""
 
 _hidden: set[str] = set()
 
