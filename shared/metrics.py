@@ -389,8 +389,7 @@ def markdown() -> str:
 
 
 DIGESTS = ("requests", "rollouts", "targets", "weights")
-"""Names of the ledger's digests: requests, sampled tokens, learned rows, and weights after the
-update."""
+"""Names of the ledger's digests: requests, sampled tokens, learned rows, updated weights."""
 
 
 @dataclass(frozen=True, slots=True)

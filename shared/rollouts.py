@@ -42,8 +42,7 @@ class DecodeSettings:
     num_beams: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
-    """Never sampled (vision placeholders). The learner masks them when it compares
-    log-probabilities."""
+    """Never sampled (vision placeholders). The learner masks them to compare log-probabilities."""
     return_logprobs: bool
     length_penalty: float = 1.0
     """Beam search: a log-probability is divided by the length to this power."""

@@ -24,8 +24,7 @@ T = TypeVar("T")
 CONFIG = "config.json"
 """A folder with this file is a run folder."""
 FAILED_CONFIG = "config_of_failed_start.json"
-"""The file's name after a start that failed before its first sync. Such a folder can be used again.
-"""
+"""The file's name after a start that failed before its first sync. The folder can be used again."""
 FINAL_FOLDER = "checkpoint"
 """The checkpoint after the last step, in the run folder."""
 STATE_FOLDER = "run_state"

@@ -87,8 +87,7 @@ class TrainingExample:
     weight_version: int | None = None
     """Version of the weights that sampled it, the oldest if there are several; None if unknown."""
     token_advantages: list[float] | None = None
-    """[L], 0 outside the mask, if merged steps have different advantages; None: all are
-    `advantage`."""
+    """[L], 0 outside the mask, if merged steps have different ones; None: all are `advantage`."""
     token_is_relative: list[int] | None = None
     """[L]: 1 if the learner computes the advantage from the group's rewards, 0 if the environment
     has given it. None: 1 everywhere if there are `group_rewards`."""

@@ -1,5 +1,4 @@
-"""The entry points of the configuration: `load_config` validates a mapping and returns a
-`RunConfig`."""
+"""The configuration's entry points: `load_config` turns a mapping into a validated `RunConfig`."""
 
 from shared.config.load import load_config
 from shared.config.run import RunConfig

@@ -178,13 +178,12 @@ class TeacherSection(Section):
     base_url: HttpUrl
     """URL of the teacher's server, a stock `vllm serve`, without `/v1`."""
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
-    """The teacher's name on the server. Its vocabulary must be the same as `model.path` has."""
+    """The teacher's name on the server. It must have the vocabulary of `model.path`."""
     weight: PositiveFloat = 1.0
     """Weight, in a sampled token's advantage, of its log-probability under the teacher minus the
     one under the learner (nats)."""
     reward_weight: NonNegativeFloat = 1.0
-    """Weight of the reward's advantage (with `advantage_std`) in the same sum; 0: learn only from
-    the teacher."""
+    """Weight of the reward's advantage (with `advantage_std`) in that sum; 0: only the teacher."""
     timeout_s: PositiveFloat = 240.0
     """Seconds until the server answers at the start, and until it has scored a rollout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
@@ -212,8 +211,8 @@ class EnvironmentSection(Section):
     length (such as `rollout_matching.max_new_tokens`), or the next prompt had no room. Their
     rewards still count in the means of their groups."""
     num_eval_examples: NonNegativeInt | None = None
-    """Number of rows of the environment's evaluation data for held-out reports; null: all; 0: no
-    reports."""
+    """Number of rows of the environment's evaluation data in held-out reports; null: all; 0: none.
+    """
     max_images_per_prompt: NonNegativeInt = 0
     """Maximum number of images in the prompt of a model call, over all turns. Messages carry them
     as `image_url` with a data URL. 0: no images, and engines reserve no memory for them."""
@@ -222,14 +221,14 @@ class EnvironmentSection(Section):
     it if the environment's own code is slow. No effect with engines in the learner (`hf`,
     `vllm.mode: colocate`), where the environment runs too."""
     cpus_per_actor: NonNegativeFloat = 0.0
-    """CPU cores that Ray reserves for each environment actor; 0: none, on the driver's node."""
+    """CPU cores that Ray reserves for each actor; 0: none, and actors run on the driver's node."""
     max_concurrent_scoring: PositiveInt | None = None
     """Maximum number of rollouts that an actor scores at the same time, for rubrics that call
     services; null: no limit."""
     rollout_timeout_s: PositiveFloat | None = None
-    """Seconds after which an unfinished rollout fails; waits for an engine count. null: a rollout
-    that hangs ends the run after 2 x `timeouts.generate_s`. Results repeat exactly only if no
-    rollout times out."""
+    """Seconds after which an unfinished rollout fails, waits for an engine included. null: a
+    rollout that hangs ends the run after 2 x `timeouts.generate_s`. Results repeat exactly only if
+    no rollout times out."""
     scoring_timeout_s: PositiveFloat | None = None
     """Seconds after which a call of a reward function fails (`rollout/num_reward_errors`). null:
     `rollout_timeout_s`. Waits for a thread count in neither limit."""

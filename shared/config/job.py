@@ -22,8 +22,9 @@ class ClusterSection(Section):
     """The Ray cluster of the run."""
 
     kind: Literal["ray", "local"] = "ray"
-    """local: driver, learner and engine in one process without Ray, for debugging with breakpoints.
-    It needs rollout_backend hf or vllm.mode colocate; `cluster=local` is short for it."""
+    """ray: processes in a Ray cluster; local: driver, learner and engine in one process, in which
+    breakpoints work (rollout_backend hf, or vllm.mode colocate). `cluster=local` is short for it.
+    """
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running Ray cluster; `local`: the run starts its own cluster, and stops it."""
     temp_dir: ConfigPath | None = None
@@ -35,7 +36,8 @@ class ClusterSection(Section):
     trials_at_once: PositiveInt | None = None
     """Maximum number of trials of a sweep that run at the same time. null: as many as this
     machine's GPUs and cores allow (on CPU a trial uses `learner.cpu_threads` cores, by default
-    all); 1 with servers or a cluster at an address."""
+    all); 1 with servers or a cluster at an address. A number is used as it is, without counting
+    cores."""
 
 
 class TimeoutsSection(Section):
@@ -79,13 +81,13 @@ class ResumeSection(Section):
 
     run: ConfigPath | None = None
     """The run to continue: a run folder (from its newest full checkpoint), or one of its
-    checkpoints. `auto`: the run in `telemetry.run_dir` if there is one, else a new run. null: a new
+    checkpoints. auto: the run in `telemetry.run_dir` if there is one, else a new run. null: a new
     run."""
     allow: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Keys that may differ from the continued run's, although they change what is computed."""
     automatic: bool = False
-    """Restart the whole job from its last full checkpoint when the learner or a start is lost, at
-    most `rollout_matching.vllm.actors.max_restarts` times. Use it for unattended runs."""
+    """Restart the whole job from its last full checkpoint if the learner, or a starting process, is
+    lost; at most `rollout_matching.vllm.actors.max_restarts` times. Use it for unattended runs."""
 
     @property
     def is_auto(self) -> bool:
@@ -143,10 +145,10 @@ class EvaluationSection(Section):
         Field(strict=False),
         AfterValidator(_rising),
     ] = (0.5, 0.75)
-    """Least IoU of a correct prediction. Each threshold has its own metrics; the first is on the
-    progress line."""
+    """Least IoU of a correct prediction. Each one has its own metrics, the first the progress line.
+    """
     score: Literal["constant", "coord_probability"] = "coord_probability"
-    """Confidence of a prediction for COCO AP: 1 (`constant`), or the mean probability of its
-    coordinate tokens."""
+    """Confidence of a prediction for COCO AP: 1, or the mean probability of its coordinate tokens.
+    """
     worst_scenes: NonNegativeInt = 8
     """Number of scenes with the lowest F1 whose images a report shows."""

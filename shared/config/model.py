@@ -109,8 +109,8 @@ class WeightedSourceSection(SourceSection):
     """One of several files of training samples."""
 
     weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
-    """How often samples come from this file: exactly this many of every sum-of-all-weights samples.
-    Each file has its own order and epochs."""
+    """Share of the drawn samples: of any sum(weights) successive samples exactly this many are from
+    this file. Each file has its own order and epochs."""
 
 
 class DataSource(NamedTuple):
@@ -169,8 +169,7 @@ class AugmentSection(Section):
     """Least fraction of width and height that a crop keeps. Each fraction is drawn between it and
     1, at a random place. Boxes and polygons are cut at the new border. 1: no crop."""
     scale: Annotated[tuple[ScaleFactor, ScaleFactor], Field(strict=False)] = (1.0, 1.0)
-    """Least and greatest factor of the image size in pixels, at most 4, drawn uniformly in its
-    logarithm."""
+    """Least and greatest factor of the image size in pixels, at most 4, drawn log-uniformly."""
     colour: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Strength c of colour changes: brightness, contrast and saturation are multiplied by factors
     between 1 - c and 1 + c, and the hue turns by at most c / 10 of the full circle."""
@@ -204,12 +203,12 @@ class DataSection(Section):
         | Annotated[_Listed[SourceSection], Tag(LIST_TAG)],
         Discriminator(_kind),
     ] = None
-    """JSONL file of held-out samples, or several: `[{path: a.jsonl}, {path: b.jsonl}]`. null: no
-    held-out set."""
+    """JSONL file of held-out samples, or several: `[{path: a.jsonl}, {path: b.jsonl}]`; null: none.
+    """
     on_bad_row: Literal["error", "skip"] = "error"
     """A bad row stops the start (`error`), or is skipped, counted and logged (`skip`)."""
     sort_objects: bool = True
-    """Sort each row's objects by reading order (min y, min x); false: an unsorted row is a bad row.
+    """Sort each row's objects by reading order (min y, min x); false: unsorted rows are bad rows.
     """
     check_images: bool = True
     """Decode every image before training; false: a broken image is found when its sample is used.

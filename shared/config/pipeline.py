@@ -156,9 +156,9 @@ class TokenCEEntry(PipelineEntry):
     """Cross-entropy of text tokens, without coordinate tokens."""
 
     name: Literal["token_ce"]
-    """The module."""
+    """The module: cross-entropy of text tokens."""
     config: TokenCEConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class CoordRegConfig(Section):
@@ -171,8 +171,7 @@ class CoordRegConfig(Section):
     coord_gate_weight: NonNegativeFloat
     """Weight of a loss, in nats, of probability off the coordinate tokens at coordinate slots."""
     text_gate_weight: NonNegativeFloat
-    """Weight of a loss, in nats, of probability on coordinate tokens at text that `token_ce`
-    learns."""
+    """Weight of a loss, in nats, of coordinate-token probability at text that `token_ce` learns."""
     temperature: PositiveFloat
     """Divisor of the logits in `soft_ce`, `w1` and both gates."""
     target_sigma: PositiveFloat
@@ -186,9 +185,9 @@ class CoordRegEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["coord_reg"]
-    """The module."""
+    """The module: losses of coordinates."""
     config: CoordRegConfig
-    """The module's settings."""
+    """Settings of the module."""
 
     @property
     def teaches(self) -> bool:
@@ -208,9 +207,9 @@ class BboxGeoEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["bbox_geo"]
-    """The module."""
+    """The module: losses of boxes."""
     config: BboxGeoConfig
-    """The module's settings."""
+    """Settings of the module."""
 
     @property
     def teaches(self) -> bool:
@@ -258,8 +257,7 @@ class PolicyGradientConfig(Section):
     advantage are not learned; dual: nor are tokens with a negative advantage above `ratio_cap`;
     cispo: all are learned, with their ratio clamped to the range; none: there is no range."""
     above_cap: Literal["truncate", "mask"] = "truncate"
-    """Above `ratio_cap` the ratio is set to `ratio_cap` (`truncate`), or the token is not learned
-    (`mask`)."""
+    """truncate: a ratio above `ratio_cap` counts as `ratio_cap`; mask: its token is not learned."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PolicyGradientConfig:
@@ -284,9 +282,9 @@ class PolicyGradientEntry(PipelineEntry):
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
     name: Literal["policy_gradient"]
-    """The module."""
+    """The module: policy gradient on sampled tokens."""
     config: PolicyGradientConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class ReferenceKLConfig(Section):
@@ -312,9 +310,9 @@ class ReferenceKLEntry(PipelineEntry):
     reads = Reads.SAMPLED
     needs_reference = True
     name: Literal["reference_kl"]
-    """The module."""
+    """The module: KL divergence from the model at the start of the run."""
     config: ReferenceKLConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class CoordDiagConfig(Section):
@@ -326,7 +324,7 @@ class CoordDiagEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["coord_diag"]
-    """The module."""
+    """The module: metrics of coordinates."""
     weight: NonNegativeFloat
     """No effect, since a diagnostic has no loss. Required like every key of an entry."""
     config: Annotated[CoordDiagConfig, Field(examples=[{}])]

@@ -141,8 +141,7 @@ class ServerEntry(Section):
     base_url: HttpUrl
     """URL of the server; the paths of requests are added to it."""
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
-    """Port for the weight transfer to this server, on the first learner rank's node; 0: any free
-    port."""
+    """Port for the weight transfer to this server, on the first learner rank's node; 0: any."""
 
     @property
     def is_loopback(self) -> bool:
@@ -237,7 +236,7 @@ def _keeps_bans(temperature: float) -> float:
 
 class DecodingSection(Section):
     temperature: Annotated[NonNegativeFloat, AfterValidator(_keeps_bans)] = 0.0
-    """Sampling temperature, at most 2 with vLLM and 5 with hf, at least 0.01; 0: greedy."""
+    """Sampling temperature, at most 2 (vLLM) or 5 (hf). 0: greedy; between 0 and 0.01: 0.01."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample only from the most probable tokens with this total probability; 1: all tokens."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
@@ -261,7 +260,7 @@ class ActorsSection(Section):
     cpus_per_actor: NonNegativeFloat | None = None
     """Number of CPU cores that Ray reserves for each actor; null: 1."""
     tensor_parallel_size: PositiveInt = 1
-    """Number of devices of each engine. Raise it if the model does not fit on one device."""
+    """Devices of each engine. Raise it if the model does not fit on one device."""
     max_restarts: NonNegativeInt = 3
     """How many rollout actors, servers and environment actors may be lost and replaced within
     `restart_window_s`. With 0 a lost actor ends the run; after the loss of a server the round is
@@ -281,7 +280,7 @@ class ActorsSection(Section):
 
 class SyncSection(Section):
     mode: Literal["full", "adapter", "auto"] = "full"
-    """full: send all weights, adapters merged; adapter: only the LoRA adapter; auto: adapter if
+    """full: all weights, adapters merged; adapter: only the LoRA adapter; auto: adapter if
     possible."""
     fallback_to_full: bool = True
     """After a failed adapter sync: continue with full syncs (true), or stop the run (false)."""
@@ -290,8 +289,8 @@ class SyncSection(Section):
     where each bucket costs a call of the loader; 16 MiB on CPU, where larger buckets are slower."""
     canary_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of the canary's log-probabilities between learner and
-    engine. null: 1e-4 in float32; in bfloat16 bounds from the noise measured before the first sync
-    (`canary_noise.json`), at most 0.1 for the mean and 0.5 for a token."""
+    engine. null: 1e-4 in float32; in bfloat16 the limits come from noise measured before the first
+    sync (`canary_noise.json`), at most 0.1 for the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
@@ -355,7 +354,7 @@ class GateScheduleSection(Section):
     start: Annotated[Fraction01, Field(examples=[0.1])]
     """Mask IoU gate during the channel-A warm-up and in the first step after it."""
     steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Number of steps, of both channels, over which the gate moves from `start` to `maskiou_gate`.
+    """Number of steps, of both channels, until the gate has moved from `start` to `maskiou_gate`.
     """
 
 
@@ -365,13 +364,11 @@ class RolloutMatchingSection(Section):
     rollout_backend: Literal["vllm", "hf"] = "vllm"
     """vllm: vLLM engines generate; hf: the learner's own model, with transformers' `generate`."""
     decode_batch_size: PositiveInt = 1
-    """Most sequences that a rollout device decodes at the same time. Raise it for speed if memory
-    allows."""
+    """Most sequences that a rollout device decodes at the same time. Raise it if memory allows."""
     decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
     """greedy, sample or beam; null: sample if the temperature is above 0, else greedy."""
     num_beams: PositiveInt = 1
-    """Number of beams with `decode_mode: beam`: at most decode_batch_size with hf, at most 10 with
-    vLLM."""
+    """Number of beams with `decode_mode: beam`: at most decode_batch_size (hf) or 10 (vLLM)."""
     length_penalty: FiniteFloat = 1.0
     """Exponent p of beam search: a beam's log-probability is divided by length^p. 1 gives the mean;
     a higher value favours long answers. vLLM counts the prompt's tokens in the length. The best
@@ -381,7 +378,7 @@ class RolloutMatchingSection(Section):
     repetition_penalty: Annotated[
         float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     ] = 1.0
-    """Factor that makes tokens already in the sequence less probable; 1: off."""
+    """Values above 1 make tokens that already occurred less probable; 1: off."""
     decoding: DecodingSection = DecodingSection()
     """How the next token is chosen."""
     geometry: (
@@ -422,13 +419,13 @@ class RolloutMatchingSection(Section):
     ot_iters: PositiveInt = 30
     """Number of Sinkhorn iterations of that transport."""
     trim_trailing_false_positives: bool = False
-    """Beyond the specification: cut off everything after the last matched object of a rollout; if
-    there is no match, everything."""
+    """Beyond the specification: drop everything after the last matched object of a rollout (all of
+    it if nothing matched)."""
     supervise_separators: bool = False
     """Beyond the specification: teach the separator token before each matched object of the kept
     rollout, with the weight of appended structure."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """How many updates a rollout's weights may be behind the learner's. 1 saves time: the next
+    """Updates by which a rollout's weights may be older than the learner's. 1 saves time: the next
     step's first round is generated while this step's last round is learned."""
     logprob_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of a sampled token's log-probability between learner and

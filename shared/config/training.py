@@ -156,7 +156,7 @@ class TrainingSection(Section):
     lr_warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises linearly to its peak."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to its minimum at `max_steps`."""
+    """Learning rate after the warm-up; cosine and linear fall to the minimum at `max_steps`."""
     min_lr_ratio: Fraction01 = 0.0
     """Minimum of a falling learning rate, as a fraction of `learning_rate`."""
     max_grad_norm: PositiveFloat | None = 1.0
