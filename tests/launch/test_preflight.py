@@ -188,7 +188,9 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         assert found(url) == []
     with serving(FakeTeacher(tokenizer, max_model_len=48).app()) as url:
         (problem,) = found(url, waits=True)
-        assert problem.startswith(f"environment.teacher: {url} accepts 48 tokens, but must score up to")
+        assert problem.startswith(
+            f"environment.teacher: {url} accepts 48 tokens, but must score up to"
+        )
     teacher = FakeTeacher(tokenizer, loads=2)
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []

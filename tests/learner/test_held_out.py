@@ -258,7 +258,7 @@ def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_an
     assert caplog.text.count("bad row skipped: data/train.jsonl") == 2
     first = require(codec, *samples, on_bad_row="skip", most=1)
     assert [kept.sample_id for kept in first.samples] == ["scene"]
-    with pytest.raises(RecordError, match="has no usable row: 2 were bad, the first: a row"):
+    with pytest.raises(RecordError, match="has no usable row: 2 are bad, the first: a row"):
         require(codec, thin, on_bad_row="skip")
 
 

@@ -115,7 +115,7 @@ def test_a_save_that_the_disk_refuses_is_logged_and_tried_again_as_a_whole(world
     assert [kept["step"] for kept in index(world.run_dir)] == [2]
     refused, written = told
     assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000002 could be written after 1 s" in written
+    assert "checkpoints/step_000002 was written after 1 s" in written
 
 
 def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):
@@ -424,7 +424,7 @@ def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
     refused, written = told
     assert "checkpoints/step_000001: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000001 could be written after 1 s" in written
+    assert "checkpoints/step_000001 was written after 1 s" in written
 
 
 @pytest.mark.slow
@@ -438,4 +438,4 @@ def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
     assert folders(world.run_dir) == ["checkpoints/step_000002"]
     refused, written = told
     assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000002 could be written after 1 s" in written
+    assert "checkpoints/step_000002 was written after 1 s" in written

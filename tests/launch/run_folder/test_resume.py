@@ -368,7 +368,10 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
     at, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and point.checkpoint == sound
     told = point.describe(at)
-    assert any(f"warning   {newest} is damaged (not as they were saved" in line for line in told)
+    assert any(
+        f"warning   {newest} is damaged (files changed since they were saved" in line
+        for line in told
+    )
     assert newest.is_dir() and interrupted.is_dir(), "nothing has started yet"
     again = start(config_of("channels A and B", run, resume={"run": "auto"}))
     assert_same(weights, again)
