@@ -31,9 +31,7 @@ STOPPING = "stopping"
 
 
 class EngineHost:
-    """The interface of a learner rank for the backend in its process
-    (`shared.protocols.BackendHost`).
-    """
+    """A learner rank's interface for its engine backend (`shared.protocols.BackendHost`)."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         """Raises ConfigError if `rollout_matching.offload` is not possible on this device."""

@@ -172,8 +172,7 @@ class Learner:
     def refill_requests(self, plan: StepPlan) -> list[Any]:
         """Return requests of one more round that replace this rank's groups without signal.
 
-        The driver calls it at most `environment.refill_rounds` times, after all groups so far were
-        learned.
+        The driver calls it at most `environment.refill_rounds` times, after all groups are learned.
         """
         step = self._current
         assert step.plan == plan, "only the oldest unfinished step can be refilled"
@@ -223,7 +222,7 @@ class Learner:
                 # gradient again.
                 if updates[-1].skipped:
                     break
-                # Ranks meet after each round, as before. No rank waits for another's whole pass.
+                # Ranks meet after each round, as in the first pass, which keeps waits short.
                 for rows in self._rounds:
                     self._train_last_rows(iter(rows), again=True)
                 updates.append(self.optimizer.update(step.plan.step, denominator))
@@ -328,7 +327,7 @@ class Learner:
         return self._fingerprints_of_start
 
     def stop(self) -> None:
-        """End the current round or step after its row, with a LearnerError and without update."""
+        """Interrupt the round or step after its current row, with a LearnerError and no update."""
         self._stopping.set()
 
     @property
@@ -414,9 +413,7 @@ class Learner:
         if self.is_told_to_stop:
             return LearnerError("stopped because the run is ending", phase=phase)
         return CollectiveError(
-            "another learner rank stopped before the end of the step; look at the first error of"
-            " the other ranks",
-            phase=phase,
+            "another learner rank ended this step early; look at that rank's error", phase=phase
         )
 
 

@@ -39,8 +39,8 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     """Return the indices of the segments of the next row, in insertion order.
 
     The row always contains index 0 (the oldest segment) and never exceeds `capacity`. Its total is
-    never less than the total of first-fit in order. Prefer the larger total, then fewer segments,
-    then the lexicographically smallest index set.
+    never less than with first-fit in order. A larger total is preferred, then fewer segments, then
+    the lexicographically smallest index set.
 
     Args:
         lengths: tokens per buffered segment, oldest first.

@@ -8,10 +8,9 @@ computes hidden states [500, D]. Logits are computed for 65 positions, `LOGIT_CH
 loss is the sum over both segments of each term's mean within the segment. The optimizer divides the
 gradient at the step's end, so the result does not depend on the order or packing of the rows.
 
-Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P positions whose
-coordinate logits are needed, X text tokens, S coordinate slots, K tokens to compare, M tokens
-learned by their advantage, T most probable tokens of the reference model, J = T + 1, V vocabulary,
-C coordinate bins.
+Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of these that need
+coordinate logits, X text tokens, S coordinate slots, K tokens to compare, M tokens learned by their
+advantage, T most probable tokens of the reference, J = T + 1, V vocabulary, C coordinate bins.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def train_row(
     start: ReferenceValues | None = None
     if needs.reference:
         assert reference is not None, "`build_objectives` requires a reference for this objective"
-        # Before the forward with a gradient, so that both models' activations never coexist.
+        # Before the forward with a gradient, whose activations are then not yet in memory.
         top = (objectives.coord_ids_C, needs.reference_top)
         start = reference.forward(_read_reference, row, *top, sampled_under, logit_chunk)
     forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk, start)

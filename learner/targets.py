@@ -1,7 +1,6 @@
 """Targets: the tokens that a segment trains on, and the supervision of each token.
 
-Supervision is decided once, when a target is built. Objectives only read it. Each algorithm has its
-own type:
+Supervision is decided when a target is built, and objectives only read it. The types are:
 
     Target            text, coordinate slots and boxes with their labels
                       (learner/algorithms/matched_targets.py)

@@ -109,8 +109,8 @@ def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -
     for value in named or others:
         if not isinstance(value, int) or not 0 <= value < num_tokens:
             raise ConfigError(
-                f"model.path: {file} has eos_token_id {value!r}, but the ids of its tokenizer are 0"
-                f" to {num_tokens} - 1; correct the file"
+                f"model.path: {file} has eos_token_id {value!r}, which is not an id of its"
+                f" tokenizer of {num_tokens} tokens; correct the file"
             )
     return {*(named or others), *(value for value in others if value in special_ids)}
 

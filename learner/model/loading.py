@@ -277,8 +277,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         # none, such as the first layer if parts are frozen.
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False},
-            # Without an accelerator, activations are already in host memory, and it cannot be
-            # pinned.
+            # Without an accelerator, activations are in host memory, which cannot be pinned.
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
@@ -311,8 +310,7 @@ def load_complete(
         The model, and the names of tensors in the files that the model does not have.
 
     Raises:
-        ConfigError: files are missing or damaged, or their tensors do not fit the model. The
-            message starts with `key`.
+        ConfigError: files are missing, damaged or do not fit the model; it begins with `key`.
     """
     try:
         is_text = "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs

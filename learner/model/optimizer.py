@@ -129,7 +129,7 @@ class _ParameterGroup:
 
     part: ModelPart
     decays: bool
-    """Whether weight decay applies: to matrices, but not to norms and biases."""
+    """Whether weight decay applies. Pulling norms and biases towards zero does not regularize."""
     is_embedding: bool = False
     """Whether the moments keep 32 bits even if others have 8 bits."""
 

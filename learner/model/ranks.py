@@ -143,10 +143,7 @@ class Ranks:
         return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]
 
     def first_difference(self, values: Sequence[int]) -> int | None:
-        """Return the first index at which the ranks' values differ; None if they are equal.
-
-        All ranks pass equally many values.
-        """
+        """Return the first index where the equally long lists of the ranks differ, or None."""
         highest = self._reduced(values, ReduceOp.MAX)
         lowest = self._reduced(values, ReduceOp.MIN)
         pairs = enumerate(zip(highest, lowest, strict=True))
@@ -171,9 +168,7 @@ class Ranks:
         if failure is not None:
             raise failure
         if someone_failed:
-            raise CollectiveError(
-                "another rank could not write its part; look at its error", phase=phase
-            )
+            raise CollectiveError("another rank could not write its part", phase=phase)
 
     def meet(self, flag: bool) -> bool:
         """Wait for all ranks, record the wait, and return whether any rank's flag is set."""

@@ -87,10 +87,7 @@ class NcclSender:
 
 
 class _BroadcastToAll:
-    """Several communicators with the interface of one, so that each bucket is packed only once.
-
-    Not run on a GPU.
-    """
+    """Several communicators used as one, so that each bucket is packed once. Not run on a GPU."""
 
     def __init__(self, communicators: list[PyNcclCommunicator]) -> None:
         self._communicators = communicators
@@ -191,9 +188,8 @@ class WeightSender:
             _raise_canary_error(logprobs)
             if scored - joined > self._limit.seconds:
                 raise WeightSyncError(
-                    f"the learner took {scored - joined:.1f} s to compute the canary, but"
-                    f" {PHASE_LIMIT} = {self._limit.seconds:g} s is the limit of the whole send;"
-                    " raise it",
+                    f"the learner took {scored - joined:.1f} s to compute the canary, of"
+                    f" {PHASE_LIMIT} = {self._limit.seconds:g} s for everything it sends; raise it",
                     actor=LEARNER,
                     phase=SyncPhase.CANARY,
                 )
