@@ -395,7 +395,9 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
         "rollout_matching__offload": {"enabled": True, "offload_model": True},
     }
     (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
-    assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+    assert problem.startswith(
+        "rollout_matching.offload.enabled: the learner already runs on the CPU"
+    )
 
 
 def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
@@ -520,10 +522,10 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, w
     (problem,) = preflight(config(data__train=file), **CPU_NODE).problems
     first, second, count = problem.splitlines()
     refused = (
-        "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"
+        "has an image of 300 x 1 pixels, which the checkpoint's image processor does not accept"
         " (absolute aspect ratio must be smaller than 200, got 300.0)"
     )
-    remedy = "crop or pad the picture, or remove the row"
+    remedy = "crop or pad the image, or remove the row"
     assert first == f"{file}:4: images: sample train:4 {refused}; {remedy}"
     assert second.startswith(f"{file}:6: images: sample train:6 {refused}")
     assert count == f"{file}: bad rows: these 2"

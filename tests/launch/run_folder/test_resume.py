@@ -282,7 +282,7 @@ def test_a_start_that_fails_as_on_other_data_changes_nothing(saved, config_of, d
     (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
     oldest, *later = sorted((run / "checkpoints").glob("step_*"))
     config = config_of("channels A and B", run, resume={"run": str(oldest)}, samples=data)
-    with pytest.raises(ConfigError, match=r"data\.train: is \w+ here, and was \w+ "):
+    with pytest.raises(ConfigError, match=r"data\.train: is \w+ now, but was \w+ "):
         start(config)
     assert ledger(run) == before
     assert all(folder.is_dir() for folder in later)
@@ -495,7 +495,7 @@ def test_weights_that_are_not_those_of_the_step_are_refused_whatever_the_sums_sa
     tensors[master].view(-1)[0] += 1.0
     save_file(tensors, file)
     seal(newest)
-    with pytest.raises(ConfigError, match="has not the weights of its step"):
+    with pytest.raises(ConfigError, match="does not contain the weights of its step"):
         start(config_of("channels A and B", run, resume={"run": str(newest)}))
 
 
@@ -597,7 +597,7 @@ def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data,
     config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
-    with pytest.raises(ConfigError, match=r"data\.train: is \w+ here, and was \w+ "):
+    with pytest.raises(ConfigError, match=r"data\.train: is \w+ now, but was \w+ "):
         start(config)
 
 
