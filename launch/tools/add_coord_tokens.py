@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
 
 ROW_MULTIPLE = 128
-"""The rows of an enlarged embedding are a multiple: tensor-parallel engines split them."""
+"""Enlarged embeddings have a multiple of this many rows, for tensor-parallel engines."""
 NUM_FREQUENCIES = 32
 NUM_WAVES = 2 * NUM_FREQUENCIES
 
@@ -65,8 +65,8 @@ class AddOptions(Section):
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to this size; null: the checkpoint's value. InternVL has whole
-    tiles."""
+    """Smaller images are enlarged to this size; null: the checkpoint's value. InternVL uses
+    whole tiles."""
     max_pixels: PositiveInt | None = None
     """Larger images are reduced to this size; null: the checkpoint's value, often too large
     for a packed row."""
@@ -257,7 +257,7 @@ def _make(
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the coordinate tokens' ids by bin. They must be consecutive, and work within JSON."""
+    """Return the coordinate tokens' ids by bin. Raises ConfigError if they cannot be used."""
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
     if ids != list(range(ids[0], ids[0] + NUM_BINS)):

@@ -116,8 +116,9 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
 
 
 def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section with an untrained model of equal shape and tokenizer, if the run's model
-    does not exist yet (`UNTRAINED`).
+    """Return the section with an untrained model, if the run's model does not exist yet.
+
+    `UNTRAINED` names a model with the same shape and tokenizer.
 
     Args:
         show: called with a line about it.

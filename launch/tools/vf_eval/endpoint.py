@@ -47,7 +47,7 @@ class Endpoint:
 
     url: str
     key: str
-    """The text `none` if the endpoint needs no key."""
+    """The text `none` if no key is needed."""
     key_variable: str
 
     def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
