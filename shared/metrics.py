@@ -139,7 +139,7 @@ rollout/num_failed | sum | Rollouts that ended with an error; they are not learn
 rollout/num_reward_errors | sum | Failed calls of reward functions; the log of rollouts has their
     errors.
 rollout/num_replaced | step | Rollout actors, servers and environment actors that were lost and
-    replaced; absent if none was lost (docs/recovery.md).
+    replaced; absent if none was lost (docs/how_to/troubleshooting.md).
 rollout/num_given_up | sum | Plain tools and reward functions that exceeded a time limit: their
     threads were abandoned and replaced.
 rollout/num_tool_calls | sum | Tool calls by the model; absent if it has no tools.

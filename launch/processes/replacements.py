@@ -1,5 +1,5 @@
 """Replaces actors that ended or stalled, and waits for lost servers, within a budget
-(docs/recovery.md).
+(docs/how_to/troubleshooting.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client of a stock `vllm serve` with this package installed: `server.kind: vllm`.
 
-It uses only vLLM's own routes (vLLM 0.32; docs/stock_server.md). The server's command line loads
+It uses only vLLM's own routes (vLLM 0.32; docs/how_to/servers.md). The server's command line loads
 this package's transport, load reports and repeat guard.
 """
 

@@ -90,7 +90,7 @@ def problem_lines(error: ValidationError) -> str:
     """Return a line for each of the first problems: `path: what is wrong; what to do`."""
     number = error.error_count()
     if number > MAX_LISTED:
-        return f"body: has {number} problems; send what docs/serve.md describes"
+        return f"body: has {number} problems; send what docs/reference/server_api.md describes"
     lines = []
     for problem in error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]:
         message = problem["msg"][:1].lower() + problem["msg"][1:]

@@ -122,8 +122,8 @@ class TelemetrySection(Section):
         tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "mlflow"], ...],
         Field(strict=False),
     ] = ("jsonl",)
-    """Packages that also receive metrics, held-out images and tables of rollouts (docs/loggers.md).
-    `jsonl` stands for the run's own files, which are always written."""
+    """Packages that also receive metrics, held-out images and tables of rollouts
+    (docs/how_to/loggers.md). `jsonl` stands for the run's own files, which are always written."""
     project: Annotated[str, Field(min_length=1)] = "rollmatch"
     """The project (MLflow: experiment) of the run in the loggers."""
 

@@ -43,7 +43,7 @@ UNPICKLING = re.compile(
 
 
 def test_nothing_unpickles_a_file_or_runs_code_that_one_names():
-    """Run folders, checkpoints and data may be a stranger's (docs/security.md)."""
+    """Run folders, checkpoints and data may be a stranger's (docs/explanation/trust.md)."""
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in SOURCES

@@ -24,7 +24,7 @@ from shared.schedule import RunSchedule
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
-PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))]
+PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").rglob("*.md"))]
 # What README and docs start runs with.
 COMMANDS = sorted(
     {

@@ -1,4 +1,5 @@
-"""A run in the packages of `telemetry.loggers`, as each of them reads it back (docs/loggers.md).
+"""A run in the packages of `telemetry.loggers`, as each of them reads it back
+(docs/how_to/loggers.md).
 
 trackio and mlflow are no part of the environment that `make` sets up: their versions of other
 packages are not ours. Their tests are skipped there.
@@ -97,7 +98,7 @@ def require(*distributions: str) -> None:
         except PackageNotFoundError:
             continue
         return
-    pytest.skip(f"{distributions[0]} is not installed (docs/loggers.md says how)")
+    pytest.skip(f"{distributions[0]} is not installed (docs/how_to/loggers.md says how)")
 
 
 def children() -> set[int]:

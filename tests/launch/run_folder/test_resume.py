@@ -1,5 +1,5 @@
 """A run goes on from a full checkpoint as if it had never ended: n steps are k, a resumption, and
-n - k (docs/recovery.md).
+n - k (docs/how_to/resume.md).
 """
 
 from __future__ import annotations
@@ -558,7 +558,7 @@ def test_the_table_of_what_may_change_names_keys_of_the_configuration(config_of,
 
 
 def test_the_page_shows_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "resume.md").read_text()
     assert all(f"| `{key}` | {meaning} |\n" in page for key, meaning in MAY_CHANGE.items())
 
 

@@ -34,7 +34,7 @@ from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.transports import Device, TransportKind
 
-DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
+DOC = Path(__file__).parents[3] / "docs" / "how_to" / "servers.md"
 GUARD = RepeatGuardSettings(
     min_new_tokens=4,
     max_consecutive_token_repeats=3,
