@@ -148,7 +148,7 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     ]
     keys = {"model", "host", "transport", "image_root", "max_lora_rank"}
     assert {problem.partition(":")[0] for problem in problems(*wrong)} == keys
-    both = "token: is none, and token_env names NOT_THERE; remove one"
+    both = "token: `none` contradicts token_env=NOT_THERE; remove one of them"
     assert both in problems(f"model={tmp_path}", "token_env=NOT_THERE", "token=none")
     unset = "token_env: the environment variable NOT_THERE is not set"
     assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(unset)

@@ -293,7 +293,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_first_token_that_di
     problem = r"Token id \d+ is out of vocabulary; .*environment\.teacher\.model has the vocabulary of model\.path"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER) - 1)))
-    problem = r"reads token id .* as .*, and model\.path as .*: a teacher needs the student's vocab"
+    problem = r"reads token id .* as .*, but model\.path as .*: a teacher needs the student's vocab"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER), shift=1)))
 
