@@ -44,7 +44,7 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     if warm >= steps:
         found.append(
             f"training.lr_warmup_steps: {warm} of the run's {steps} steps, so the learning rate"
-            " never reaches the end of its warm-up; lower it"
+            " rises until the run ends; lower it"
         )
     if matching.vllm.server is not None and matching.servers is None:
         found.append(
