@@ -247,7 +247,7 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     if config.environment is not None:
         problems.append(
             "run: it trains on an environment, which this command does not evaluate; start"
-            " `vllm serve` on its checkpoint, and use `vf-eval` (docs/vf_eval.md)"
+            " `vllm serve` on its checkpoint, and use `vf-eval` (docs/how_to/evaluate.md)"
         )
     elif config.data.val is None:
         problems.append("data.val: the run has no held-out set; name one with data.val=FILE.jsonl")

@@ -1,4 +1,4 @@
-"""docs/environments.md: its files and commands, as they stand on the page."""
+"""Pages about environments: their files and commands, as they stand on the pages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_support import module_and_arguments
 from environment_support import generated
 from fake_openai import FakeOpenAI
 from fake_server import serving
+from hydra import compose, initialize_config_dir
 from scripted_client import Answer, Call, ScriptedClient
 
+from launch.cli import CONF, as_mapping, as_schema_overrides
+from launch.tools.new_environment import write_environment
 from rollout_actors.environments.loading import load_environment
+from shared.config import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "environments.md").read_text()
+TUTORIAL = "docs/tutorials/environment.md"
+PAGES = (TUTORIAL, "docs/reference/environments.md")
+# The program of coming_from_verifiers.md is tested by `test_verifiers_page.py`.
+TRAINING_PAGES = (
+    *PAGES,
+    "docs/tutorials/language_model.md",
+    "docs/how_to/coming_from_verifiers.md",
+)
+PAGE = "\n".join((ROOT / path).read_text() for path in PAGES)
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 FILES = {text.partition("\n")[0].removeprefix("# "): text for text in PROGRAMS}
@@ -54,7 +67,8 @@ def sorts_at_last(call: Call) -> str:
 
 def test_every_text_of_the_page_in_python_is_a_file_and_every_command_is_one_of_this_project():
     assert list(FILES) == ["sort_words.py", "look.py", "convert_units.py", "both.py"]
-    assert all(re.match(r"vf-eval |python -m launch\.train ", command) for command in COMMANDS)
+    known = r"vf-eval |python -m (launch\.train|pytest) |rollmatch new-environment "
+    assert [command for command in COMMANDS if not re.match(known, command)] == []
 
 
 def test_the_file_of_the_page_is_an_environment(folder):
@@ -72,7 +86,7 @@ def test_a_right_answer_ends_the_rollout(folder):
     rows = [{"question": "dune apple", "answer": "apple dune"}]
     client = ScriptedClient([answered("apple dune")])
     (state,) = generated(environment, rows, client).state
-    assert (state["stop_condition"], state["reward"]) == ("sorted_at_last", pytest.approx(1.3))
+    assert (state["stop_condition"], state["reward"]) == ("solved", pytest.approx(1.3))
 
 
 def test_the_rollouts_can_be_looked_at_as_the_page_does(folder, capsys):
@@ -110,10 +124,8 @@ def test_the_group_of_the_page_plays_both(folder):
 
 
 def replies(text: str) -> str:
-    """Sort words; in a game, always make the same guess."""
-    if re.fullmatch(r"[a-z ]+", text):
-        return answered(" ".join(sorted(text.split())))
-    return "<guess>50</guess>"
+    """Sort words."""
+    return answered(" ".join(sorted(text.split())))
 
 
 @pytest.mark.slow
@@ -132,7 +144,7 @@ def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("all_right" if "sort_words" in command else "found") in done.stdout
+    assert "all_right" in done.stdout
     num_datasets = len(list(folder.glob("outputs/evals/*/*/results.jsonl")))
     assert num_datasets == (1 if " -s " in command else 0)
 
@@ -141,4 +153,34 @@ def test_the_page_names_the_examples_that_there_are():
     folder = ROOT / "rollout_actors" / "environments" / "examples"
     names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert [name for name in names if f"`{name}` (" not in PAGE] == []
-    assert "(docs/environments.md)" in (ROOT / "README.md").read_text()
+    assert f"({TUTORIAL})" in (ROOT / "README.md").read_text()
+
+
+def training_commands() -> list[str]:
+    """Return every command that trains, with its continued lines joined."""
+    texts = [(ROOT / path).read_text().replace("\\\n", " ") for path in TRAINING_PAGES]
+    return [
+        line
+        for text in texts
+        for line in re.findall(r"^\S*python -m launch\.train .*$", text, re.M)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", training_commands())
+def test_a_training_command_of_the_pages_composes(command, tmp_path):
+    module, words = module_and_arguments(command)
+    assert module == "launch.train"
+    if words[0] == "--config-dir":  # written by the command above it
+        write_environment(words[1], tmp_path)
+        words[:2] = [f"hydra.searchpath=[file://{tmp_path}]"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=as_schema_overrides(words))
+    assert load_config(as_mapping(composed)).environment is not None
+
+
+def test_the_commands_that_make_an_environment_and_test_it_name_its_files(tmp_path):
+    new, test = (line for line in COMMANDS if "new-environment" in line or "pytest" in line)
+    _, _, name, _, folder = new.split()
+    written = write_environment(name, tmp_path / folder)
+    assert tmp_path / test.split()[-1] in written

@@ -1,4 +1,4 @@
-"""docs/coming_from_verifiers.md: its environment as it stands, and the names that it promises."""
+"""docs/how_to/coming_from_verifiers.md: its environment as it stands, and the names that it promises."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scripted_client import ScriptedClient
 import rollout_actors.environments as vf
 from launch.tools.vf_eval.arguments import read_options
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_verifiers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "coming_from_verifiers.md").read_text()
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SAME = PAGE.partition("## The same")[2].partition("\n## ")[0]
+SAME = PAGE.partition("### The same")[2].partition("\n### ")[0]
 
 
 def test_the_environment_of_the_page_is_judged_by_rules_and_by_a_model(tmp_path):

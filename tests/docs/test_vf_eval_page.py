@@ -1,4 +1,4 @@
-"""docs/vf_eval.md: its commands, and what it says is printed, as they stand on the page."""
+"""docs/how_to/evaluate.md: its commands, and what it says is printed, as they stand on the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fake_server import serving
 from launch.tools.vf_eval.__main__ import main
 from launch.tools.vf_eval.arguments import check_sampling, read_options
 
-PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "evaluate.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [
     shlex.split(line)

@@ -1,6 +1,6 @@
 """Parsers, which extract the answer from a model's output.
 
-Names are as in the package `verifiers`; docs/coming_from_verifiers.md lists the differences.
+Names are as in the package `verifiers`; docs/how_to/coming_from_verifiers.md lists the differences.
 """
 
 from __future__ import annotations
