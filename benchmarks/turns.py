@@ -209,7 +209,7 @@ def main() -> None:
         return
     if options.beside is None:
         parser.error(
-            "--beside: missing; give the interpreter of a separate virtual environment with"
+            "--beside is missing; give the interpreter of a separate virtual environment with"
             " verifiers==0.1.8"
         )
     kinds = {"asynchronous": ([], 0.9), "plain": (["--plain"], 1.0)}

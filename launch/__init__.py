@@ -1,10 +1,10 @@
-"""Starts, watches and inspects runs, and makes what they need: `rollmatch NAME`."""
+"""Commands that start, watch and inspect runs, and prepare their inputs: `rollmatch NAME`."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-# Python has put "-m" there while it imports this package to find the command's module.
+# sys.argv[0] is "-m" while Python imports this package to find the command's module.
 if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
     _python = Path(__file__).resolve().parent.parent / ".venv/bin/python"
     _command = next(
@@ -12,7 +12,7 @@ if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
     )
     sys.exit(
         f"{sys.executable} does not have the project's packages; run `{_python} -m {_command} ...`"
-        " (`make setup` makes it)"
+        " (`make setup` creates it)"
     )
 
 # `rollmatch NAME` and `python -m launch.NAME` find the commands in these folders, too.

@@ -1,4 +1,4 @@
-"""The command line: `rollmatch`, how commands end, `key=value` options, and the Hydra bridge."""
+"""The command line: `rollmatch`, how commands end, `key=value` options, and Hydra overrides."""
 
 from __future__ import annotations
 
@@ -38,41 +38,40 @@ from shared.errors import (
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-"""The experiments and their parts: beside the packages, in the repository and installed."""
+"""Hydra's configuration files: next to the packages, both in the repository and installed."""
 COMMANDS = {
     "add-coord-tokens": "give a stock checkpoint the 1,000 coord tokens",
     "coco": "import COCO annotations as records, export predictions as COCO results",
     "demo": "make the demo's data and models, draw a run",
-    "diff-runs": "say where two runs part: step, stage and sample",
+    "diff-runs": "find the first difference between two runs: step, stage and sample",
     "evaluate": "make the held-out report of a run's checkpoint",
     "import-data": "make records of YOLO, VOC, COCO, LVIS, RefCOCO, ms-swift or hub data",
     "keys": "explain the keys of the configuration, or of one section",
-    "ledger": "say whether a run's ledger is whole",
-    "new-environment": "write an environment to begin with, its test and an experiment",
-    "preflight": "say what a run would do and whether it can, without starting anything",
-    "replay": "learn a step of a run again from what was recorded",
+    "ledger": "check that a run's ledger is complete",
+    "new-environment": "write a starter environment, its test and an experiment",
+    "preflight": "check what a run would do, and whether it can, without starting anything",
+    "replay": "train one step of a run again from its records",
     "rex-omni": "write the tokenizer.json that a Rex-Omni checkpoint lacks",
     "serve": "serve one vLLM engine over HTTP",
     "show-sample": "show one sample of a run as a page",
     "train": "run the job: engines, learner, every step, the reports",
     "vf-eval": "evaluate a model in an environment",
 }
-"""The commands of `rollmatch`, and what each does. `launch.__path__` finds their modules."""
+"""The commands of `rollmatch` with descriptions. `launch.__path__` finds their modules."""
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
-"""Seconds in which a second SIGINT is the first one once more."""
+"""A second SIGINT within this many seconds counts as a repeat of the first."""
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
-"""Errors whose message says where and what to do; a traceback would hide it."""
+"""Errors whose message names the place and the remedy; a traceback would hide it."""
 
 Options = TypeVar("Options", bound=Section)
 
 
 @contextmanager
 def explained(console: Console) -> Iterator[None]:
-    """Print the body's errors without a traceback, and end the process where it fails.
+    """Print the body's errors without a traceback, and exit if the body fails.
 
-    Exit status 2: the user can mend it before a start; 1: it went wrong after that; 130: it was
-    interrupted.
+    Exit status 2: the input has to be corrected; 1: a failure after the start; 130: interrupted.
     """
     outlive_console()
     logging.setLogRecordFactory(EscapedRecord)
@@ -82,7 +81,8 @@ def explained(console: Console) -> Iterator[None]:
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(redacted(str(error)), markup=False, highlight=False)
-        # The other side of a failed sync; what Ray makes of an actor's error says the same again.
+        # The error of the other side of a failed weight sync. Ray's wrapper of an actor's error
+        # is skipped, because it repeats the message.
         cause = error.__cause__
         if isinstance(cause, PROCESS_ERRORS) and str(error) not in str(cause):
             line = redacted(f"caused by {type(cause).__name__}: {cause}")
@@ -96,28 +96,28 @@ def explained(console: Console) -> Iterator[None]:
 def ending_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that end a command: SIGTERM, SIGINT, and SIGHUP of a closed terminal.
 
-    Without SIGHUP if it is ignored, as under `nohup`.
+    SIGHUP is left out if it is ignored, as under `nohup`.
     """
-    # SIGINT is ignored in a script's background, too, and ends a command there all the same.
+    # SIGINT is not left out: scripts ignore it for background jobs, which must end on it too.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return (signal.SIGTERM, signal.SIGINT)
     return (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def end_on_signals() -> None:
-    """Have `ending_signals` unwind the command, so that every `with` ends what it started.
+    """Make `ending_signals` unwind the command, so that every `with` block ends what it started.
 
-    Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call it again after
-    `ray.init`, which installs a handler of its own.
+    Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call this again after
+    `ray.init`, which installs its own handler.
     """
     for number in ending_signals():
         signal.signal(number, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # Schedulers repeat SIGTERM, a terminal and its shell both send SIGHUP, and one Ctrl-C may come
-    # twice, through a terminal and a parent: none of them must interrupt the ending of the run's
-    # processes. (Not SIG_IGN: Python prints a traceback where a signal has come already.)
+    # Schedulers repeat SIGTERM, a terminal and its shell both send SIGHUP, and one Ctrl-C may
+    # arrive twice, through a terminal and a parent. None of them may interrupt the clean-up of
+    # processes. (Not SIG_IGN: Python prints a traceback if a signal has arrived already.)
     for number in ending_signals():
         signal.signal(number, lambda signum, frame: None)
     again_s = time.monotonic() + TWICE_S
@@ -126,16 +126,16 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _end_at_once(again_s: float) -> None:
-    """End without any clean-up, where somebody presses Ctrl-C again."""
+    """Exit without any clean-up, because the user has pressed Ctrl-C again."""
     if time.monotonic() < again_s:
         return
     left = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     message = (
-        "\nended at once: what was being written may be lost; processes"
-        f" {', '.join(left) or 'none'} were not waited for, and end by themselves, unless they"
+        "\nended at once: files that were being written may be incomplete; processes"
+        f" {', '.join(left) or 'none'} were not waited for, and end by themselves unless they"
         " hang\n"
     )
-    # A bar hides the cursor, and nobody comes back to show it.
+    # A progress bar hides the cursor, and no other code will show it again.
     cursor = "\x1b[?25h" if os.isatty(2) else ""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{cursor}{message}".encode())
@@ -143,7 +143,7 @@ def _end_at_once(again_s: float) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make every path absolute: actors run in a working directory of Ray's own."""
+    """Make every path absolute, because Ray runs actors in its own working directory."""
     model = {"path": str(Path(config.model.path).resolve())}
     data = {"train": _absolute(config.data.train), "val": _absolute(config.data.val)}
     environment = config.environment
@@ -168,32 +168,32 @@ def _absolute(
 
 
 def run_command() -> None:
-    """Run `rollmatch NAME ...`, as `python -m launch.NAME` runs; exit status 2 for no such NAME."""
+    """Run `rollmatch NAME ...` like `python -m launch.NAME`; exit with 2 if NAME is unknown."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
         width = max(map(len, COMMANDS))
         lines = [f"  {command:<{width}}  {does}" for command, does in COMMANDS.items()]
         text = "\n".join(
-            ["rollmatch NAME ...; `rollmatch NAME --help` says more. NAME is one of", *lines]
+            ["rollmatch NAME ...; see `rollmatch NAME --help`. NAME is one of", *lines]
         )
         if name in ("-h", "--help"):
             print(text)
             sys.exit(0)
         print(f"rollmatch: {name} is not one of its commands\n{text}", file=sys.stderr)
         sys.exit(2)
-    # With `-m` Python finds modules of the user's own here (an environment, an objective). Last: a
-    # folder of theirs named `shared` must not stand in for ours.
+    # As with `-m`, the user's own modules here can be imported (an environment, an objective).
+    # Last, so that a user's folder named `shared` does not hide ours.
     sys.path.append(str(Path.cwd()))
     sys.argv[1:] = arguments
-    # As `-m` does it, `__main__` and all: spawned processes import the command by its name.
+    # As `__main__`, like `-m`, because spawned processes import the command by its name.
     runpy.run_module(f"launch.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
-    """Read `key=value` arguments as one closed section; `--help` prints its keys and exits.
+    """Read `key=value` arguments into a section; `--help` prints its keys and exits.
 
-    Values are YAML scalars, but for text and paths, whose every value is text; `null` is None where
-    the schema knows it. Raises ConfigError with every problem.
+    Values are YAML scalars, but every value of a text or path key is text. `null` is None if the
+    schema permits None. Raises ConfigError with every problem.
     """
     if {"-h", "--help"} & set(arguments):
         _print_help(schema)
@@ -220,7 +220,7 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
 
 
 def _print_help(schema: type[Section]) -> None:
-    """Print a line per key: its default (`...` where it is required: first), and its meaning."""
+    """Print each key with its default and meaning; required keys come first, with `...`."""
     keys = {}
     fields = sorted(schema.model_fields.items(), key=lambda item: not item[1].is_required())
     for key, field in fields:
@@ -252,7 +252,7 @@ def _types(annotation: object) -> set[object]:
 
 
 def as_mapping(composed: DictConfig) -> dict[str, Any]:
-    """Turn Hydra's configuration into plain values. Raises ConfigError for a lost interpolation."""
+    """Turn Hydra's configuration into plain values. Raises ConfigError for a bad interpolation."""
     try:
         mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -267,15 +267,15 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 
 
 def config_of_command(composed: DictConfig) -> RunConfig:
-    """Return the configuration: as composed, or with `resume=RUN` that run's own, changed.
+    """Return the composed configuration or, with `resume=RUN`, that run's with the overrides.
 
     Raises ConfigError.
     """
-    # Here: commands without Hydra import this module.
+    # Imported here, because commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    # Not resolved: an override may be an interpolation, whose problem `as_mapping` tells.
+    # Not resolved: an override may be a bad interpolation, which `as_mapping` reports.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(overrides, list)
     resumed = [one for one in overrides if one.startswith("++resume.run=")]
@@ -297,8 +297,8 @@ def config_of_command(composed: DictConfig) -> RunConfig:
 
 
 def _quoted(argument: str) -> str:
-    """Quote the value of `key=value` if Hydra cannot read it as it is, and it is no structure."""
-    # Here: commands without Hydra import this module.
+    """Quote the value of `key=value` if Hydra cannot parse it. Lists and mappings stay."""
+    # Imported here, because commands without Hydra import this module.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -308,7 +308,7 @@ def _quoted(argument: str) -> str:
         return argument
     try:
         read = OverridesParser.create().parse_override(argument)
-        # Hydra would take `a,b` for two runs, and `f(x)` for a function.
+        # Hydra would read `a,b` as a sweep of two runs, and `f(x)` as a function call.
         if not is_path or (read.value() == value and not read.is_sweep_override()):
             return argument
     except HydraException:
@@ -317,20 +317,20 @@ def _quoted(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as Hydra's grammar reads it, whatever is in it."""
+    """Quote a text for Hydra's grammar, whatever characters it contains."""
     escaped = re.sub(r"(\\*)(?='|$)", lambda run: 2 * run[0], text).replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:
-    """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
+    """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, validates the key.
 
-    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
-    `resume=RUN` stands for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`. A value
-    that Hydra's grammar does not take, such as a path with brackets, becomes a quoted text.
+    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix do not change.
+    `resume=RUN` is short for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`. A
+    value that Hydra's grammar does not accept, such as a path with brackets, is quoted.
 
     Raises:
-        ConfigError: a key lies inside a list, which Hydra cannot read.
+        ConfigError: a key points inside a list, which Hydra cannot parse.
     """
     overrides = []
     problems = []

@@ -1,12 +1,12 @@
-"""The run's loop: how learner and rollout engines make one run (decision 41).
+"""The training loop: it coordinates the learner and the rollout engines (decision 41).
 
 One step of channel B with two rounds, pipelined; time runs to the right::
 
     learner  | requests |         | learn 1 | learn 2 | update | send weights    |
     engines             | round 1 | round 2 |                  | receive weights |
 
-A step of channel A has no rounds: the learner learns the ground truth in `finish_step`. There it
-also learns the rounds again, if `training.updates_per_batch` asks for more than one update.
+A step of channel A has no rounds: the learner trains on the ground truth in `finish_step`. The
+same call trains on the rounds again if `training.updates_per_batch` is more than 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OutcomeT_co = TypeVar("OutcomeT_co", bound=Outcome, covariant=True)
 
 
 class HeldOutClient(Protocol[OutcomeT_co]):
-    """The held-out samples as the driver sees them."""
+    """Interface of the held-out set for the driver."""
 
     def held_out_requests(self, step: int) -> PerRank: ...
     def score(self, done: PerRank) -> Sequence[OutcomeT_co]: ...
@@ -46,16 +46,16 @@ def train(
     checkpoints: Checkpoints,
     point: ResumePoint | None = None,
 ) -> None:
-    """Run every step, or those after the point of a resumed run."""
+    """Run all steps, or the remaining steps of a resumed run."""
     first_step = 0 if point is None else point.step
     ahead = round_ahead(learner, checkpoints, point)
     sync = sync_weights(learner, rollouts)
     telemetry.sync(sync)
     if first_step and not telemetry.has_written(first_step):
-        # The run ended between the update and its line.
+        # The run ended after the update, but before the step's line was written.
         plan = schedule.plan(first_step - 1)
         telemetry.write_step(plan, learner.last_report(), sync if plan.sync_after else None)
-    # Windows are single steps; with `max_staleness` 1, channel-B steps in a row.
+    # A window is a single step or, with `max_staleness` 1, consecutive channel-B steps.
     for window in schedule.windows(first_step):
         rounds = RoundStream(queue, rollouts, learner.next_requests, window, ahead)
         ahead = None
@@ -70,14 +70,14 @@ def train(
                     for done in stream.of_next_step():
                         learner.accumulate(done)
                 record.queue_wait_s = sum(stream.pop_wait_s() for stream in streams)
-                # From here on the update may be over.
+                # After this line a run that ends early may already have taken the update.
                 checkpoints.round_ahead(plan.number, rounds.ahead)
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
                 record.replaced = rollouts.pop_replaced()
             checkpoints.after_step(plan.number)
-    # Saved before the last report: what can go wrong there must not cost the run.
+    # Save before the last report, so that an error in the report does not lose the run.
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
         report_held_out(learner, rollouts, schedule.max_steps, queue, telemetry, checkpoints)
@@ -86,7 +86,7 @@ def train(
 def round_ahead(
     learner: LearnerClient, checkpoints: Checkpoints, point: ResumePoint | None
 ) -> Round | None:
-    """Return the first round of a resumed run, if weights that are gone have generated it."""
+    """Return the first round of a resumed run if its answers were saved with the checkpoint."""
     if point is None or not point.state.has_answers_ahead:
         return None
     ahead = Round.answered(learner.answers_ahead())
@@ -102,7 +102,7 @@ def report_held_out(
     telemetry: Telemetry,
     checkpoints: Checkpoints,
 ) -> None:
-    """Make the held-out report of the present weights, which are saved if they are the best."""
+    """Make the held-out report of the current weights, and save the weights if they are best."""
     with telemetry.waits_for("the held-out report"):
         evaluation = evaluate(learner, rollouts, step, queue)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))

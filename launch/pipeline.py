@@ -20,14 +20,14 @@ DoneT_co = TypeVar("DoneT_co", covariant=True)
 
 
 class Handle(Protocol[DoneT_co]):
-    """What is in production, such as a `Round` or a future."""
+    """Handle of work in progress, such as a `Round` or a future."""
 
     def result(self) -> DoneT_co:
         """Wait for the result."""
 
 
 class Queue(Protocol):
-    """`one_ahead` or `one_at_a_time`."""
+    """Interface of `one_ahead` and `one_at_a_time`."""
 
     def __call__(
         self, submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT], /
@@ -39,7 +39,7 @@ def one_ahead(
 ) -> Iterator[DoneT]:
     """Yield each round's result while the next round is already being produced.
 
-    Bound: one round is in production, one is with the consumer.
+    At most one round is being produced while one is with the consumer.
 
     Args:
         submit: starts a round and returns a handle whose `result()` waits for it.
@@ -49,7 +49,7 @@ def one_ahead(
         if pending is None:
             pending = submit(round_)
             continue
-        # Complete before the next is submitted, so that no engine ever holds two.
+        # Wait before submitting the next round, so that no engine ever holds two.
         done = pending.result()
         pending = submit(round_)
         yield done
@@ -66,7 +66,7 @@ def one_at_a_time(
 
 
 class GeneratingEngines(ReceivingEngines, Protocol):
-    """The engines, or the environments before them, as the driver sees them."""
+    """Interface of the engines, or of the environments that call them, for the driver."""
 
     version: int
     """The version that every engine serves; 0 before the first sync."""
@@ -80,10 +80,10 @@ class GeneratingEngines(ReceivingEngines, Protocol):
 
 
 class RoundStream:
-    """The finished rounds of some steps in a row, which go through one queue.
+    """The finished rounds of consecutive steps, produced through one queue.
 
-    With several steps and `one_ahead`, a step's last round is with the consumer while the first of
-    the next is being produced.
+    With several steps and `one_ahead`, a step's last round is with the consumer while the first
+    round of the next step is being produced.
 
     Example: steps 7 and 8 with two rounds each, `one_ahead`. Submit 7.1, 7.2; yield 7.1; submit
     8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1. While 7.2 is with the consumer,
@@ -100,26 +100,26 @@ class RoundStream:
     ) -> None:
         """Call `requests_of(step)` once for each step, when its first round can be submitted.
 
-        `ahead`: the first step's first round, if that was submitted before.
+        `ahead`: the first step's first round, if it was submitted before.
         """
         self._engines = engines
         self._requests_of = requests_of
         self._steps = steps
         self._ahead = [] if ahead is None else [ahead]
         self._left: list[int] = []
-        """Rounds not yet yielded, of every step that has been begun and not ended."""
+        """Number of rounds still to yield, for each step that has begun and not ended."""
         self._handles: deque[Round] = deque()
-        """Rounds that were submitted and not yet yielded: two at most."""
+        """Submitted rounds that were not yet yielded, at most two."""
         self._results = queue(self._submit_next, self._rounds())
         self._waited_s = 0.0
 
     @property
     def ahead(self) -> Future[PerRank] | None:
-        """The future of a later step's round, once every round of a step was yielded."""
+        """The future of the next step's first round, after all rounds of a step were yielded."""
         return self._handles[0].future if self._handles else None
 
     def of_next_step(self) -> Iterator[PerRank]:
-        """Yield every result of the next step. Use it up before asking for the step after it."""
+        """Yield every result of the next step. Exhaust it before asking for the following step."""
         while not self._left or self._left[0]:
             started = time.perf_counter()
             try:
@@ -127,7 +127,7 @@ class RoundStream:
             except StopIteration:  # the last step, and it has no rounds
                 break
             self._waited_s += time.perf_counter() - started
-            assert self._left[0], "of several steps in a row, every one has rounds"
+            assert self._left[0], "each of several consecutive steps has rounds"
             self._left[0] -= 1
             self._handles.popleft()
             yield done

@@ -1,9 +1,9 @@
-"""Says what a run would do and whether it can, without starting an engine.
+"""Checks what a run would do, and whether it can, without starting an engine.
 
     rollmatch preflight +experiment=stage2_3v1 [section.key=value ...]
 
-Prints what will be placed where and what it is going to need, then every problem with its remedy.
-Exit status 1 where there is one.
+Prints the placement and the memory that processes need, then every problem with its remedy.
+Exit status 1 if there is a problem.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class PreflightReport:
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: DataFacts | None = None
-    """Facts about the data; None where they are not sound."""
+    """Facts about the data; None if the data are invalid."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return what `make` returns; None where it raises problems, which are noted."""
+        """Return what `make` returns, or None if it raises problems, which are recorded."""
         try:
             return make()
         except ConfigError as error:
@@ -96,7 +96,7 @@ class PreflightReport:
         return None
 
     def collect(self, problems: Iterable[str]) -> None:
-        """Note the problems of an iterator, which may end by raising some."""
+        """Record the problems of an iterator, which may end by raising some."""
         self.problems += self.attempt(lambda: list(problems)) or ()
 
 
@@ -120,7 +120,7 @@ def main(composed: DictConfig) -> None:
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:
-        console.print("ready     nothing stands in the way", highlight=False)
+        console.print("ready     no problem was found", highlight=False)
         return
     plural = "s" if len(findings.problems) > 1 else ""
     console.print(f"[bold red]{len(findings.problems)} problem{plural}[/]", highlight=False)
@@ -136,11 +136,11 @@ def preflight(
     memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
     waits_for_servers: bool = False,
 ) -> PreflightReport:
-    """Find everything that can be known before a start of a sound configuration.
+    """Check everything that can be known before a run with a valid configuration starts.
 
     Args:
-        waits_for_servers: one, or a teacher, that does not answer yet is no problem, because a run
-            waits for it.
+        waits_for_servers: a server or a teacher that does not answer yet is not a problem, because
+            a run waits for it.
     """
     report = PreflightReport()
     if config.engine_devices is not None:
@@ -194,15 +194,15 @@ def preflight(
                     report.lines += batch_algebra(config, answers.devices).describe()
                 except ValueError as error:
                     report.problems.append(f"rollout_matching.decode_batch_size: {error}")
-    # Two checks may run into the same problem.
+    # Two checks may find the same problem.
     report.problems = list(dict.fromkeys(report.problems))
     return report
 
 
 def _shape(folder: Path, rollouts: RolloutMatchingSection, lines: list[str]) -> ModelShape:
-    """Read the sizes of a checkpoint whose files hold its model; `lines` tell what else they hold.
+    """Read the sizes of a checkpoint, and append warnings about its weight files to `lines`.
 
-    Raises ConfigError where they do not.
+    Raises ConfigError if the files do not hold the model.
     """
     warnings = weight_warnings(folder, for_engines=rollouts.starts_engines)
     lines += (f"warning   {warning}" for warning in warnings)
@@ -230,7 +230,7 @@ def _learnable(
 ) -> tuple[list[Dataset], list[Dataset]]:
     """Keep the samples that the learner would keep.
 
-    Say in `lines` how many objects are shown small, and warn there of answers that will be cut.
+    Append to `lines` how many objects are shown small, and warnings about answers that are cut.
     """
     from learner.data.fitting import (
         describe_cut_answers,
@@ -310,15 +310,15 @@ def _adapter_problems(
     ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
     if ranks and adapter.rank > max(ranks):
         yield (
-            f"model.adapter.rank: {adapter.rank} is more than the rank of any layer that is"
-            f" adapted, {max(ranks)} at most; lower it"
+            f"model.adapter.rank: {adapter.rank} is more than the largest rank of an adapted"
+            f" layer, {max(ranks)}; lower it"
         )
 
 
 def position_problems(
     model: ModelSection, rollouts: RolloutMatchingSection, longest: int
 ) -> Iterator[str]:
-    """Compare the longest sequence with the model's positions: vLLM starts no engine for more.
+    """Compare the longest sequence with the model's positions, which vLLM does not exceed.
 
     Args:
         longest: `global_max_length`.
@@ -344,7 +344,7 @@ def position_problems(
 def engine_family_problems(
     model: ModelSection, rollouts: RolloutMatchingSection, device: Device
 ) -> Iterator[str]:
-    """Name what the run's engines do not do with the checkpoint's family."""
+    """Yield settings that the run's engines do not support for the checkpoint's family."""
     if not rollouts.starts_engines:
         return
     enable_lora = rollouts.vllm.enable_lora
@@ -355,7 +355,7 @@ def engine_family_problems(
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
-    """List where each process will be placed, and how weights travel."""
+    """Return lines about the placement of each process, and about the transport of weights."""
     where = "this machine"
     if config.cluster.address != "local":
         plural = "" if len(nodes) == 1 else "s"
@@ -371,7 +371,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     in_ranks = config.rollout_matching.starts_engines and in_learner
     for rank, share in enumerate(placement.ranks):
         name = rank_name(rank, len(placement.ranks))
-        beside = f", with {engine_of} beside it" if in_ranks else ""
+        beside = f", with {engine_of} next to it" if in_ranks else ""
         lines.append(f"place     {name}: {share.gpus:g} GPU, {share.cpus:g} CPU{beside}")
     if (environment := config.environment) is not None and in_learner:
         lines.append(f"place     {environment.id}: in the process of each learner rank")
@@ -385,12 +385,12 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
         for server in section.servers:
             lines.append(f"server    {server.base_url}, group port {server.group_port or 'any'}")
     if config.rollout_matching.backend.shares_model:
-        return [*lines, "weights   stay where they are: the learner's own model generates"]
+        return [*lines, "weights   are not sent: the learner's own model generates"]
     return [*lines, f"weights   travel by {placement.transport}"]
 
 
 def _needs(run: RunSizes, placement: Placement, memory: DeviceMemory) -> Needs:
-    """Estimate a run's processes on devices of this memory."""
+    """Estimate the memory that a run's processes need on devices with this memory."""
     transport = placement.transport
     learner = learner_estimate(run, placement.device, transport)
     engine = None
@@ -416,7 +416,7 @@ def _memory(
 ) -> Iterator[str]:
     """Compare the processes' needs with the memory of this machine's devices.
 
-    Where there is too little, `lines` say with which settings there would be enough.
+    If there is too little memory, append to `lines` settings that need less.
     """
     num_nodes = len(nodes)
     sizes = RunSizes.of(config, shape)
@@ -424,7 +424,7 @@ def _memory(
     lines.append(f"memory    {learner.describe()}")
     if memory is None:
         lines.append(
-            "memory    not compared, and engines not estimated: this machine has no GPU to ask; run"
+            "memory    not compared, and engines not estimated: this machine has no GPU; run"
             " preflight on a node that has one"
         )
         return
@@ -439,9 +439,9 @@ def _memory(
         devices = placement.devices_per_engine
         fit = sequences_in_cache(sizes, engine, devices)
         decoded = config.rollout_matching.decode_batch_size * devices
-        line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded"
+        line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded at once"
         if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
-            line += f" ({key} is null: on CPU, as many as these)"
+            line += f" ({key} is null: on CPU, the cache is made for these)"
         lines.append(f"memory    {engine.describe()}; {line}")
         if needs.shared is not None:
             lines.append(f"memory    {needs.shared.describe()}")
@@ -465,15 +465,15 @@ def _memory(
                 if config.model.activation_offload:
                     remedy += ", or model.activation_offload: false"
             yield (
-                f"{key}: {host.describe()}, of {num_ranks} ranks {in_gib(host.total * num_ranks)},"
-                f" and this machine, or its container, has {in_gib(machine.total)}; {remedy}"
+                f"{key}: {host.describe()}; {num_ranks} ranks: {in_gib(host.total * num_ranks)},"
+                f" but this machine or its container has {in_gib(machine.total)}; {remedy}"
             )
     if num_nodes > 1 and on_cpu:
-        unknown = f"which of the {num_nodes} nodes a process comes to is not known here"
+        unknown = f"it is not known on which of the {num_nodes} nodes a process will run"
         lines.append(f"memory    not compared: {unknown}")
         return
     if num_nodes > 1:
-        lines.append("memory    compared with this machine's GPUs, for those of all nodes")
+        lines.append("memory    compared with this machine's GPUs; other nodes may have others")
     problems = list(memory.problems(needs))
     warnings = memory.warnings(needs)
     lines += (f"warning   {warning}" for warning in warnings)
@@ -485,7 +485,7 @@ def _memory(
                 other = RunSizes.of(changed, shape)
                 needs = _needs(other, place, memory)
             except ConfigError:
-                return None  # not enough GPUs for as many ranks
+                return None  # not enough GPUs for that many ranks
             if memory.problems(needs) or memory.warnings(needs):
                 return None
             if not on_cpu and exceeds_host(other, len(place.ranks)):
@@ -495,7 +495,7 @@ def _memory(
         fits = proposals(config, fitting)
         lines += (f"memory    fits with {one.describe()}" for one in fits)
         if not fits:
-            lines.append("memory    no setting of the learner that saves memory makes it fit")
+            lines.append("memory    no memory-saving setting of the learner makes it fit")
     yield from problems
 
 

@@ -1,4 +1,4 @@
-"""Trains: the main job from one command, `python -m launch.train +experiment=stage2_3v1`.
+"""The main job as one command: `python -m launch.train +experiment=stage2_3v1`.
 
 ::
 
@@ -6,7 +6,7 @@
                        all errors     all errors   Ray, engines,    every step
                        of the keys    of the host  learner ranks
 
-Nothing heavy is imported before the configuration is sound, nothing is started before preflight.
+Heavy modules are imported only after the configuration is valid. Processes start after preflight.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def main(composed: DictConfig) -> None:
 
 
 def run_job(config: RunConfig, console: Console) -> None:
-    """Run; where the learner or a start is lost and `resume.automatic` permits it, start again and
-    go on.
+    """Run the job; start it again after a lost learner or start if `resume.automatic` permits it.
 
-    What a start wrote to `error.txt` stays, as `error_1.txt` and so on. Raises what ends a run for
-    good.
+    The `error.txt` of each start is kept as `error_1.txt` and so on. Raises the error that ends
+    the run for good.
     """
     budget: RestartBudget | None = None
     make_missing_demo_files(config, lambda line: _print(console, [line]))
@@ -66,7 +65,7 @@ def run_job(config: RunConfig, console: Console) -> None:
     while True:
         try:
             run(config, console)
-        # Its own errors, such as a loss that is not finite, would come again to the bit.
+        # Other errors of the run, such as a loss that is not finite, would repeat exactly.
         except (LostLearnerError, CollectiveError, LostStartError) as error:
             if not config.resume.automatic:
                 raise
@@ -81,7 +80,7 @@ def run_job(config: RunConfig, console: Console) -> None:
             why = " ".join(str(error).split())
             details = _keep_story(config.telemetry.run_dir)
             _print(console, [f"restart   {why}; the job is started again{details}"])
-            # A start that failed has not yet put aside what is behind the checkpoint it was given.
+            # A start that failed has not yet moved away the steps after its checkpoint.
             if error.phase != "start":
                 again = config.resume.model_copy(update={"run": Path("auto")})
                 config = config.model_copy(update={"resume": again})
@@ -90,7 +89,7 @@ def run_job(config: RunConfig, console: Console) -> None:
 
 
 def _keep_story(folder: Path) -> str:
-    """Give `error.txt`, if there is one, a name that the next start leaves alone, and tell it."""
+    """Rename `error.txt`, if it exists, so that the next start keeps it; return a note on it."""
     if not (folder / "error.txt").exists():
         return ""
     story = folder / f"error_{1 + len(list(folder.glob('error_*.txt')))}.txt"
@@ -99,7 +98,7 @@ def _keep_story(folder: Path) -> str:
 
 
 def run(config: RunConfig, console: Console) -> None:
-    """Check, place, train, report and save; whatever happens, no process stays."""
+    """Check, place, train, report and save. No process is left running, whatever happens."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
     from launch.run_folder.folder import require_readable
@@ -108,7 +107,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     started_s = time.monotonic()
     require_vllm(config.rollout_matching)
-    if config.engine_devices is not None:  # else it is printed when servers or cluster have told
+    if config.engine_devices is not None:  # else printed after the servers or cluster are asked
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
@@ -124,7 +123,7 @@ def run(config: RunConfig, console: Console) -> None:
     if findings.problems:
         raise ConfigError(findings.problems)
     facts = findings.facts
-    assert facts is not None, "data that are not sound are a problem"
+    assert facts is not None, "invalid data are reported as a problem"
     about_data = facts.describe()
     _print(console, about_data)
     warnings = (line for line in findings.lines if line.startswith("warning"))
@@ -147,7 +146,7 @@ def run(config: RunConfig, console: Console) -> None:
     ):
         if isinstance(cluster, Cluster):
             telemetry.ray_logs = cluster.ray_logs
-        end_on_signals()  # ray.init has put a handler of its own in place of ours
+        end_on_signals()  # ray.init has replaced our handler
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)
         if config.engine_devices is None:

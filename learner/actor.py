@@ -1,4 +1,4 @@
-"""A learner rank: a `Learner` and the backend next to it, and the Ray actor that holds both."""
+"""A learner rank: a `Learner`, an optional engine backend, and the Ray actor that holds both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.rollouts import SyncReport, WeightOffer
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
 
-# The driver imports this module, and need not pay for torch, transformers and peft.
+# The driver imports this module and should not load torch, transformers and peft.
 if TYPE_CHECKING:
     import torch
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STOPPING = "stopping"
-"""Ray's concurrency group for what must not wait: a second thread, next to the learner's own."""
+"""Ray's concurrency group for urgent calls: a second thread, next to the learner's thread."""
 
 
 class EngineHost:
-    """A learner rank as the backend in its process sees it (`shared.protocols.BackendHost`)."""
+    """A learner rank's interface for its engine backend (`shared.protocols.BackendHost`)."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
-        """Raises ConfigError where `rollout_matching.offload` asks for what cannot be done here."""
+        """Raises ConfigError if `rollout_matching.offload` is not possible on this device."""
         from learner.model.offload import require_offload
 
         self._rollouts = config.rollout_matching
@@ -60,7 +60,7 @@ class EngineHost:
     def raise_if_stopping(self) -> None:
         if self._learner.is_told_to_stop:
             raise RolloutError(
-                "told to stop, because the run is being ended", actor=self.name, phase="generate"
+                "stopped because the run is ending", actor=self.name, phase="generate"
             )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,9 +81,9 @@ class EngineHost:
 
 
 class LearnerRank:
-    """One learner rank: its learner, and its backend if the rank generates its own rollouts.
+    """One learner rank: its learner, and a backend if the rank generates its own rollouts.
 
-    The driver's `launch.processes.learner_client.LearnerClient` runs functions on it.
+    The driver runs functions on it (`launch.processes.learner_client.LearnerClient`).
     """
 
     loaded: Learner | None = None
@@ -91,22 +91,22 @@ class LearnerRank:
     backend: RankBackend | None = None
     _rendezvous: Rendezvous | None = None
     _requests: Sequence[Any] = ()
-    """Requests of the step, the refill or the report that began last."""
+    """Requests of the latest step, refill or held-out report."""
 
     def __init__(
         self, shelf: PictureShelf, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> None:
-        """`get` returns the values of the references that the shelf makes."""
+        """`get` returns the values of the references that `shelf` creates."""
         self._shelf = shelf
         self._get = get
 
     @property
     def learner(self) -> Learner:
-        assert self.loaded is not None, "start comes first"
+        assert self.loaded is not None, "call `start` first"
         return self.loaded
 
     def open_rendezvous(self, config: RunConfig) -> str:
-        """Open the ranks' meeting point, on rank 0. Returns `address:port`."""
+        """Open the rendezvous of the ranks (on rank 0) and return its `address:port`."""
         from learner.model.ranks import Rendezvous
 
         self._rendezvous = Rendezvous(_node_address(config))
@@ -119,10 +119,10 @@ class LearnerRank:
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
     ) -> tuple[int, bool]:
-        """Load model and data. Returns the number of torch's threads, and whether the next offer is
-        of an adapter.
+        """Load model and data. Return the number of torch threads, and whether the next weight sync
+        sends only an adapter.
         """
-        # Not in the constructor, whose exceptions Ray turns into a dead actor.
+        # Not in the constructor: Ray turns its exceptions into a dead actor.
         import torch
 
         from learner.learner import Learner
@@ -134,17 +134,17 @@ class LearnerRank:
         return torch.get_num_threads(), self.learner.publisher.offers_adapter
 
     def begin(self, requests: Sequence[Any]) -> int:
-        """Keep the requests of a step, a refill or a report for `requests`; return their number."""
+        """Store the requests of a step, refill or report for `requests`. Return their number."""
         self._requests = requests
         return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Return some of the requests, whose pictures are read here."""
-        # Engines have these while the next ones are made.
+        """Return a range of the requests, with their images loaded."""
+        # Engines process these while the next ones are prepared.
         return self._shelf.send(self._requests[first:stop])
 
     def generate(self, objects: Sequence[SentRequests], places: range) -> list[Any]:
-        """Generate by the backend next to the learner."""
+        """Generate rollouts with the backend in this process."""
         assert self.backend is not None, "this rank was started without a backend"
         return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
 
@@ -153,37 +153,37 @@ class LearnerRank:
         return self.backend.receive_weights(offer)
 
     def close(self) -> None:
-        """End the backend, if there is one, whatever it is doing."""
+        """Close the backend, if there is one, even while it generates."""
         if self.backend is not None:
             self.backend.close()
 
 
 class LearnerActor:
-    """A `LearnerRank` on Ray, in a process of its own, which runs functions in order."""
+    """A Ray actor with a `LearnerRank` in its own process. It runs functions in order."""
 
     def __init__(self) -> None:
         end_with_parent()
         self._rank = LearnerRank(PictureShelf(ray.put), ray.get)
 
     def run(self, task: Callable[..., T], *arguments: Any) -> T:
-        """Call `task(rank, *arguments)`. Ray replaces references by their values before."""
+        """Call `task(rank, *arguments)`. Ray has already replaced references by their values."""
         return task(self._rank, *arguments)
 
     def run_kept(self, task: Callable[..., list[T]], *arguments: Any) -> tuple[list[T], int]:
-        """Return the task's answers, and their number for a caller who leaves the answers here."""
+        """Return the task's answers, and their number for a caller that fetches only the number."""
         answers = task(self._rank, *arguments)
         return answers, len(answers)
 
     @ray.method(concurrency_group=STOPPING)
     def run_at_once(self, task: Callable[[LearnerRank], T]) -> T:
-        """Call `task(rank)` while another function may be running."""
+        """Call `task(rank)` in a second thread, even while another function runs."""
         return task(self._rank)
 
 
 def _node_address(config: RunConfig) -> str:
-    """Return an address of this node that engines and other ranks reach."""
+    """Return an address of this node that engines and other ranks can reach."""
     section = config.rollout_matching.servers
     has_local_servers = section is None or all(server.is_loopback for server in section.servers)
     if config.cluster.address == "local" and has_local_servers:
-        return "127.0.0.1"  # nothing then leaves the machine
+        return "127.0.0.1"  # no traffic leaves the machine
     return str(ray.util.get_node_ip_address())

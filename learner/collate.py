@@ -1,9 +1,9 @@
-"""Segments into one packed row.
+"""Packs segments into one row.
 
-Positions restart per segment; supervision is offset and weighted once (decision 6).
+Positions restart in each segment. Supervision is offset and weighted only here (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K tokens to
-compare, M tokens to learn by their advantage, I images, R image patches or tiles, D their values.
+compare, M tokens learned by their advantage, I images, R image patches or tiles, D values of each.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from learner.targets import AdvantageTarget, Target, TextWeights, TokenRole
 from shared.tokens.pictures import EncodedImages
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""`get_rope_index` of transformers' Qwen-VL models: M-RoPE positions of one unpacked sequence."""
+"""`get_rope_index` of transformers' Qwen-VL models: the M-RoPE positions of one segment."""
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of the model's forward; the attention mask stays None."""
+    """Tensor arguments of the model's forward. There is no attention mask."""
 
     input_ids: torch.Tensor
     """int64 [1, T]"""
     position_ids: torch.Tensor
-    """int64, restarting per segment, by which transformers finds the borders: [1, T]; of a model
-    with M-RoPE [4, 1, T], the other three being its rows."""
+    """int64 [1, T]. They restart in each segment; transformers finds the segments by the restarts.
+    With M-RoPE [4, 1, T]: the same, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
     """float32 [R, D]; [0, 0] in a row without images."""
     image_grid_thw: torch.Tensor
     """int64 [I, 3]"""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Vision arguments of the model's forward; empty for a row without images."""
+        """Return the vision arguments of the model's forward; empty for a row without images."""
         return EncodedImages(self.pixel_values.to(dtype), self.image_grid_thw).arguments()
 
 
 class ComparedTokens(NamedTuple):
-    """Tokens whose log-probabilities are compared with the engine's, a column per field."""
+    """Tokens whose log-probabilities are compared with the engine's; each field is a column."""
 
     at: torch.Tensor
-    """int64 [K], into the N positions, ascending."""
+    """int64 [K], ascending indices into the N positions."""
     engine_logprobs: torch.Tensor
     """float32 [K]"""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One forward, and everything that is asked of its logits.
+    """The inputs of one forward, and the supervision of its logits.
 
     Example (one segment: prompt of 3 tokens, target of 2, both supervised): T = 5, `positions_N`
     [2, 3], `token_ids_N` the target's two ids, `supervision.text.at` [0, 1].
@@ -70,14 +70,14 @@ class PackedRow:
     segments: tuple[Segment, ...]
     inputs: ModelInputs
     positions_N: torch.Tensor
-    """int64, ascending: the row positions whose logits are needed; one twice where the token that
-    is taught is not the row's next, which is compared with the engine's."""
+    """int64, ascending: the row positions whose logits are needed. A position occurs twice if one
+    token is taught there and another, the row's next token, is compared with the engine's."""
     token_ids_N: torch.Tensor
-    """int64: the token that each of them predicts, the row's next or a label of its own."""
+    """int64: the token that each position predicts (the row's next token, or a label override)."""
     supervision: Supervision
     compared: ComparedTokens
     has_beside: bool = False
-    """Whether a segment of which nothing is learned stands behind the others."""
+    """Whether the row ends with a segment without supervision."""
 
     @property
     def num_tokens(self) -> int:
@@ -111,15 +111,15 @@ def collate(
     """Pack `segments` into one row, in order.
 
     Args:
-        rope_index: None of a model whose tokens have one position each.
-        beside: is read behind them, and nothing is learned of it.
+        rope_index: None for a model without M-RoPE.
+        beside: segment without supervision that is appended to the row.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
     """
-    # Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
-    # of a step's rows add; what they are divided by is for the step's end (decisions 6 and 7).
-    # A token is predicted one position before its own: a target's first by its prompt's last.
+    # Weights form means within a segment, so a row's loss is a sum over its segments, and a step's
+    # loss is a sum over its rows. The optimizer divides at the step's end (decisions 6 and 7).
+    # A token is predicted one position earlier: a target's first token by the prompt's last.
     ends = np.cumsum([len(segment) for segment in segments])
     starts = [
         end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)
@@ -138,8 +138,8 @@ def collate(
     overridden_at = _row_positions(
         (start, [one.position for one in target.label_overrides]) for start, target in taught
     )
-    # Logits exist only at these positions; everything below indexes into them. An odd number is a
-    # position with a label of its own, the even one before it the same with the row's next token.
+    # Logits are computed only at these positions; everything below indexes into them. 2 * p stands
+    # for position p with the row's next token, 2 * p + 1 for position p with a label override.
     text_needed = 2 * text_at + np.isin(text_at, overridden_at)
     needed = np.unique(np.concatenate([text_needed, 2 * coord_at, 2 * compared_at, 2 * learned_at]))
 
@@ -186,7 +186,7 @@ def collate(
 
 
 def _row_positions(placed: Iterable[tuple[int, Sequence[int] | np.ndarray]]) -> np.ndarray:
-    """Offset each target's positions by its start in the row, and join them: int64."""
+    """Offset each target's positions by its start in the row, and concatenate them (int64)."""
     return _concat(np.int64, (start + np.array(part, np.int64) for start, part in placed))
 
 
@@ -195,7 +195,7 @@ def _teacher_supervision(credits_: Sequence[TokenAdvantages]) -> TeacherSupervis
     if not scored:
         return None
     assert all(credit in scored or not credit.positions for credit in credits_), (
-        "a run has a teacher, or none"
+        "either all rollouts of a run have teacher log-probabilities, or none has them"
     )
     return TeacherSupervision(
         _floats(credit.teacher_logprobs or () for credit in scored),
@@ -214,14 +214,14 @@ def _text_supervision(
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
-    """Scale weights so that a sum is the weighted mean within the segment. All 0 stays 0."""
-    # In float64: the sum's rounding would be in every weight.
+    """Divide the weights by their sum. If all weights are 0, return them unchanged."""
+    # In float64, because the rounding of the sum would affect every weight.
     total = weights_L.sum(dtype=np.float64)
     return (weights_L / total if total else weights_L).astype(np.float32)
 
 
 def _calls(credits_: Sequence[TokenAdvantages]) -> np.ndarray:
-    """Number the calls of the model over the row, from 0: one number per learned token."""
+    """Return each learned token's model call, numbered from 0 over the row."""
     first = 0
     parts = []
     for credit in credits_:
@@ -241,7 +241,7 @@ def _box_supervision(targets: Sequence[Target]) -> BoxSupervision:
 
 
 def _equal_weights(count: int) -> np.ndarray:
-    """Return the weights of a mean over the slots or boxes of a segment."""
+    """Return the weights of a mean over a segment's slots or boxes."""
     return np.full(count, 1.0 / count if count else 0.0, dtype=np.float32)
 
 
@@ -252,7 +252,7 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
         prompt = segment.prompt
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
         input_ids.append(ids_1L)
-        # From 0 in every segment: by the restarts attention finds the segments' borders.
+        # From 0 in every segment: the attention finds the segments by the restarts.
         positions_1L = torch.arange(ids_1L.shape[1])[None]
         if rope_index is None:
             position_ids.append(positions_1L)
@@ -266,7 +266,7 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
     return ModelInputs(
         torch.cat(input_ids, dim=1),
         torch.cat(position_ids, dim=-1),
-        # The width of a row without images is nobody's.
+        # No code reads the width if the row has no images.
         torch.cat(pixels or [torch.empty(0, 0)]),
         torch.cat([prompt.image_grid_I3 for prompt in prompts]),
     )
@@ -277,6 +277,6 @@ def _concat(dtype: Any, parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _floats(parts: Iterable[Any]) -> torch.Tensor:
-    """Join the segments' parts into one float32 column."""
+    """Concatenate the segments' parts into one float32 column."""
     columns = (np.array(part, dtype=np.float32) for part in parts)
     return torch.from_numpy(_concat(np.float32, columns))

@@ -1,4 +1,4 @@
-"""Held-out samples: what the engines are asked about them, and what is read from the answers."""
+"""The held-out set: requests to the engines, and the answers as scenes to be scored."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shared.rollouts import DecodeMode, Rollout, RolloutRequest
 
 
 class HeldOut:
-    """The held-out samples: greedy requests for them, and their answers as scenes to be scored.
+    """The held-out set: makes greedy requests for its samples, and parses answers into scenes.
 
-    Example: 50 samples on 2 ranks: `requests(step, range(25, 50))` are the second rank's, and
-    `score(25 rollouts)` reads its answers strictly, one `Scene` each.
+    Example: 50 samples on 2 ranks: `requests(step, range(25, 50))` are the second rank's requests,
+    and `score(25 rollouts)` parses its answers strictly, into one `Scene` each.
     """
 
     def __init__(
         self, config: RunConfig, datasets: Sequence[Dataset], tokens: LoadedTokens
     ) -> None:
-        """Take the first `data.max_val_samples` of each data set. Raises as `require_lengths`."""
+        """Take the first `data.max_val_samples` of each dataset. Raises like `require_lengths`."""
         self.codec = tokens.codec
         self.encoder = PromptEncoder(tokens.processor, config.prompts)
         self._geometry = config.geometry
@@ -54,14 +54,14 @@ class HeldOut:
             )
             for dataset in datasets
         ]
-        """One for each file."""
+        """One fitting per file."""
         self.samples = Joined([fitting.samples for fitting in self.fittings])
-        """In the order of the validation files; a request's position is its sample's place here."""
+        """In the order of the validation files. A request's position is its sample's index here."""
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=tokens.stop_token_ids, banned_token_ids=tokens.banned_token_ids
         )
-        # Greedy whatever training does: reports of two checkpoints then differ by weights only.
-        # Probabilities are asked for only if they are read: they cost the engine time.
+        # Always greedy, so that reports of two checkpoints differ only by their weights.
+        # Log-probabilities cost engine time and are requested only if they are read.
         self._decode = replace(
             decode,
             mode=DecodeMode.GREEDY,
@@ -73,7 +73,7 @@ class HeldOut:
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
-        """Make one request per sample, in order: of all, or of those at `positions`."""
+        """Return one request per sample, in order, for all samples or for those at `positions`."""
         request = partial(self.encoder.request, decode=self._decode, step=step)
         return [
             request(self.samples[position], position=position, run_seed=self._run_seed)
@@ -81,15 +81,15 @@ class HeldOut:
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """Read the answers, one scene per rollout, in order.
+        """Parse the answers into one scene per rollout, in order.
 
-        Raises RolloutError when an engine saw another prompt than this side encodes.
+        Raises RolloutError if engine and learner have different prompt tokens.
         """
         return [self._scene(rollout) for rollout in rollouts]
 
     def _scene(self, rollout: Rollout) -> Scene:
         sample = self.samples[rollout.position]
-        # The pictures are encoded again: an engine that resized them otherwise must not pass.
+        # Images are encoded again to detect an engine that resizes them differently.
         check_prompt(rollout, self.encoder.encode(sample))
         answer_format = self._format.of(sample)
         parsed = parse_rollout(
@@ -98,7 +98,7 @@ class HeldOut:
             geometry=self._geometry,
             answer_format=answer_format,
         )
-        # Bytes are joined before they are decoded: a token may end inside a character.
+        # Join the bytes before decoding them: a token may end inside a character.
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
@@ -122,9 +122,9 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """Score an object, 0..1, by the engine's log-probabilities at temperature 1."""
+        """Return an object's score, 0..1, from the engine's log-probabilities at temperature 1."""
         if self._score_by == "constant":
             return 1.0
-        assert rollout.logprobs is not None, "requested so"
-        # A mean: a product would rank polygons below boxes for their number of coordinates.
+        assert rollout.logprobs is not None, "the request asks for log-probabilities"
+        # A mean: with a product, polygons would rank below boxes due to their many coordinates.
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)

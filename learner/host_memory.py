@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the container around this process."""
+"""The host memory of this machine, limited by the container of this process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """The host memory of one node, and what is wanted of it.
+    """The needed and the available host memory of one node.
 
-    Example: two ranks on one node that want 3 GiB each, and see 9 GiB available, are
+    Example: two ranks on one node that need 3 GiB each, and see 9 GiB available, are
     `NodeMemory(6 << 30, 9 << 30)`.
     """
 
     needed: int
-    """Bytes, of all ranks on the node."""
+    """Bytes that all ranks of the node need together."""
     available: int
-    """Bytes, by the rank that sees the fewest: its container may allow it less."""
+    """The fewest bytes that any rank of the node sees: a container may limit its rank."""
 
     @classmethod
     def scarcest(
         cls, needed: Iterable[int], available: Iterable[int], nodes: Iterable[int]
     ) -> NodeMemory:
-        """Return the node on which the least stays free; the arguments are in rank order.
+        """Return the node with the least memory left. All arguments are in rank order.
 
         Args:
-            nodes: the rank's `node_number`.
+            nodes: each rank's `node_number`.
         """
         found: dict[int, NodeMemory] = {}
         for size, left, node in zip(needed, available, nodes, strict=True):
@@ -43,15 +43,15 @@ class NodeMemory:
 
 
 def node_number() -> int:
-    """Return a number that all processes of a machine have in common, whatever their containers,
-    and no other machine has: 63 bits. Where the system tells none, all machines have the same.
+    """Return a number of 63 bits that identifies this machine, even from inside a container. If the
+    system has no boot id, all machines get the same number.
     """
     digest = hashlib.sha256("".join(_lines(BOOT_ID)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def available_memory() -> int:
-    """Return the bytes that processes can still take: free ones, and those of cached files."""
+    """Return the bytes that processes can still allocate: free memory and cached files."""
     (kib,) = (int(line.split()[1]) for line in _lines(MEMINFO) if line.startswith("MemAvailable:"))
     left = [1024 * kib]
     for file, limit in container_limits():
@@ -73,7 +73,7 @@ def in_gib(size: int) -> str:
 
 
 def container_limits() -> Iterator[tuple[Path, int]]:
-    """Yield the file and the bytes of each limit of the control groups (version 1 or 2) here."""
+    """Yield file and bytes of each memory limit of this process's cgroups (version 1 or 2)."""
     for line in _lines(OWN_CGROUPS):
         _, controllers, own_path = line.split(":", 2)
         if not controllers:
@@ -84,7 +84,7 @@ def container_limits() -> Iterator[tuple[Path, int]]:
             name = "memory.limit_in_bytes"
         else:
             continue
-        # In a container its group may be mounted as the outermost, which this file does not name.
+        # In a container, its cgroup may be mounted as the root, which this file does not name.
         inner = mounted / own_path.strip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(mounted):

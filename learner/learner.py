@@ -1,5 +1,5 @@
-"""The learner: owns data, model and optimizer, and turns rollouts into one update per step, or
-into `training.updates_per_batch`.
+"""The learner: owns data, model and optimizer, and turns a step's rollouts into one update (or
+`training.updates_per_batch` updates).
 
     next_requests -> accumulate (per round) -> finish_step
 
@@ -8,14 +8,14 @@ Example (channel B, 12 rollouts in rounds of 6, `packing_window` 4, rows of at m
     next_requests(plan)     draws 12 samples, returns 12 requests
     accumulate(6 rollouts)  6 segments; after the 4th, rows that can be filled: forward, backward
     accumulate(6 rollouts)  6 segments; after the 8th and 12th, more rows
-    finish_step()           the rows that are left; gradient / 12; one optimizer update; the report
+    finish_step()           remaining rows; gradient / 12; one optimizer update; the report
 
-What is drawn, asked for and learned is the business of an `Algorithm`. A channel-A step asks for
-nothing: `finish_step` learns its ground truth.
+An `Algorithm` decides which samples are drawn, which requests are sent and which targets are
+learned. A channel-A step sends no requests: `finish_step` learns its ground truth.
 
-With several ranks every rank is such a learner, and every method is called on all of them in the
-same order. Each draws the same samples and keeps its `rank_share`, whose positions in the step are
-contiguous; a rank without requests or rollouts gets an empty list.
+With several ranks, each rank has its own learner. The driver calls every method on all ranks in the
+same order. Each rank draws the same samples and keeps its `rank_share`, whose positions in the step
+are contiguous. A rank without requests or rollouts gets an empty list.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from shared.trajectory import ExampleCounts
 
 
 class Learner:
-    """One rank. Its methods are called in the order of the module's first lines; `stop` at any
-    time, from any thread.
+    """The learner of one rank. The module docstring gives the order of calls. `stop` can be called
+    at any time and from any thread.
 
-    With `rollout_matching.max_staleness` a step may begin before the one in progress has ended:
-    `next_requests` begins the youngest step, `accumulate` and `finish_step` work on the oldest.
+    With `rollout_matching.max_staleness` a step may begin before the previous one has ended:
+    `next_requests` begins the newest step, `accumulate` and `finish_step` work on the oldest.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Learner:
         rendezvous: Rendezvous | None = None,
         examples: ExampleCounts | None = None,
     ) -> None:
-        """Load model and data. With several ranks it returns when all have come this far.
+        """Load model and data. With several ranks, return when all ranks have loaded them.
 
         Args:
-            rendezvous: on rank 0 of several ranks, the one that `place` names.
-            examples: rows of the run's environment; None for a run without one.
+            rendezvous: only on rank 0 of several ranks; `place` contains its address.
+            examples: number of rows of the run's environment; None without an environment.
 
         Raises:
             ConfigError, RecordError: model or data are wrong, or differ between the ranks.
@@ -97,7 +97,7 @@ class Learner:
         )
         self.algorithm: Algorithm
         if config.algorithm.uses_environment:
-            assert examples is not None, "whoever starts the learner has loaded the environment"
+            assert examples is not None, "a run with an environment passes its number of rows"
             self.algorithm = Trajectories(config, self.loaded, decode, self._ranks, examples)
         else:
             self.algorithm = RolloutMatching(config, self.loaded, decode, self._ranks)
@@ -123,19 +123,19 @@ class Learner:
         )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
-        """Steps whose updates are all finished: the weights are theirs."""
+        """Number of steps whose updates are all finished. The weights are the result of these."""
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._rounds: list[list[Row]] = []
-        """Rows of the step in progress, where they are learned more than once, by round."""
+        """Rows of the current step by round, kept only if they are learned more than once."""
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
-        """The result of `_fingerprints`, once it was needed."""
+        """The cached result of `_fingerprints`."""
         self.answers_ahead: tuple[Any, ...] = ()
-        """Answers of a resumed run's first positions, in order, until the others are asked for."""
+        """Saved answers for the first positions of a resumed run, until the rest is requested."""
         self._saving = Saving(self.name, self.publisher, self.optimizer)
         self.state: RankState
-        """The state after the last update, or of the checkpoint that was resumed."""
+        """The state after the last update, or the state of the resumed checkpoint."""
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
             if config.resume.checkpoint is not None:
@@ -144,13 +144,13 @@ class Learner:
                 self.state = self._state_now(None)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
-        """Draw the step's samples and return this rank's requests: none on channel A."""
+        """Draw the step's samples and return this rank's requests (an empty list on channel A)."""
         assert len(self.steps) <= self._config.rollout_matching.max_staleness, (
             "finish_step ends a step before the next begins"
         )
         started_s = time.time()
         training = self._config.training
-        # A row of one segment is not underfilled where nothing is packed.
+        # Without packing, a row of one segment does not count as underfilled.
         metrics = StepMetrics(
             plan,
             self.name,
@@ -160,79 +160,80 @@ class Learner:
         )
         step = self.algorithm.begin_step(plan, metrics)
         self.steps.append(step)
-        # Otherwise a stale step is still being learned, and its log stays open until it ends.
+        # Otherwise an older step is still in progress, and its log stays open until it ends.
         if len(self.steps) == 1:
             self._begin_log()
-        # Those that the run had answers of before it was resumed are not asked again.
+        # The first ones already have answers from before the run was resumed.
         requests = step.requests()[len(self.answers_ahead) :]
         self.answers_ahead = ()
         metrics.mark("draw samples", started_s)
         return requests
 
     def refill_requests(self, plan: StepPlan) -> list[Any]:
-        """Return requests in the place of this rank's groups without signal, for one more round.
+        """Return requests of one more round that replace this rank's groups without signal.
 
-        Asked at most `environment.refill_rounds` times, when every group so far is learned.
+        The driver calls it at most `environment.refill_rounds` times, after all groups are learned.
         """
         step = self._current
-        assert step.plan == plan, "a step is refilled before it ends"
-        assert isinstance(step, TrajectoryBatch), "no other step has groups of an environment"
+        assert step.plan == plan, "only the oldest unfinished step can be refilled"
+        assert isinstance(step, TrajectoryBatch), "only steps with an environment have groups"
         started_s = time.time()
         requests = step.refill_requests()
         step.metrics.mark("draw again", started_s)
         return requests
 
     def accumulate(self, answers: Sequence[Any]) -> None:
-        """Check this rank's answers of one round, in position order, and learn from them.
+        """Check this rank's answers of one round, in position order, and add their gradients.
 
-        Raises RolloutError when engine and learner disagree.
+        Raises RolloutError if engine and learner disagree on tokens or log-probabilities.
         """
         with self._ranks.of_phase("accumulate"):
             step = self._current
             started_s = time.time()
             step.metrics.add_generation(step.generation_spans(answers))
             self._rounds.append([])
-            # Lazy: rows are trained while the following segments are prepared in a thread.
+            # A lazy iterator: a thread prepares the next segments while rows are trained.
             segments = step.segments(answers, version=self.publisher.version)
             if not self._train_rows(self._rows_of(segments)):
                 raise self._left("accumulate")
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Learn what is left and take the optimizer update, or `training.updates_per_batch`."""
-        # After the first update `stop` no longer leaves the step: its weights would be between two
-        # steps, of which there can be no checkpoint.
+        """Train on the remaining rows and take `training.updates_per_batch` optimizer updates."""
+        # After the first update, `stop` no longer interrupts the step: its weights would be between
+        # two steps, and such weights cannot be saved as a checkpoint.
         with self._ranks.of_phase("finish_step"):
             step = self._current
             started_s = time.time()
             self._rounds.append([])
             self._train_last_rows(self._last_rows())
-            # A step without carrying learns every sample it drew; one that carries knows only now
-            # what it learned (decisions 6 and 7).
+            # A step without a carry buffer learns every sample it drew. With a carry buffer, the
+            # number of learned segments is known only now (decisions 6 and 7).
             denominator = step.plan.num_samples
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)
             if self._config.rollout_matching.pipeline.divides_by_tokens:
-                # Rows were learned with weight 1 a token before the step's last rollout came; 0 of
-                # all ranks' tokens have a gradient of 0.
+                # Each token was learned with weight 1, because the total was not known yet. If no
+                # rank has a token, the gradient is 0.
                 denominator = max(1, self._ranks.sum(step.metrics.num_credited))
             updates = [self.optimizer.update(step.plan.step, denominator)]
             while len(updates) < self._config.training.updates_per_batch:
-                # One that is skipped leaves the weights, of which the same rows have the same
-                # gradient.
+                # After a skipped update the weights are unchanged: the rows would give the same
+                # gradient again.
                 if updates[-1].skipped:
                     break
-                # Ranks meet after each round, as they did: none waits for a whole pass of another.
+                # Ranks meet after each round, as in the first pass, which keeps waits short.
                 for rows in self._rounds:
                     self._train_last_rows(iter(rows), again=True)
                 updates.append(self.optimizer.update(step.plan.step, denominator))
             self._rounds = []
             weights: str | None = None
             if self._config.telemetry.ledger:
-                # Not a sync's: not every step has one, and its buckets are the transport's.
+                # Not the checksum of a weight sync: some steps have no sync, and its buckets depend
+                # on the transport.
                 weights = self._saving.digest_of_weights()
             step.metrics.mark("finish step", started_s)
-            # Only now: a checkpoint that is written after an interruption is of finished updates.
+            # Only now: a checkpoint written after an interruption contains only finished updates.
             self.num_updates = step.plan.step + 1
             self.steps.popleft()
             report = step.metrics.report(
@@ -244,7 +245,7 @@ class Learner:
                 weights=weights,
             )
             self.state = self._state_now(report)
-            # Last: where its log cannot be written, what is saved then is all of one update.
+            # Last, so that a checkpoint saved after a failed log write belongs to one update.
             if self.steps:
                 self._begin_log()
             return report
@@ -257,21 +258,20 @@ class Learner:
         *,
         background: bool = False,
     ) -> str | None:
-        """Save the last update's checkpoint, with all that a resumed run needs. A collective.
+        """Save a checkpoint of the last update, with everything a resumed run needs. A collective.
 
         Args:
-            run: the driver's part of it, as JSON.
-            answers_ahead: answers of the next step's first positions that were generated already,
-                by weights that no longer exist.
-            background: copy it to host memory and write it beside the next steps; `finish_save`
-                tells when it is there.
+            run: the driver's part of the checkpoint, as JSON.
+            answers_ahead: answers of the next step's first positions that older weights have
+                already generated.
+            background: copy the checkpoint to host memory and write it during the next steps;
+                `finish_save` says when it is complete.
 
         Returns:
-            Why it was not written in the background although that was wanted.
+            Why it was not written in the background although `background` was set; else None.
 
         Raises:
-            StorageError: it cannot be written. Nothing is left of it then, and every rank can try
-                again.
+            StorageError: it cannot be written. No part of it remains, and all ranks can try again.
         """
         state: RankState | None = None
         if self._config.checkpoint.full:
@@ -284,7 +284,7 @@ class Learner:
         return self._saving.save(folder, run, state, background=background)
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Finish the save in the background, as `Saving.finish_save` does. A collective."""
+        """Finish the save in the background (see `Saving.finish_save`). A collective."""
         return self._saving.finish_save(wait=wait)
 
     def _state_now(self, report: RankReport | None) -> RankState:
@@ -297,13 +297,13 @@ class Learner:
         )
 
     def _restore(self, checkpoint: Path) -> None:
-        """Go back to the state after a checkpoint's last update."""
+        """Restore the state after a checkpoint's last update."""
         state = self._saving.load(checkpoint, self._fingerprints(), allow=self._config.resume.allow)
         self.num_updates = state.step
         self._packing.carry(state.carried)
         schedule = RunSchedule(self._config)
         self.algorithm.move_to(schedule.num_samples_before(state.step))
-        # The first sync makes it the version that the step begins with.
+        # The first weight sync raises this to the version that the step begins with.
         self.publisher.version = schedule.version_before(state.step) - 1
         self.publisher.offers_adapter = self.publisher.offers_adapter and state.offers_adapter
         self.answers_ahead = state.answers_ahead
@@ -311,9 +311,9 @@ class Learner:
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return what must be the same on resume although no key says so, by the nearest key."""
-        # Digests of the data and of the weights that are not trained, and the number of threads,
-        # by which a sum is split.
+        """Return values that must not change on resume, each under its closest key."""
+        # Digests of the data and of the frozen weights, and the number of threads, because sums
+        # are split by threads.
         if not self._fingerprints_of_start:
             parameters = [*self.loaded.model.parameters()]
             if self.reference is not None and self.reference.copy is not None:
@@ -327,7 +327,7 @@ class Learner:
         return self._fingerprints_of_start
 
     def stop(self) -> None:
-        """Leave the round or step after the present row, with a LearnerError; weights stay."""
+        """Interrupt the round or step after its current row, with a LearnerError and no update."""
         self._stopping.set()
 
     @property
@@ -335,7 +335,7 @@ class Learner:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """Leave the groups of the weight sync, and end the log of rollouts."""
+        """Close the weight sync's process groups and the log of rollouts."""
         self.publisher.close()
         self.algorithm.close()
 
@@ -345,24 +345,24 @@ class Learner:
 
     @property
     def _current(self) -> AlgorithmStep:
-        assert self.steps, "next_requests begins a step"
+        assert self.steps, "next_requests must begin a step first"
         return self.steps[0]
 
     def _rows_of(self, segments: Iterator[Segment]) -> Iterator[Row]:
-        """Yield the rows that fall due with these segments."""
+        """Yield the rows that are ready after these segments."""
         for segment in segments:
             yield from self._packing.add(segment)
 
     def _last_rows(self) -> Iterator[Row]:
-        """Yield the rows that fall due at the end of the step in progress."""
+        """Yield the rows that are ready at the end of the current step."""
         step = self._current
         yield from self._rows_of(step.ground_truth())
         step.require_complete()
         yield from self._packing.finish_step()
 
     def _train_last_rows(self, rows: Iterator[Row], *, again: bool = False) -> None:
-        """Train on the last rows before an update, which all ranks take or none does."""
-        # A rank that leaves its rows comes to the others before it ends.
+        """Train on the last rows before an update. If one rank fails, no rank takes the update."""
+        # A failing rank joins the other ranks' collective before it raises.
         try:
             learned = self._train_rows(rows, again=again)
         except RolloutError:
@@ -372,8 +372,8 @@ class Learner:
             raise self._left("finish_step")
 
     def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
-        """Train on the rows, in step with the other ranks; False if a rank left after a row."""
-        # `again`, after an update: the rows were counted and compared with the engine before it.
+        """Train on the rows in step with the other ranks. Return False if a rank stopped early."""
+        # `again`: a pass after the first update. The rows were already counted and compared.
         keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
         metrics = self._current.metrics
@@ -382,7 +382,7 @@ class Learner:
         for segments, joins_images in self.parallel.rows_of_all_ranks(rows, _shows_images):
             try:
                 if segments is None:
-                    # The other ranks' rows need this one's part of the weights.
+                    # The other ranks' rows need this rank's shard of the weights.
                     idle = fixed if joins_images else fixed.without_images()
                     dummy = self._trainer.collate([idle], channel, version=version)
                     self._trainer.train(dummy, channel, weight=0.0)
@@ -400,20 +400,20 @@ class Learner:
                     if keeps_rows:
                         self._rounds[-1].append(segments)
             except RolloutError:
-                # Found after the row's backward, where the other ranks are too.
+                # Raised after the row's backward, when the other ranks have reached this point too.
                 self.parallel.any_of_row(True)
                 raise
-            # Asked after every row, so that all ranks leave after the same one.
+            # Checked after every row, so that all ranks stop after the same row.
             if self.parallel.any_of_row(self.is_told_to_stop and not again):
                 return False
         return True
 
     def _left(self, phase: str) -> LearnerError:
-        """Say why a step was left before its update."""
+        """Return an error that says why a step stopped before its update."""
         if self.is_told_to_stop:
-            return LearnerError("told to stop, because the run is being ended", phase=phase)
+            return LearnerError("stopped because the run is ending", phase=phase)
         return CollectiveError(
-            "another learner rank left the step; check the rank that failed first", phase=phase
+            "another learner rank ended this step early; look at that rank's error", phase=phase
         )
 
 

@@ -1,6 +1,6 @@
-"""Aims of the coord slots of a matched pair with a polygon, by entropic optimal transport.
+"""Target bins of coordinate slots for matched polygons, by entropic optimal transport.
 
-Barycentric projection only (decision 36).
+Only barycentric projection is implemented (decision 36).
 
 Shape legend: N points of the prediction, M points of the ground truth.
 """
@@ -14,31 +14,31 @@ import numpy as np
 from shared.grounding.geometry import MAX_BIN, Shape, vertices
 from shared.records import GeometryKind
 
-# Order of the norm of a difference of two points.
+# The order of the norm for each distance.
 _NORMS = {"l1": 1, "l2": 2}
 
-# Distances over epsilon up to which products of scalings and kernel stay far from e^-708.
+# If distance / epsilon is at most this, products of scalings and kernel stay far from e^-708.
 _MAX_EXPONENT = 200.0
 
 
 @dataclass(frozen=True, slots=True)
 class OTSettings:
-    """How points are transported, as `rollout_matching` configures it."""
+    """Settings of the optimal transport, from the section `rollout_matching`."""
 
     cost: str
     """`l1` or `l2`: the distance of two points in bins, not squared."""
     epsilon: float
-    """Weight of the entropy, in bins, above 0; a large one aims at the ground truth's mean."""
+    """Entropy weight, in bins, above 0. Large values move targets to the ground truth's mean."""
     iters: int
     """Sinkhorn iterations, at least 1."""
     epsilon_cap: float | None = None
-    """Most that `epsilon` may be, as a multiple of the ground truth's size; None: no cap."""
+    """Upper limit of `epsilon`, as a multiple of the ground truth's size; None: no limit."""
 
     def epsilon_of(self, ground_truth: Shape) -> float:
         """Return the epsilon for a ground truth.
 
-        Its size is the shorter side of the box around it, in bins, and at least 1: by the longer
-        side, or the area, the two long edges of a thin shape would be drawn together.
+        Its size is the shorter side of its enclosing box, in bins, and at least 1. The longer side
+        or the area would give an epsilon that merges the two long edges of a thin shape.
 
         Example: for a square of side 10, epsilon 10 with a cap of 0.2 is 2.
         """
@@ -51,14 +51,14 @@ class OTSettings:
 def slot_targets(
     prediction: Shape, ground_truth: Shape, settings: OTSettings
 ) -> tuple[float, ...] | None:
-    """Aim each coord slot of a matched prediction: one float in 0..999 per bin, in order.
+    """Return the target of each coordinate slot of a matched prediction, 0..999, in order.
 
     Two boxes or two points: the ground truth's bins. A polygon: its projected vertices. A box
-    matched with a polygon: the enclosing box of its four projected corners. None where a projection
-    is not finite (an epsilon so small that the distances overflow): the caller excludes the pair
-    and counts it.
+    matched with a polygon: the enclosing box of its four projected corners. None if a projection is
+    not finite, because epsilon is so small that the distances overflow. The caller then excludes
+    the pair and counts it.
 
-    Example: a box [110, 90, 310, 290] matched with the box [100, 100, 300, 300] aims at
+    Example: a box [110, 90, 310, 290] matched with the box [100, 100, 300, 300] has the targets
     (100.0, 100.0, 300.0, 300.0).
     """
     if GeometryKind.POLY not in (prediction.kind, ground_truth.kind):
@@ -85,27 +85,27 @@ def barycentric_targets(
     iters: int = 30,
     cost: str = "l2",
 ) -> np.ndarray:
-    """Move each predicted point to a mean of the ground-truth points, by its row of the plan.
+    """Project each predicted point to a mean of the ground-truth points, weighted by the plan.
 
     Args:
         pred_points: [N, 2], in bins.
         gt_points: [M, 2], in bins.
-        epsilon: weight of the entropy, in bins, above 0.
-        iters: Sinkhorn iterations, all of which are done; the last one makes the predicted points'
-            marginal exact.
+        epsilon: entropy weight, in bins, above 0.
+        iters: number of Sinkhorn iterations, without early stopping; the last one makes the
+            predicted points' marginal exact.
         cost: `l1` or `l2`, the distance of two points, not squared.
 
     Returns:
-        float64 [N, 2], in the convex hull of `gt_points` but for rounding. Not finite only where
+        float64 [N, 2], in the convex hull of `gt_points` except for rounding. Not finite only if
         `distance / epsilon` overflows.
     """
-    from ot import sinkhorn  # takes a second or more; boxes alone never need it
+    from ot import sinkhorn  # the import takes a second or more, and boxes do not need it
 
     distance_NM = np.linalg.norm(pred_points[:, None] - gt_points[None], ord=_NORMS[cost], axis=-1)
     uniform_N = np.full(len(pred_points), 1 / len(pred_points))
     uniform_M = np.full(len(gt_points), 1 / len(gt_points))
-    # Both compute the same iterations. The first takes half a millisecond for 12 x 12 points, the
-    # second 4, and never underflows.
+    # Both methods compute the same iterations. For 12 x 12 points "sinkhorn" takes 0.5 ms and
+    # "sinkhorn_log" 4 ms, but "sinkhorn_log" never underflows.
     method = "sinkhorn" if distance_NM.max() < _MAX_EXPONENT * epsilon else "sinkhorn_log"
     with np.errstate(over="ignore", invalid="ignore"):
         plan_NM = sinkhorn(

@@ -1,6 +1,6 @@
-"""Rows of segments: which buffered segments share a row, and when (decisions 7 and 35).
+"""Packing policies: which segments share a row, and when a row is ready (decisions 7 and 35).
 
-Whatever the policy, rows depend on positions alone: not on arrival, rounds or actors.
+With every policy, rows depend only on positions, not on arrival order, rounds or rollout actors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shared.errors import ConfigError
 
 SizedT = TypeVar("SizedT", bound=Sized)
 
-# Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates
-# of the heuristics compete.
+# Largest table of the exact search (segments x tokens): about 40 MB of int16. Larger problems use
+# the better of two heuristics.
 _EXACT_CELLS = 20_000_000
 
 
 def require_binpacking() -> ModuleType:
-    """Import `binpacking`. ConfigError where it is missing: there is no silent second heuristic."""
+    """Import `binpacking`. Raises ConfigError if it is not installed."""
     try:
         import binpacking
     except ModuleNotFoundError as error:
@@ -36,11 +36,11 @@ def require_binpacking() -> ModuleType:
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Choose the segments of the next row: their indices, in insertion order.
+    """Return the indices of the segments of the next row, in insertion order.
 
-    Always holds index 0 (the oldest), never exceeds `capacity`, never totals less than taking
-    segments in order while they fit; prefers the larger total, then fewer segments, then the
-    lexicographically smallest index set.
+    The row always contains index 0 (the oldest segment) and never exceeds `capacity`. Its total is
+    never less than with first-fit in order. A larger total is preferred, then fewer segments, then
+    the lexicographically smallest index set.
 
     Args:
         lengths: tokens per buffered segment, oldest first.
@@ -51,8 +51,8 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
         [0, 2]
 
     Raises:
-        ValueError: nothing to select from.
-        ConfigError: a segment that fits no row, or `binpacking` is not installed.
+        ValueError: `lengths` is empty.
+        ConfigError: a segment is longer than a row, or `binpacking` is not installed.
     """
     require_binpacking()
     if not lengths:
@@ -70,7 +70,7 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
 def _require_fits(length: int, capacity: int, what: str) -> None:
     if length > capacity:
         raise ConfigError(
-            f"global_max_length: {what} has {length} tokens, a row holds {capacity}; raise"
+            f"global_max_length: {what} has {length} tokens, but a row holds {capacity}; raise"
             " global_max_length, lower rollout_matching.max_new_tokens, or set training.packing:"
             " false"
         )
@@ -82,7 +82,7 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
     `fewest[i][c]` is the smallest number of segments among `i..` that total exactly `c` tokens.
     """
     n = len(lengths)
-    room = capacity - lengths[0]  # index 0 is always taken: nothing may starve
+    room = capacity - lengths[0]  # index 0 is always taken, so that no segment waits forever
     unreachable = np.int16(np.iinfo(np.int16).max)
     fewest = np.full((n + 1, room + 1), unreachable, dtype=np.int16)
     fewest[n, 0] = 0
@@ -96,8 +96,8 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
     total = int(np.flatnonzero(fewest[1] != unreachable)[-1])
     chosen = [0]
     for i in range(1, n):
-        # Taking i whenever an optimum takes it gives the lexicographically smallest set of the
-        # fewest segments.
+        # Take i whenever an optimal set contains it: the result is the lexicographically smallest
+        # set of the fewest segments.
         if lengths[i] <= total:
             without = fewest[i + 1, total - lengths[i]]
             if without != unreachable and fewest[i, total] == without + 1:
@@ -117,7 +117,7 @@ def _select_fifo(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Choose index 0 and the fullest bin that `to_constant_volume` makes of the others."""
+    """Return index 0 and the fullest bin that `to_constant_volume` packs from the others."""
     room = capacity - lengths[0]
     others = {index: length for index, length in enumerate(lengths) if index and length <= room}
     if not others:
@@ -130,11 +130,11 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class CarryBuffer(Generic[SizedT]):
-    """Segments that wait for a row, oldest first. A segment is anything with a `len()`: its tokens.
+    """A buffer of segments that wait for a row, oldest first. `len(segment)` is its token count.
 
     Example:
-        With capacity 10 and segments of 6, 5 and 4 tokens: `pop_row()` returns those of 6 and 4,
-        and the one of 5 waits.
+        With capacity 10 and segments of 6, 5 and 4 tokens, `pop_row()` returns the segments of 6
+        and 4 tokens. The segment of 5 tokens waits.
     """
 
     def __init__(self, capacity: int, max_segments: int) -> None:
@@ -151,22 +151,22 @@ class CarryBuffer(Generic[SizedT]):
         return sum(len(segment) for segment in self._segments)
 
     def insert(self, segment: SizedT) -> None:
-        """Add a segment. ConfigError when it fits no row or the buffer is full, which stays so."""
+        """Add a segment. Raises ConfigError if it is longer than a row or the buffer is full."""
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
             raise ConfigError(
                 "training.packing_buffer: the buffer is full; raise training.packing_buffer (now"
-                f" {self.max_segments}), lower the raw batch (training.per_device_train_batch_size,"
-                " stage2_ab.channel_b.rollouts_per_step), or raise global_max_length"
+                f" {self.max_segments}), lower training.per_device_train_batch_size or"
+                " stage2_ab.channel_b.rollouts_per_step, or raise global_max_length"
             )
         self._segments.append(segment)
 
     def segments(self) -> tuple[SizedT, ...]:
-        """Return the segments that wait, oldest first."""
+        """Return the waiting segments, oldest first."""
         return tuple(self._segments)
 
     def pop_row(self) -> list[SizedT]:
-        """Take the segments of the next row. ValueError when the buffer is empty."""
+        """Remove and return the segments of the next row. Raises ValueError if none waits."""
         chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
         row = [self._segments[i] for i in chosen]
         taken = set(chosen)
@@ -174,7 +174,7 @@ class CarryBuffer(Generic[SizedT]):
         return row
 
     def flush(self) -> list[list[SizedT]]:
-        """Take every segment that is left, as rows, each the fullest of what is left."""
+        """Remove and return all segments as rows. Each row is the fullest possible at its time."""
         rows = []
         while self._segments:
             rows.append(self.pop_row())
@@ -185,9 +185,9 @@ Row = list[Segment]
 
 
 class PackingPolicy:
-    """Takes a step's segments in position order and returns the rows that are due.
+    """Base class of packing policies: takes segments in position order, returns ready rows.
 
-    This one packs nothing: each segment is a row (`training.packing: false`).
+    The base class does not pack: each segment is a row (`training.packing: false`).
     """
 
     carries = False
@@ -195,17 +195,17 @@ class PackingPolicy:
 
     @property
     def num_carried(self) -> int:
-        """Segments that wait for a later step."""
+        """The number of segments that wait for a later step."""
         return len(self.carried)
 
     @property
     def carried(self) -> tuple[Segment, ...]:
-        """Segments that wait for a later step, oldest first."""
+        """The segments that wait for a later step, oldest first."""
         return ()
 
     def carry(self, segments: Sequence[Segment]) -> None:
-        """Take what an earlier step has `carried`."""
-        assert not segments, "nothing is carried here"
+        """Restore the `carried` segments of an earlier step."""
+        assert not segments, "this policy does not carry segments"
 
     def add(self, segment: Segment) -> list[Row]:
         return [[segment]]
@@ -215,9 +215,9 @@ class PackingPolicy:
 
 
 class PackWithinStep(PackingPolicy):
-    """Full rows after every window of segments, the rest at the step's end: nothing is carried.
+    """Returns full rows after every window of segments, and the remaining rows at the step's end.
 
-    A row is also taken where the buffer is full.
+    It also returns a row if the buffer is full. No segment waits for a later step.
     """
 
     def __init__(self, buffer: CarryBuffer[Segment], window: int) -> None:
@@ -242,9 +242,9 @@ class PackWithinStep(PackingPolicy):
 
 
 class CarryOver(PackingPolicy):
-    """One row after every micro-step's segments (`stage2_rollout_aligned`).
+    """Returns one row after every micro-step's segments (`stage2_rollout_aligned`).
 
-    What does not fit waits for a later row, of a later step if need be.
+    Segments that do not fit wait in the carry buffer for a row of this or a later step.
     """
 
     carries = True
@@ -263,18 +263,18 @@ class CarryOver(PackingPolicy):
             self._buffer.insert(segment)
 
     def add(self, segment: Segment) -> list[Row]:
-        """Add a segment. ConfigError where `training.packing_buffer` is full."""
+        """Add a segment. Raises ConfigError if `training.packing_buffer` is full."""
         self._buffer.insert(segment)
         self._num_added += 1
         return [self._buffer.pop_row()] if self._num_added % self._micro_step == 0 else []
 
     def finish_step(self) -> list[Row]:
-        assert self._num_added % self._micro_step == 0, "a step has whole micro-steps"
+        assert self._num_added % self._micro_step == 0, "a step must end after a whole micro-step"
         return []
 
 
 def packing_policy(rule: RowRule, training: TrainingSection, capacity: int) -> PackingPolicy:
-    """Return the policy of a run with rows of `capacity` tokens.
+    """Return the packing policy of a run with rows of `capacity` tokens.
 
     Raises ConfigError if `binpacking` is needed and not installed.
     """

@@ -1,9 +1,9 @@
-"""A learner rank's part in checkpoints: saving the state after an update, and loading it again.
+"""A learner rank's part of checkpoints: save the state after an update, and load it again.
 
     save                                          the run waits
     save(background=True) -> finish_save, ...     written from a copy during the next steps
 
-Every method is called on all ranks, in the same order.
+The driver calls every method on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -24,38 +24,37 @@ from shared.run_files import RUN_FILE, STATE_FOLDER, Span, write_run_file
 from shared.weight_sync.checksum import BucketChecksum
 
 KEPT_FREE = 2 << 30
-"""Bytes of host memory that the copy of a checkpoint leaves to other processes."""
+"""Bytes of host memory that must stay free when a checkpoint is copied."""
 
 
 class Saving:
     """Saves and loads one rank's weights, optimizer and `RankState`."""
 
     def __init__(self, name: str, publisher: WeightPublisher, optimizer: Optimizer) -> None:
-        """`name`: of the rank, for the timeline."""
+        """`name` is the rank's name in the timeline."""
         self._name = name
         self._publisher = publisher
         self._ranks = publisher.ranks
         self._parallel = publisher.parallel
         self._optimizer = optimizer
         self._save: CheckpointSave | None = None
-        """The save that `finish_save` has to finish, with its copy of the state."""
+        """The background save that `finish_save` must finish, with its copy of the state."""
 
     def save(
         self, folder: Path, run: str, state: RankState | None, *, background: bool
     ) -> str | None:
-        """Save a checkpoint of the present weights, as `Learner.save` says.
+        """Save a checkpoint of the current weights (see `Learner.save`).
 
         Args:
-            run: the driver's part of it, as JSON.
-            state: the rank's state; None: only the weights are saved, and no run can resume them.
+            run: the driver's part of the checkpoint, as JSON.
+            state: the rank's state. None saves only the weights, and no run can resume them.
         """
-        self._save = None  # of a save that failed, whose copies are not needed any more
-        # The update is only queued on a GPU: a copy that began before its end would hold old
-        # weights.
+        self._save = None  # drop the copies of a save that failed
+        # On a GPU the update is only queued: a copy before its end would contain old weights.
         self._publisher.device.wait()
         ranks = self._ranks
         tensors: dict[str, torch.Tensor] | None = None
-        # Without shards every rank holds the same optimizer: rank 0's is saved for all.
+        # Without shards, every rank holds the same optimizer state, so only rank 0 saves it.
         if state is not None and (self._parallel.holds_parts or ranks.rank == 0):
             tensors = self._optimizer.tensors()
         reason = self._no_room_for_copy(tensors or {}) if background else None
@@ -70,7 +69,7 @@ class Saving:
 
         def finish(partial: Path) -> None:
             if missing := missing_parts(partial, ranks.world_size):
-                why = "another rank's part, written on its node, is not seen by rank 0"
+                why = "rank 0 does not see this file, which another rank wrote on its own node"
                 remedy = "put telemetry.run_dir on a disk that all nodes share"
                 raise StorageError(missing[0], why, remedy=remedy)
             write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
@@ -89,16 +88,16 @@ class Saving:
         return reason
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Give the checkpoint that is written in the background its name if it is complete.
+        """Rename the background checkpoint to its final name if it is complete.
 
-        `wait`: until it is. After a StorageError it is written again, from the same copy, while the
-        caller waits.
+        `wait` blocks until it is complete. A call after a StorageError writes it again from the
+        same copy and blocks.
 
         Returns:
-            When this rank wrote it; nothing if no save was begun. None: it is not complete.
+            The time span of this rank's write; empty if no save was begun; None if not complete.
 
         Raises:
-            StorageError: it cannot be written. Only the copy is left.
+            StorageError: it cannot be written. Only the copy in memory remains.
         """
         save = self._save
         if save is None:
@@ -112,14 +111,14 @@ class Saving:
     def load(
         self, checkpoint: Path, fingerprints: Mapping[str, str], allow: Collection[str]
     ) -> RankState:
-        """Load the state of a checkpoint, and its tensors into the optimizer.
+        """Return the rank's state from a checkpoint, and load its tensors into the optimizer.
 
         Args:
-            fingerprints: of this run, by keys; they must be those of the run that saved it.
+            fingerprints: this run's fingerprints by key; they must equal the saved ones.
             allow: keys whose fingerprint may differ (`resume.allow`).
 
         Raises:
-            ConfigError: the checkpoint is damaged, or is of other data or other weights.
+            ConfigError: the checkpoint is damaged, or belongs to other data or weights.
         """
         state, tensors = RankState.load(
             checkpoint, self._ranks.rank, has_own_tensors=self._parallel.holds_parts
@@ -130,9 +129,9 @@ class Saving:
         if refused := [key for key in changed if key not in allow]:
             raise ConfigError(
                 [
-                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} here, and was"
-                    f" {state.fingerprints[key][:12]} (of contents digests) when {checkpoint} was"
-                    f" saved; restore it, or insist with 'resume.allow=[{key}]'"
+                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} now, but was"
+                    f" {state.fingerprints[key][:12]} when {checkpoint} was saved (contents are"
+                    f" compared by digest); restore it, or allow it with 'resume.allow=[{key}]'"
                     for key in refused
                 ]
             )
@@ -140,23 +139,23 @@ class Saving:
         saved = None if state.report is None else state.report.digests.get("weights")
         if saved is not None and saved != (found := self.digest_of_weights()):
             raise ConfigError(
-                f"resume.run: {checkpoint} has not the weights of its step: their checksum is"
-                f" {found}, and was {saved}; restore it from another copy, or resume another"
+                f"resume.run: {checkpoint} does not contain the weights of its step: their checksum"
+                f" is {found}, but was {saved}; restore it from another copy, or resume another"
                 " checkpoint (checkpoints.json lists them)"
             )
         self._optimizer.num_skipped = state.num_skipped
         return state
 
     def digest_of_weights(self) -> str:
-        """Return the checksum of the weights that this rank trains, for the ledger."""
+        """Return the checksum of this rank's trained weights, for the ledger."""
         return f"{checksum(self._optimizer.masters) % 2**64:016x}"
 
     def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Return why a node's memory is too small for a copy of weights and `tensors`, if it is."""
+        """Return why a copy of weights and `tensors` does not fit in host memory, or None."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._ranks.rank == 0:
             for name, dtype, shape in self._parallel.weights.specs():
-                # The weight itself, unless that is a shard: copied already.
+                # A float32 master is the weight itself, which `tensors` contains unless sharded.
                 is_master = f"{name}/master" in tensors and dtype is torch.float32
                 if self._parallel.holds_parts or not is_master:
                     size += shape.numel() * dtype.itemsize
@@ -169,13 +168,13 @@ class Saving:
         if node.needed + KEPT_FREE <= node.available:
             return None
         return (
-            f"the copy needs {in_gib(node.needed)} of a node's host memory beside"
-            f" {in_gib(KEPT_FREE)} that stay free, and {in_gib(node.available)} are available"
+            f"the copy needs {in_gib(node.needed)} of a node's host memory, and"
+            f" {in_gib(KEPT_FREE)} must stay free, but only {in_gib(node.available)} are available"
         )
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the checksum of this rank's parts of the tensors, in their order."""
+    """Return one checksum over this rank's shards of the tensors, in their order."""
     result = BucketChecksum()
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,10 +1,10 @@
-"""A target together with its prompt: the atomic unit of packing.
+"""Segments: a prompt with its target, the smallest unit of packing.
 
-Prompts come as samples, which the checkpoint's processor encodes (`PromptEncoder`), or as an
+A prompt is either a sample, which the checkpoint's processor encodes (`PromptEncoder`), or an
 engine's tokens with their images (`ImageEncoder`).
 
 Shape legend: P prompt tokens (image placeholders expanded), L target tokens, I images, R image
-patches or tiles, D their values.
+patches or tiles, D values of each.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt in both forms: as the engine is asked, and as both sides compute it.
+    """One prompt in two forms: the tokens of the request, and the expanded tokens with images.
 
     Example: 10 text tokens and an image of 8 x 8 patches, 4 patches to a token: 11
     `request_token_ids`, P = 26, `modality_P` with 16 ones, `image_grid_I3` [[1, 8, 8]], R = 64.
     """
 
     request_token_ids: tuple[int, ...]
-    """One placeholder per image: a request carries these."""
+    """The tokens of a request, with one placeholder per image."""
     token_ids: tuple[int, ...]
-    """[P], placeholders expanded: the learner's forward sees these, and so must the engine."""
+    """[P], placeholders expanded. The forwards of learner and engine both read these tokens."""
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
@@ -51,7 +51,7 @@ class EncodedPrompt:
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
-        """Make a prompt without images: both of its forms are the same."""
+        """Return a prompt without images, whose two forms are equal."""
         ids = tuple(token_ids)
         no_modality_P = torch.zeros(len(ids), dtype=torch.int64)
         return cls(ids, ids, no_modality_P, torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64))
@@ -59,30 +59,30 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt and the target that is learned of a response to it.
+    """A prompt and its target.
 
     Example: the sample at position 5 of step 2, a prompt of 26 tokens and a target of 40, generated
-    by "rollout-actor-1" with version 2 of the weights: `len(segment)` is 66.
+    by "rollout-actor-1" with weight version 2: `len(segment)` is 66.
     """
 
     position: int
-    """The sample's place in its step."""
+    """The sample's position in its step."""
     prompt: EncodedPrompt
     target: Target | AdvantageTarget
     step: int = 0
-    """The step that drew the sample; a later one may learn the segment."""
+    """The step that drew the sample. A later step may learn the segment."""
     actor: str | None = None
-    """The actor that generated the rollout; None in channel A."""
+    """The rollout actor that generated the rollout; None in channel A."""
     weight_version: int | None = None
-    """Version of the weights that generated it; None in channel A."""
+    """The weight version that generated the rollout; None in channel A."""
     target_modality_L: torch.Tensor | None = None
-    """int [L], as `modality_P`, of a target that shows more images; None: it is text."""
+    """int [L], like `modality_P`, for a target with images; None for a target of text."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
 
     def without_images(self) -> Segment:
-        """Return the same text as a prompt that shows nothing; of text, the segment itself."""
+        """Return the segment with its images and their tokens removed from the prompt."""
         if not len(self.prompt.image_grid_I3):
             return self
         modality = self.prompt.modality_P.tolist()
@@ -92,7 +92,7 @@ class Segment:
 
     @property
     def modality(self) -> torch.Tensor:
-        """int [P + L]"""
+        """int [P + L]: `modality_P` of prompt and target."""
         of_target = self.target_modality_L
         if of_target is None:
             of_target = self.prompt.modality_P.new_zeros(len(self.target.token_ids))
@@ -100,7 +100,7 @@ class Segment:
 
 
 KEPT_TEXTS = 1024
-"""Prompts whose text and tokens are kept."""
+"""Number of prompts whose text and tokens are cached."""
 
 
 class PromptEncoder:
@@ -111,19 +111,19 @@ class PromptEncoder:
         self._pictures = pictures_of(processor)
         self.prompts = prompts
         self._control_tokens = tuple(control_tokens(processor.tokenizer).values())
-        # Where no row has a text of its own, prompts differ in their number of images alone.
+        # If no row has its own text, prompts differ only in their number of images.
         self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
         self._ids_of = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
 
     @property
     def picture_resize(self) -> PictureResize:
-        """The size at which the model is shown a picture."""
+        """The function that computes the image size that the model sees."""
         return self._pictures.resize
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
     ) -> RolloutRequest:
-        """Make the request for a sample's rollout. Reads no image."""
+        """Return the request for a sample's rollout. Does not read image files."""
         return RolloutRequest(
             step=step,
             position=position,
@@ -135,14 +135,14 @@ class PromptEncoder:
         )
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
-        """Encode the prompt with one placeholder per image. Reads no image."""
-        # Engines expand the placeholders themselves; `check_prompt` compares the results.
+        """Encode the prompt with one placeholder per image. Does not read image files."""
+        # Engines expand the placeholders; `check_prompt` compares their tokens with ours.
         return self._ids_of(self.text(sample))
 
     def num_tokens(self, sample: Sample) -> int:
-        """Count the prompt's tokens, placeholders expanded, from its images' size. Reads no image.
+        """Return the prompt's length with expanded placeholders, without reading image files.
 
-        Raises RecordError for a size or shape that the checkpoint's processor does not take.
+        Raises RecordError if the checkpoint's processor does not accept the image's size or shape.
         """
         added = 0
         if sample.images:
@@ -150,15 +150,15 @@ class PromptEncoder:
                 tokens = self._pictures.num_tokens(sample.width, sample.height)
             except ValueError as error:
                 raise _not_taken(sample, [(sample.width, sample.height)], error) from error
-            # The placeholder itself gives way to the picture's tokens and what is around them.
+            # The image's tokens and the tokens around them replace the placeholder.
             added = tokens + sum(map(len, self._pictures.around)) - 1
         return len(self.request_ids(sample)) + len(sample.images) * added
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """Encode the prompt and its images.
 
-        Raises RecordError when an image file is gone or changed, or not of a size that the
-        checkpoint's processor takes.
+        Raises RecordError if an image file is missing or changed, or if the checkpoint's processor
+        does not accept its size.
         """
         images = [decode_image(image) for image in sample.images]
         request_ids = self.request_ids(sample)
@@ -171,15 +171,15 @@ class PromptEncoder:
         return EncodedPrompt(request_ids, token_ids, modality_P, pixel_values_RD, image_grid_I3)
 
     def text(self, sample: Sample) -> str:
-        """Write the prompt by the chat template, one placeholder per image.
+        """Return the prompt's text from the chat template, with one placeholder per image.
 
-        Raises RecordError for a question with a control token: it would end the turn, or stand for
-        an image.
+        Raises RecordError if the question contains a control token, which would end the turn or
+        stand for an image.
         """
         system, user = self.prompts.texts(sample)
         texts = {"prompt": sample.prompt, "system": sample.system, "phrase": sample.phrase}
         texts |= {f"classes[{i}]": name for i, name in enumerate(sample.classes)}
-        # The whole question last: its parts may join to a token.
+        # The whole question is checked last: its parts may join to a control token.
         for field, text in (*texts.items(), ("prompt", user), ("system", system)):
             if text and (token := find_control_token(text, self._control_tokens)):
                 problem = f"sample {sample.sample_id} has {token}, a control token of the tokenizer"
@@ -194,7 +194,7 @@ class PromptEncoder:
         return str(text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
-        # The chat template has written them already.
+        # The chat template has already added the special tokens.
         encoded = self._processor.tokenizer(text, add_special_tokens=False)
         return tuple(encoded["input_ids"])
 
@@ -202,39 +202,39 @@ class PromptEncoder:
 def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueError) -> RecordError:
     pixels = " and ".join(f"{width} x {height}" for width, height in sizes)
     problem = (
-        f"sample {sample.sample_id} has a picture of {pixels} pixels, which the checkpoint's image"
-        f" processor does not take ({error})"
+        f"sample {sample.sample_id} has an image of {pixels} pixels, which the checkpoint's image"
+        f" processor does not accept ({error})"
     )
-    return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
+    return RecordError(problem, field="images", remedy="crop or pad the image, or remove the row")
 
 
 def modality_of(token_ids: Sequence[int], image_token_id: int) -> torch.Tensor:
-    """Return 1 where a token stands for a part of an image, else 0: int [P]."""
+    """Return int [P]: 1 for each token of an image, else 0."""
     return (torch.tensor(token_ids, dtype=torch.int64) == image_token_id).to(torch.int64)
 
 
 class ImageEncoder:
-    """Encodes the images of prompts that come as an engine's tokens."""
+    """Encodes the images of prompts whose tokens come from an engine."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor`: of a checkpoint with a vision tower."""
+        """`processor` belongs to a checkpoint with a vision tower."""
         self._pictures = pictures_of(processor)
         self._token_id = self._pictures.token_id
-        # The rollouts of a group show the same images, and come one after the other.
+        # The rollouts of a group have the same images and arrive one after the other.
         self._last: tuple[tuple[str, ...], EncodedImages] | None = None
 
     def modality(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return 1 where a token stands for a part of an image, else 0: int [P]."""
+        """Return int [P]: 1 for each token of an image, else 0."""
         return modality_of(token_ids, self._token_id)
 
     def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
         """Encode the images of `token_ids`, whose placeholders are expanded.
 
         Raises:
-            ValueError: the engine has another number of tokens for them than the learner.
+            ValueError: engine and learner differ in the number of image tokens.
             RecordError: an image cannot be decoded.
         """
-        # Pixels are decoded once for the rollouts of a group; tokens are checked for each.
+        # Pixels are decoded once per group; the tokens of each rollout are checked.
         key = tuple(image.sha256 for image in images)
         if self._last is None or self._last[0] != key:
             self._last = key, self._pictures.encode([decode_image(image) for image in images])
@@ -243,27 +243,27 @@ class ImageEncoder:
         found = self._runs(token_ids)
         if found != expected:
             raise ValueError(
-                f"the engine has {found} tokens of its images, the learner {expected}; engines and"
-                " learner must load the same checkpoint, with the image size limits in its"
+                f"the engine has {found} tokens for its images, the learner {expected}; engines and"
+                " learner must load the same checkpoint, with the same image size limits in its"
                 " processor files"
             )
         return images_of_key
 
     def num_images(self, token_ids: Sequence[int]) -> int:
-        """Count the images that are shown in these tokens."""
+        """Return the number of images in these tokens."""
         return len(self._runs(token_ids))
 
     def _runs(self, token_ids: Sequence[int]) -> list[int]:
-        """Count the tokens of each image: other tokens mark its beginning and its end."""
+        """Return the number of tokens of each image. Other tokens separate the images."""
         runs = groupby(token_ids, key=lambda token_id: token_id == self._token_id)
         return [sum(1 for _ in run) for is_image, run in runs if is_image]
 
 
 def decode_image(image: ImageRef) -> Image:
-    """Decode an image to RGB, on white where it is transparent, as engines do.
+    """Decode an image to RGB, with a white background behind transparency, as engines do.
 
-    Raises RecordError when the file is gone, changed, or no image (which is only found here where
-    `data.check_images` is off).
+    Raises RecordError if the file is missing, changed or not an image. With `data.check_images`
+    the latter is found earlier.
     """
     import PIL  # runs of text models need no Pillow
 
@@ -274,14 +274,14 @@ def decode_image(image: ImageRef) -> Image:
     except MemoryError:
         raise
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into.
+        # Any exception: on damaged files Pillow's decoders raise many types.
         reason = str(error) or type(error).__name__
         if isinstance(error, PIL.UnidentifiedImageError):
-            reason = "of no format that is known"  # Pillow's words name an object in memory
+            reason = "unknown format"  # Pillow's message names an object in memory
         name = str(image.path)
         remedy = "replace the file, or set data.check_images: true"
         if image.path is None:
-            name = "one of a message"
-            remedy = "send whole files"
-        problem = f"{name} is no readable image ({reason})"
+            name = "an image of a message"
+            remedy = "send complete image files"
+        problem = f"{name} is not a readable image ({reason})"
         raise RecordError(problem, field="images", remedy=remedy) from error

@@ -3,14 +3,14 @@
     segments --collate--> PackedRow --model--> hidden states --LogitsPass--> RowValues
              --objectives--> loss --backward--> gradients, and a RowResult
 
-Example: a row of two segments of 300 and 200 tokens, of which 40 and 25 are supervised. The model
-computes hidden states [500, D]; logits exist for 65 positions, `LOGIT_CHUNK` of them at a time; the
-loss is the sum over both segments of each term's mean within the segment. What a step's loss is
-divided by is for the step's end, so rows add up in any order and packing.
+Example: a row has two segments of 300 and 200 tokens, with 40 and 25 supervised tokens. The model
+computes hidden states [500, D]. Logits are computed for 65 positions, `LOGIT_CHUNK` at a time. The
+loss is the sum over both segments of each term's mean within the segment. The optimizer divides the
+gradient at the step's end, so the result does not depend on the order or packing of the rows.
 
-Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of them with coord
-logits, X text, S coord slots, K tokens to compare, M to learn by their advantage, T tokens that the
-reference finds most probable, J = T + 1, V vocabulary, C coord bins.
+Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of these that need
+coordinate logits, X text tokens, S coordinate slots, K tokens to compare, M tokens learned by their
+advantage, T most probable tokens of the reference, J = T + 1, V vocabulary, C coordinate bins.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shared.config.pipeline import Channel, PipelineSection
 from shared.rollouts import DecodeSettings
 
 LOGIT_CHUNK = 512
-"""Positions whose full-vocabulary logits exist at a time: 0.70 GB of 152,000 ids in float32."""
+"""Positions whose full-vocabulary logits are in memory at once: 0.70 GB for 152,000 token ids."""
 
 
 class SlotMean(NamedTuple):
-    """A mean over coord slots, in parts that add over rows."""
+    """A mean over coordinate slots, as a sum and a count that can be added over rows."""
 
     total: float
     num_slots: int
@@ -50,24 +50,24 @@ class SlotMean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The numbers of one row's forward and backward.
+    """The loss, metrics and log-probabilities of one row's forward and backward.
 
-    Example (token_ce alone, weight 2, over two segments with means 0.5 and 0.3): loss 1.6, terms
+    Example (only token_ce, weight 2, over two segments with means 0.5 and 0.3): loss 1.6, terms
     `{"loss/token_ce": 0.8}`, no diagnostics, and one log-probability per token to compare.
     """
 
     loss: float
-    """The row's part of the step's loss, before the step's division."""
+    """The row's part of the step's loss, before the division at the step's end."""
     terms: dict[str, float]
     """`loss/...` metrics, to be summed over the rows of a step."""
     diagnostics: dict[str, SlotMean]
-    """Metrics of the active diagnostics, of which nothing is learned."""
+    """Metrics of the active diagnostics, which have no gradient."""
     compared_logprobs_K: torch.Tensor
     """The learner's log-probabilities of the row's tokens to compare, on the CPU."""
 
 
 class _RowForward(NamedTuple):
-    """A tuple of tensors on its top level: FSDP looks there for the start of a backward."""
+    """The result of a forward. FSDP finds the tensors to hook only at a tuple's top level."""
 
     loss: torch.Tensor
     terms: torch.Tensor
@@ -85,25 +85,25 @@ def train_row(
     weight: float = 1.0,
     reference: Reference | None = None,
 ) -> RowResult:
-    """Run forward, losses and backward of one row. Adds to the gradients alone.
+    """Run forward, losses and backward of one row. Changes only the gradients.
 
     Args:
-        sampled_under: how the engine drew its tokens, to compute the same probabilities here.
-        logit_chunk: positions whose full-vocabulary logits exist at a time.
-        run: calls the forward; a sharded model has to do so itself.
+        sampled_under: how the engine sampled its tokens, to compute the same probabilities here.
+        logit_chunk: positions whose full-vocabulary logits are in memory at once.
+        run: calls the forward; a sharded model must call it itself.
         weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
-        reference: the model that the run started with, for objectives that compare with it.
+        reference: the initial model of the run, for objectives that compare with it.
     """
     needs = objectives.needs
     start: ReferenceValues | None = None
     if needs.reference:
-        assert reference is not None, "`build_objectives` lets only a run that has one ask"
-        # Before the forward with a gradient, whose backward then finds its own activations alone.
+        assert reference is not None, "`build_objectives` requires a reference for this objective"
+        # Before the forward with a gradient, whose activations are then not yet in memory.
         top = (objectives.coord_ids_C, needs.reference_top)
         start = reference.forward(_read_reference, row, *top, sampled_under, logit_chunk)
     forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk, start)
-    # Gradients of a step's rows add up, in the masters where there are some (`MasterWeights`); the
-    # optimizer divides once, at the step's end.
+    # Gradients add up over a step's rows, in the master weights if there are any (`MasterWeights`).
+    # The optimizer divides once, at the step's end.
     (weight * forward.loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
     return RowResult(
@@ -128,10 +128,10 @@ def _forward(
     hidden_LD = _hidden_states(model, row)
     values = read(hidden_LD[row.positions_N], row, reference)
     losses = [objective(values, row.supervision) for objective in objectives.objectives]
-    # So that a row without supervised slots or text has a gradient too, of zero.
+    # A row without supervised slots or text must have a gradient too: zero.
     nothing = 0.0 * values.coord_logits_SC.sum()
     if row.has_beside:
-        # And the vision tower, through the images of a segment that is not learned.
+        # The vision tower too, through the images of a segment without supervision.
         nothing = nothing + 0.0 * hidden_LD[-1].float().sum()
     loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
     terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
@@ -139,12 +139,12 @@ def _forward(
 
 
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
-    """Return [L, D], in the model's own type."""
+    """Return the hidden states [L, D] in the model's own type."""
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
-        # None, not ones: with a mask transformers lets the segments see each other.
+        # None instead of ones: with a mask, transformers lets the segments see each other.
         attention_mask=None,
         **inputs.image_arguments(model.dtype),
         use_cache=False,
@@ -161,12 +161,12 @@ def _read_reference(
     sampled_under: Normalizer,
     logit_chunk: int,
 ) -> ReferenceValues:
-    """Read what the model says of the tokens that are learned by their advantage."""
+    """Return the model's log-probabilities at the tokens that are learned by their advantage."""
     learned_at_M = row.supervision.learned.at
     temperature = sampled_under.temperature
     logprobs, top_ids, top_logprobs = [], [], []
-    # In the chunks of `LogitsPass`: a product of other shapes may round otherwise, and where the
-    # weights are the same the difference is to be 0.
+    # The chunks are the same as in `LogitsPass`, because a product of another shape may round
+    # differently. With equal weights the difference must be 0.
     hidden_ND = _hidden_states(model, row)[row.positions_N]
     for index, part_ND in enumerate(hidden_ND.split(logit_chunk)):
         first = index * logit_chunk
@@ -212,16 +212,16 @@ _PLAIN = Normalizer()
 
 @dataclass(frozen=True, slots=True)
 class LogitsPass:
-    """Reduces the logits of one row to what its objectives ask, a chunk of positions at a time.
+    """Reduces the logits of one row to the values its objectives need, chunk by chunk.
 
-    The peak of memory is a chunk's backward; benchmarks/logit_memory.py measures it.
+    Memory peaks in the backward of a chunk; benchmarks/logit_memory.py measures it.
     """
 
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     coord_ids_C: torch.Tensor
     needs: LogitNeeds
     sampled_under: Normalizer
-    """How the engine drew its tokens."""
+    """How the engine sampled its tokens."""
     chunk: int = LOGIT_CHUNK
 
     def __call__(
@@ -234,9 +234,9 @@ class LogitsPass:
         learned = row.supervision.learned
         coord_at_P = coord.at
         if needs.text_gate is not None:
-            # The gate needs coord logits at text positions too.
+            # The gate needs coordinate logits at text positions too.
             coord_at_P = torch.cat([coord.at, text.at]).sort().values
-        # Each normalizer costs a pass over the vocabulary: the sampling's only where it is used.
+        # Each normalizer costs a pass over the vocabulary, so the sampling's is read only if used.
         num_sampled = len(row.compared.at) + (len(learned.at) if needs.learned else 0)
         normalizers = self._normalizers(num_sampled)
         top = None
@@ -259,21 +259,21 @@ class LogitsPass:
             )
 
         def sampled_logprobs(at: torch.Tensor) -> torch.Tensor:
-            if not len(at):  # then nothing was read under the sampling's normalizer
+            if not len(at):  # the sampling's normalizer was not read
                 return hidden_ND.new_zeros(0, dtype=torch.float32)
             return logprobs(at, self.sampled_under)
 
-        # In this order always: a backward adds gradients in the order that its graph was made in.
+        # Keep this order: a backward adds gradients in the order in which its graph was built.
         text_ce_X = -logprobs(text.at, _PLAIN) if needs.text_ce else None
         text_gate_X = None
         if needs.text_gate is not None:
             text_gate_X = coord_math.gate_of_leak(leak(text.at, needs.text_gate))
         coord_logits_SC = reading.coord_logits_PC[torch.searchsorted(coord_at_P, coord.at)]
-        # The gate of a slot is the leak itself, -log p(coord); that of text is of its complement.
+        # The gate of a slot is the leak itself, -log p(coord). Text uses the complement.
         coord_gate_S = None if needs.coord_gate is None else leak(coord.at, needs.coord_gate)
         coord_mass_S = coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None
         top_logprobs_MJ = reading.picked_logits_MJ
-        if top_logprobs_MJ is not None and len(learned.at):  # else there is no normalizer
+        if top_logprobs_MJ is not None and len(learned.at):  # otherwise no normalizer was read
             normalizer_M1 = log_normalizers[self.sampled_under][learned.at, None]
             top_logprobs_MJ = coord_math.token_logprobs(
                 top_logprobs_MJ, normalizer_M1, self.sampled_under.temperature
@@ -291,7 +291,7 @@ class LogitsPass:
         )
 
     def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
-        """List what probabilities are needed under, each once, in an order free of hashes."""
+        """List the needed normalizers without duplicates, in an order that is always the same."""
         needs = self.needs
         wanted = [_PLAIN] if needs.text_ce or needs.coord_mass else []
         gates = (needs.text_gate, needs.coord_gate)
@@ -310,7 +310,7 @@ class LogitsPass:
     ) -> LogitReading:
         def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
             stop = start + len(chunk_ND)
-            # Positions within the chunk; the concatenation of all chunks is in the order of P.
+            # Positions within the chunk. The concatenation of all chunks has the order of P.
             here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
             picked_here = picked
             if picked is not None:
@@ -327,8 +327,8 @@ class LogitsPass:
                 picked_here,
             )
 
-        # The logits of a chunk are computed again in its backward, so that no two chunks' exist at
-        # once. An empty row has one empty chunk.
+        # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
+        # An empty row has one empty chunk.
         chunks = [
             checkpoint(read, part_ND, index * self.chunk, use_reentrant=False)
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))
@@ -344,7 +344,7 @@ class LogitsPass:
 
 
 class RowTrainer:
-    """Trains the rows of a run: `train_row` with the objectives of the row's channel."""
+    """Trains packed rows: calls `train_row` with the objectives of the row's channel."""
 
     def __init__(
         self,
@@ -374,8 +374,8 @@ class RowTrainer:
         """Pack the segments into one row, on the CPU.
 
         Args:
-            version: of the weights that learn.
-            beside: is read behind them, and nothing is learned of it.
+            version: weight version of the learner.
+            beside: segment without supervision that is appended to the row.
         """
         return collate(
             [_comparable(segment, version) for segment in segments],
@@ -412,8 +412,8 @@ class RowTrainer:
 
 
 def _comparable(segment: Segment, version: int) -> Segment:
-    """Drop log-probabilities of older weights."""
-    # They cannot be compared: of a segment carried over from an earlier step, or a stale rollout.
+    """Drop the log-probabilities to compare if older weights generated the segment."""
+    # The segment was carried over from an earlier step, or its rollout is stale.
     if segment.weight_version == version:
         return segment
     return replace(segment, target=replace(segment.target, compared_logprobs=()))

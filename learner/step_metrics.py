@@ -1,6 +1,6 @@
-"""Numbers and times of one step of one rank (names and meanings: shared/metrics.py).
+"""Metrics and timings of one step on one rank (names and meanings: shared/metrics.py).
 
-Counts and rates only. IoU is no training-time number: it belongs to evaluation reports.
+Only counts and rates. IoU is not a training metric: it belongs to evaluation reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.trajectory import EnvironmentRollout
 
 
 class StepMetrics:
-    """Sums what one rank counts in one step, and notes what it spent its time on.
+    """Accumulates the metrics of one step on one rank, and records its time spans.
 
     Example (two rows of 3 and 1 segments, with losses 0.6 and 0.2): `report(denominator=4)` has
     `loss/total` 0.2, `packing/num_rows` 2 and `packing/num_segments` 4.
@@ -45,21 +45,21 @@ class StepMetrics:
         min_fill_ratio: float,
         keeps_digests: bool = False,
     ) -> None:
-        """Begin with nothing.
+        """Start with all metrics empty.
 
         Args:
-            capacity: tokens of a row; one filled less than `min_fill_ratio` is underfilled.
-            keeps_digests: for the run's ledger.
+            capacity: tokens of a row. A row filled below `min_fill_ratio` is underfilled.
+            keeps_digests: compute the digests of the run's ledger.
         """
         self.totals = MetricAccumulator()
         self.num_segments = 0
         """Segments learned so far."""
         self.num_credited = 0
-        """Sampled tokens that have an advantage, 0 included, so far."""
+        """Sampled tokens with an advantage (0 included) so far."""
         self.refilled: dict[int, int] = {}
-        """Rows of examples drawn in place of groups without signal, by the group's position."""
+        """Dataset rows drawn to replace groups without signal, by the group's position."""
         self.compared = Compared()
-        """Comparison of the engine's log-probabilities with the learner's so far."""
+        """Result of the log-probability comparison between engine and learner so far."""
         self._plan = plan
         self._track = track
         self._capacity = capacity
@@ -72,25 +72,25 @@ class StepMetrics:
         self._digests: dict[str, hashlib._Hash] = {}
 
     def record(self, name: str, *content: object) -> None:
-        """Add to a digest of the ledger (`shared.metrics.DIGESTS`).
+        """Add content to a digest of the ledger (`shared.metrics.DIGESTS`).
 
-        The content is told by its `repr`, and holds nothing of times, places and engines' last
-        bits: two runs of one configuration have the same. With `environment.teacher` `targets` has
-        the teacher's log-probabilities, and repeats if these do to the bit.
+        The digest is of `repr(content)`, which must not depend on times, placement or rounding in
+        engines: two runs of one configuration have equal digests. With `environment.teacher`,
+        `targets` contains the teacher's log-probabilities and repeats only if they do.
         """
         if self._keeps_digests:
             digest = self._digests.setdefault(name, hashlib.sha256())
             digest.update(repr(content).encode())
 
     def add_generation(self, spans: Sequence[Span]) -> None:
-        """Note who generated one round, and when."""
+        """Record the generation spans of one round."""
         if spans:
             self._spans += spans
             start_s = min(span.start_s for span in spans)
             self._generate_s += max(span.end_s for span in spans) - start_s
 
     def mark(self, name: str, started_s: float, **args: int) -> None:
-        """Note this rank's own work, from `started_s` until now."""
+        """Record a span of this rank's own work, from `started_s` until now."""
         span = Span(self._track, name, started_s, time.time(), {"step": self._plan.number, **args})
         self._learn_s += span.duration_s
         self._spans.append(span)
@@ -104,11 +104,11 @@ class StepMetrics:
         staleness: int,
         source: str | None = None,
     ) -> None:
-        """Count a rollout of a sample with `num_ground_truth` objects, and how it was read.
+        """Count a rollout, its parsing and matching; its sample has `num_ground_truth` objects.
 
         Args:
             staleness: updates since the weights that generated it.
-            source: name of the sample's file, where there are several.
+            source: name of the sample's file if there are several files.
         """
         parsed = reading.parsed
         add = self.totals.add
@@ -136,9 +136,9 @@ class StepMetrics:
             add(f"source/num_matched/{source}", len(reading.match.pairs))
 
     def add_options(self, target: Target, weights: TextWeights) -> None:
-        """Count what options beyond the specification have made of a rollout's target."""
+        """Count the effects of options beyond the specification on a rollout's target."""
         reading = target.reading
-        assert reading is not None, "on channel A they change nothing"
+        assert reading is not None, "these options have no effect on channel A"
         of_role = Counter(target.roles.tolist())
         for name, number in (
             ("rollout/num_trimmed", reading.num_trimmed),
@@ -147,12 +147,12 @@ class StepMetrics:
             ("rollout/num_capped_epsilons", reading.num_capped),
             ("rollout/num_weighted_ends", weights.fp_end != 1 and bool(reading.false_positives)),
         ):
-            # Without the option there is no such number.
+            # Without the option the metric is not reported.
             if number:
                 self.totals.add(name, float(number))
 
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
-        """Count a rollout of an environment, also one that failed."""
+        """Count a rollout of an environment, including failed ones."""
         add = self.totals.add
         add("rollout/num", 1)
         add("rollout/num_failed", float(rollout.error is not None))
@@ -161,7 +161,7 @@ class StepMetrics:
         add("rollout/num_length_limited", float(rollout.num_length_limited > 0))
         add("rollout/num_overlong", float(rollout.is_overlong))
         add("rollout/num_splits", rollout.num_splits)
-        if rollout.error is None:  # else the reward of 0 says nothing of the model
+        if rollout.error is None:  # a failed rollout's reward of 0 is not about the model
             self.totals.add_mean("rollout/reward", rollout.reward, 1)
             if rollout.task is not None:
                 self.totals.add_mean(f"{TASK_FAMILY}{rollout.task}", rollout.reward, 1)
@@ -170,29 +170,29 @@ class StepMetrics:
         add("rollout/num_given_up", len(rollout.given_up))
         if rollout.num_tool_calls is not None:
             add("rollout/num_tool_calls", rollout.num_tool_calls)
-        # Where a reward function failed, the others have judged the rollout all the same.
+        # If a reward function failed, the other functions have still scored the rollout.
         if rollout.error is None or rollout.reward_errors:
             for name, value in rollout.metrics.items():
                 self.totals.add_mean(f"{REWARD_FAMILY}{name}", value, 1)
 
     def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
-        """Count the rollouts of one example: without a signal, all of them may be left out."""
+        """Count one group: whether it has signal, and how many of its rollouts are left out."""
         self.totals.add("rollout/num_groups", 1)
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
-        """Count the tokens of a rollout that its advantage is for; none of one that is masked."""
+        """Count a rollout's tokens that have an advantage (0 tokens if it is masked)."""
         self.num_credited += num_tokens
         self.totals.add("rollout/num_masked", float(is_masked))
 
     def add_staleness(self, staleness: int) -> None:
-        """Count the updates since the weights that generated a rollout."""
+        """Record the number of updates since the weights that generated a rollout."""
         self.totals.add_mean("rollout/staleness", staleness, 1)
         self.totals.add_max("rollout/staleness_max", staleness)
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
-        """Count a row that was learned. Its losses are sums over segments."""
+        """Count a learned row. Its losses are sums over segments."""
         self.add_losses(result)
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
@@ -210,9 +210,9 @@ class StepMetrics:
         self.totals.add_max("packing/learned_age_max", max(ages))
 
     def add_losses(self, result: RowResult) -> None:
-        """Add what a row's forward gave, also where the row is learned again."""
+        """Add a row's losses and diagnostics, also if the row is learned again."""
         for name, value in {"loss/total": result.loss, **result.terms}.items():
-            # Not 0 + value: a sum begins with the first row's own bits.
+            # Not 0 + value: the sum starts with the first row's exact value (sign of zero).
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         for name, mean in result.diagnostics.items():
             self.totals.add_mean(name, mean.total, mean.num_slots)
@@ -227,22 +227,22 @@ class StepMetrics:
         num_carried: int,
         weights: str | None = None,
     ) -> RankReport:
-        """End the step, once.
+        """Return the rank's report of the step. Call it once, at the step's end.
 
         Args:
-            step_metrics: numbers of the whole step, the same on every rank.
-            waits: waits for other ranks, within the spans that were marked.
-            denominator: what losses are divided by: the segments that the gradient of an update
-                was divided by, times the updates.
+            step_metrics: metrics of the whole step, equal on all ranks.
+            waits: waits for other ranks, within the marked spans.
+            denominator: divisor of the losses: the segments that an update's gradient was divided
+                by, times the number of updates.
             num_carried: segments that wait for a later step.
-            weights: digest of the trained weights after the update, where digests are kept.
+            weights: digest of the trained weights after the update, if digests are kept.
         """
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
-        # Named also where there was nothing to learn.
+        # These metrics are reported even if no row was learned.
         self.totals.add("packing/num_rows", 0)
         self.totals.add("packing/num_segments", 0)
-        # Nothing compared leaves no trace: a 0 would read as perfect agreement.
+        # If no token was compared, report nothing: a 0 would look like perfect agreement.
         if self.compared.num_tokens:
             self.totals.add("rollout/num_compared_tokens", self.compared.num_tokens)
             self.totals.add("rollout/num_logprob_outliers", self.compared.num_outliers)
@@ -266,8 +266,8 @@ class StepMetrics:
 
 
 def _supervision_of(target: Target | AdvantageTarget) -> tuple[object, ...]:
-    """Return what a target supervises, for the ledger's digest of targets."""
-    # Both types in one layout, so that ledgers of earlier versions can be compared.
+    """Return a target's supervision for the ledger's digest of targets."""
+    # Both types have the same layout, so that ledgers of earlier versions can be compared.
     if isinstance(target, Target):
         slots = (target.coord_positions, target.coord_targets, target.box_slots)
         no_credit = ((), (), ())

@@ -1,15 +1,15 @@
 """Targets: the tokens that a segment trains on, and the supervision of each token.
 
-Decided once, where a target is made; objectives only consume it. Each algorithm has its type:
+Supervision is decided when a target is built, and objectives only read it. The types are:
 
-    Target            text, coord slots and boxes, each token with what it is taught
+    Target            text, coordinate slots and boxes with their labels
                       (learner/algorithms/matched_targets.py)
     AdvantageTarget   sampled tokens, each with its advantage
                       (learner/algorithms/advantages.py)
 
 In both, the engine's log-probabilities of some tokens are *compared* with the learner's.
 
-Shape legend: L target tokens, S coord slots.
+Shape legend: L target tokens, S coordinate slots.
 """
 
 from __future__ import annotations
@@ -36,50 +36,51 @@ class TokenRole(IntEnum):
     """The kind of a target token. Role and channel decide its weight in `token_ce`."""
 
     NEUTRAL = 0
-    """Prefix text that is not of matched objects alone. Never supervised."""
+    """Prefix text that does not belong only to matched objects. Never supervised."""
     STRUCTURE = 1
-    """Serialised ground truth, with keys and separators; the opening brace where it is ours."""
+    """Serialised ground truth with keys and separators; the opening brace if it was not sampled."""
     DESC = 2
     """Overlaps the value of a serialised `desc`."""
     MATCHED_STRUCTURE = 3
-    """A matched object's value `{...}` in the prefix, without its desc and coord tokens."""
+    """A matched object's value `{...}` in the prefix, without its desc and coordinate tokens."""
     COORD = 4
-    """A coord slot: `coord_reg`'s, whatever the role weights are."""
+    """A coordinate slot. Only `coord_reg` trains it, not `token_ce`."""
     CLOSING = 5
     """The closing top-level brace, or EOS."""
     SEPARATOR = 6
-    """The prefix's token that goes on to a matched object (`supervise_separators`)."""
+    """The prefix token that continues to a matched object (`supervise_separators`)."""
     CORRECTED_DESC = 7
-    """Where a matched object's name first differs from its ground truth's: a `LabelOverride`."""
+    """The first token of a matched object's desc that differs from the ground truth; it has a
+    `LabelOverride`."""
     DIGITS = 8
-    """Overlaps a coordinate in digits: ours, or a matched object's as far as it is right."""
+    """Overlaps a coordinate in digits: a serialised one, or a matched one up to its first error."""
     CORRECTED_DIGITS = 9
-    """Where a matched object's coordinate first differs from its ground truth's: a
+    """The first token of a matched coordinate that differs from the ground truth; it has a
     `LabelOverride`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextWeights:
-    """The token weights of one channel, from `token_ce`'s configuration. Other roles weigh 0.
+    """The token weights of one channel, from `token_ce`'s configuration.
 
-    Example: `TextWeights(desc=0.5, matched_structure=0)` weighs an appended entry's structure 1,
-    its description 0.5, and the model's own text 0.
+    Example: `TextWeights(desc=0.5, matched_structure=0)` gives the structure of an appended entry
+    weight 1, its desc 0.5, and the sampled text 0.
     """
 
     desc: float
     matched_structure: float
     structure: float = 1.0
     """The weight of serialised ground truth, coordinates in digits, separators of the prefix,
-    closing brace and EOS; 0 where no text is supervised."""
+    closing brace and EOS; 0 if no text is supervised."""
     matched_desc: float = 0.0
-    """The weight of labels that correct the name of a matched object."""
+    """The weight of labels that correct the desc of a matched object."""
     fp_end: float = 1.0
-    """Factor of `structure` for closing brace and EOS where the prefix holds false positives."""
+    """Factor of `structure` for closing brace and EOS if the prefix contains false positives."""
 
     def of(self, target: Target) -> np.ndarray:
-        """Look up the weights of the target's tokens: float32 [L], at least 0."""
+        """Return the weights of the target's tokens: float32 [L], at least 0."""
         has_false_positives = target.reading is not None and target.reading.false_positives
-        # Roles that are not set below (NEUTRAL, COORD) stay 0: coord slots are `coord_reg`'s.
+        # Roles that are not set below (NEUTRAL, COORD) stay 0: `coord_reg` trains the slots.
         table = np.zeros(len(TokenRole), dtype=np.float32)
         table[TokenRole.STRUCTURE] = table[TokenRole.SEPARATOR] = self.structure
         table[TokenRole.DIGITS] = table[TokenRole.CORRECTED_DIGITS] = self.structure
@@ -91,11 +92,11 @@ class TextWeights:
 
 
 def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
-    """Return the weights of `token_ce`'s active entry; all 0 without one."""
+    """Return the text weights of the active `token_ce` entry; all 0 without such an entry."""
     for entry in pipeline.active(channel):
         if isinstance(entry, TokenCEEntry):
             config = entry.config
-            # Channel A has no rollout: no matched prefix, no name to correct, no false positive.
+            # Channel A has no rollout, so no matched prefix, desc to correct or false positive.
             if channel is Channel.A:
                 return TextWeights(config.desc_ce_weight, matched_structure=0.0)
             return TextWeights(
@@ -109,7 +110,7 @@ def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class MatchSettings:
-    """Keyword arguments of `match_objects`, as `rollout_matching` configures them."""
+    """Keyword arguments of `match_objects`, from the section `rollout_matching`."""
 
     candidate_top_k: int
     maskiou_gate: float
@@ -121,31 +122,31 @@ class MatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """The configuration of targets, whatever the channel."""
+    """The configuration of targets, for both channels."""
 
     geometry: frozenset[GeometryKind]
     answer_format: AnswerFormat
     matching: MatchSettings
     transport: OTSettings
-    """Between a polygon and its match."""
+    """Settings of the optimal transport for matched polygons."""
     trims_false_positives: bool = False
-    """Keep the rollout only as far as its last supervised object."""
+    """Keep the rollout only up to its last supervised object."""
     supervises_separators: bool = False
-    """Teach the prefix to go on where a supervised object follows."""
+    """Teach the prefix to continue if a supervised object follows."""
     corrects_names: bool = False
-    """Teach the ground truth's name where a supervised object's differs."""
+    """Teach the ground truth's desc if a supervised object's desc differs."""
 
     def for_pictures(self, resize: PictureResize) -> TargetSettings:
-        """Return the settings of a model that is shown its pictures so."""
+        """Return the settings for a model that sees images resized by `resize`."""
         return replace(self, answer_format=self.answer_format.for_pictures(resize))
 
     def with_gate(self, maskiou_gate: float) -> TargetSettings:
-        """Return the settings of a step with this gate."""
+        """Return the settings of a step with this maskIoU gate."""
         return replace(self, matching=replace(self.matching, maskiou_gate=maskiou_gate))
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
-    """Read how targets are made from the configuration; the gate is that behind its schedule."""
+    """Return the target settings of a run, with the maskIoU gate at the end of its schedule."""
     section = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
@@ -169,63 +170,63 @@ def target_settings(config: RunConfig) -> TargetSettings:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAndMatched:
-    """One rollout on its way to a target. Predictions are indices into `parsed.objects`.
+    """A rollout, parsed and matched. Predictions are indices into `parsed.objects`.
 
-    Example: predictions 0 and 1, ground truths 0 and 1, where prediction 0 matches ground truth 0
-    and nothing else: `supervised` [(0, 0, 0.8)], `excluded` (), `appended` (1,).
+    Example: predictions 0 and 1, ground truths 0 and 1, and only prediction 0 matches ground truth
+    0: `supervised` [(0, 0, 0.8)], `excluded` (), `appended` (1,).
     """
 
     parsed: ParsedRollout
     kept: ParsedRollout
-    """What the target begins with: `parsed`, unless false positives behind the last supervised
-    object were trimmed."""
+    """The part of `parsed` that the target begins with: all of it, unless false positives after the
+    last supervised object were trimmed."""
     match: MatchResult
     supervised: tuple[MatchedPair, ...]
-    """The matched pairs whose slots are supervised, by prediction."""
+    """The matched pairs whose slots are supervised, in order of predictions."""
     excluded: tuple[MatchedPair, ...]
-    """The matched pairs whose slots cannot be supervised; their ground truth is appended."""
+    """The matched pairs whose slots cannot be supervised. Their ground truth is appended."""
     appended: tuple[int, ...]
-    """The sample's objects that were appended, ascending."""
+    """Indices of the sample's objects that were appended, ascending."""
     appended_text: str
     num_kept: int = 0
-    """Leading target tokens that are the rollout's own."""
+    """Number of leading target tokens that were sampled."""
     num_prefix: int = 0
-    """Leading target tokens without appended text. Those from `num_kept` on were encoded anew."""
+    """Number of target tokens before the appended text. Those after `num_kept` are re-encoded."""
     num_capped: int = 0
-    """Supervised pairs that were transported with less than `ot_epsilon`."""
+    """Number of supervised pairs with a transport epsilon below `ot_epsilon`."""
 
     @property
     def num_trimmed(self) -> int:
-        """Count the entries, valid or not, that were cut off behind the last supervised object."""
+        """The number of entries, valid or not, that were trimmed after the last supervised one."""
         kept = len(self.kept.objects) + len(self.kept.dropped)
         return len(self.parsed.objects) + len(self.parsed.dropped) - kept
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """The unmatched predictions that the target has in its kept prefix."""
+        """The unmatched predictions in the target's kept prefix."""
         number = len(self.kept.objects)
         return tuple(one for one in self.match.unmatched_predictions if one < number)
 
 
 class LabelOverride(NamedTuple):
-    """A token that is taught in the place of the target's own, which stays the model's input.
+    """A label that replaces the target's token. The target's token remains the model's input.
 
-    Example: `(5, 812, 0)`: behind the target's first five tokens, token 812 is taught, so that
-    prediction 0 takes the name of its ground truth.
+    Example: `(5, 812, 0)`: after the target's first five tokens, token 812 is taught, so that
+    prediction 0 gets the desc of its ground truth.
     """
 
     position: int
-    """Of the target's token that is not taught."""
+    """Position of the replaced token in the target."""
     token_id: int
     prediction: int
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`Y_train` of one sample, of rollout matching. Positions are relative to its first token.
+    """The target of rollout matching (`Y_train`). Positions count from its first token.
 
     Example (an empty ground truth on channel A): token_ids of `{`, `}` and EOS, roles [STRUCTURE,
-    CLOSING, CLOSING], no coord positions, no boxes.
+    CLOSING, CLOSING], no coordinate positions, no boxes.
     """
 
     sample_id: str
@@ -236,20 +237,20 @@ class Target:
     coord_positions: tuple[int, ...]
     """[S], ascending: the supervised slots, object after object."""
     coord_targets: tuple[float, ...]
-    """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
+    """[S], 0..999: the target bin of each slot. Targets of optimal transport can be fractional."""
     box_slots: tuple[int, ...]
-    """Indices into [S], ascending: the first slot of each supervised box whose ground
-    truth is a box."""
+    """Indices into [S], ascending: the first slot of each supervised box whose ground truth is a
+    box."""
     compared_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `compared_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
     """The parsed and matched rollout; None in channel A."""
     label_overrides: tuple[LabelOverride, ...] = ()
-    """Ascending. Every other token that is taught is the target's own."""
+    """Ascending by position. At all other positions the target's own token is the label."""
 
     @property
     def compared_positions(self) -> range:
-        """Positions of the tokens to compare: leading ones, which the engine sampled."""
+        """The positions of the tokens to compare: the leading tokens that the engine sampled."""
         return range(len(self.compared_logprobs))
 
     def __post_init__(self) -> None:
@@ -258,39 +259,39 @@ class Target:
         assert self.roles.shape == (length,)
         assert len(self.coord_targets) == len(positions)
         assert all(0 <= position < length for position in positions), (
-            "a supervised coord slot lies outside the assistant span"
+            "a supervised coordinate slot lies outside the target"
         )
-        # `coord_targets` and `box_slots` follow this order; a slot listed twice would count twice.
+        # `coord_targets` and `box_slots` follow this order. A slot must not occur twice.
         assert all(a < b for a, b in pairwise(positions))
         assert all(self.roles[list(positions)] == TokenRole.COORD), (
-            "a supervised slot is no coord token"
+            "a supervised slot is not a coordinate token"
         )
         is_corrected = np.isin(self.roles, (TokenRole.CORRECTED_DESC, TokenRole.CORRECTED_DIGITS))
         corrected = np.flatnonzero(is_corrected).tolist()
         assert corrected == [one.position for one in self.label_overrides], (
-            "exactly what is corrected has a label of its own"
+            "the corrected tokens must be exactly those with a label override"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTarget:
-    """Sampled tokens that are learned by their advantage. Positions are as in `Target`.
+    """The target of policy gradient: sampled tokens with advantages. Positions as in `Target`.
 
-    Example: the first two tokens were sampled in one call, the third is a tool's, the fourth was
-    sampled in the next call: `token_ids` of all four, `credit.positions` (0, 1, 3).
+    Example: one model call sampled the first two tokens, a tool returned the third, and the next
+    model call sampled the fourth: `token_ids` of all four, `credit.positions` (0, 1, 3).
     """
 
     sample_id: str
     token_ids: tuple[int, ...]
-    """[L]. Those between the calls of a conversation are only read."""
+    """[L]. Tokens between model calls are context only."""
     credit: TokenAdvantages
-    """The learned tokens."""
+    """The learned tokens and their advantages."""
     compared_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `compared_positions`."""
 
     @property
     def compared_positions(self) -> tuple[int, ...]:
-        """Positions of the tokens to compare: the learned ones, or none."""
+        """The positions of the tokens to compare: all learned tokens, or an empty tuple."""
         return self.credit.positions[: len(self.compared_logprobs)]
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The split of a step's requests into rounds and shares (decisions 5, 15 and 16).
+"""How a step's requests are split into rounds and shares (decisions 5, 15 and 16).
 
-A *round* is generated at once over all engines; a *share* is one engine's part of it. Tensors are
-cut into buckets here too.
+A *round* is generated at the same time by all engines; a *share* is one engine's part of it. The
+buckets of a weight sync are cut here too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
-    """Give `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
+    """Assign `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
     if n < 0 or num_servers < 1:
         raise ValueError(
             f"cannot split {n} requests over {num_servers} servers; use n >= 0 and at least"
@@ -26,11 +26,11 @@ def split_contiguous(n: int, num_servers: int) -> list[range]:
 
 
 def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
-    """Cut contiguous ranges in proportion to `weights`.
+    """Split n requests into contiguous ranges, in proportion to `weights`.
 
-    Each gets the floor, then the largest remainders one more, ties to the lower index.
+    Each range gets its share rounded down. The largest remainders get one more, ties by index.
 
-    Example: 5 requests by weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
+    Example: 5 requests with weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
     """
     if n < 0 or not weights or min(weights) < 1:
         raise ValueError(
@@ -46,28 +46,28 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
 
 
 def split_over(n: int, devices: Sequence[int]) -> list[range]:
-    """Split a round over engines: evenly where all have as many devices, else in proportion."""
+    """Split a round over engines: evenly if all have as many devices, else in proportion."""
     if len(set(devices)) == 1:
         return split_contiguous(n, len(devices))
     return split_weighted(n, devices)
 
 
 def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> range:
-    """Return the contiguous part of `total` that `rank` owns; the first ranks have one more.
+    """Return the contiguous part of `total` for `rank`; the first ranks may have one more.
 
     Args:
-        together: requests of one group, which is never cut; `total` is a multiple of it.
+        together: size of a group, which is never split; `total` is a multiple of it.
 
     Example: 5 over 2 ranks are `range(0, 3)` and `range(3, 5)`.
     """
     if together != 1:
-        assert total % together == 0, f"{total} are no groups of {together}"
+        assert total % together == 0, f"{total} is not a multiple of the group size {together}"
         groups = rank_share(total // together, world_size, rank)
         return range(groups.start * together, groups.stop * together)
     if total < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"cannot give rank {rank} of {world_size} its part of {total}; use a total of at least"
-            " 0, and a rank of the world"
+            " 0, and a rank below the world size"
         )
     size, extra = divmod(total, world_size)
     start = rank * size + min(rank, extra)
@@ -77,16 +77,16 @@ def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> 
 def chunk_size(
     decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int
 ) -> int:
-    """Return the requests per learner rank and round.
+    """Return the number of requests per learner rank in a round.
 
-    No rollout device then decodes more than `decode_batch_size` at a time.
+    It is the largest with which no rollout device decodes more than `decode_batch_size` at a time.
 
     Args:
-        server_world_sizes: the devices of each server.
+        server_world_sizes: the number of devices of each server.
 
     Raises:
-        ValueError: a count is under 1, there is no server, or `decode_batch_size * devices` is
-            less than the learner ranks, so that one of them would have no request.
+        ValueError: a count is below 1, there is no server, or `decode_batch_size * devices` is
+            below the number of learner ranks, so that a rank would have no request.
     """
     counts = (decode_batch_size, learner_world_size, *server_world_sizes)
     if min(counts) < 1 or not server_world_sizes:
@@ -113,28 +113,28 @@ def round_chunk(
     *,
     together: int = 1,
 ) -> int:
-    """Return `chunk_size` in whole groups of `together`: at least one, whose rollouts may queue."""
+    """Return `chunk_size` rounded down to whole groups of `together`, but at least one group."""
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     return max(together, chunk - chunk % together)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The requests that one engine generates for one learner rank in a round."""
+    """The requests of one learner rank that one engine generates in a round."""
 
     engine: int
     rank: int
     requests: range
     """Indices of the rank's requests in the round; never empty."""
     num_failed: int = 0
-    """Engines that failed to answer it before this one."""
+    """Number of engines that failed to answer this part before."""
 
 
 def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:
-    """Share a round of `sizes` requests of each learner rank out over engines, in rank order.
+    """Split a round over engines; `sizes` are the requests of each learner rank, in rank order.
 
-    Example: 2 ranks with 3 requests each, 2 engines of one device: engine 0 generates requests
-    0, 1, 2 of rank 0, engine 1 those of rank 1. With 3 engines, engine 1 has one part of each rank.
+    Example: 2 ranks with 3 requests each, 2 engines with one device: engine 0 generates requests 0,
+    1, 2 of rank 0, engine 1 those of rank 1. With 3 engines, engine 1 has one part of each rank.
     """
     ends = list(accumulate(sizes))
     parts = []
@@ -149,14 +149,14 @@ def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]
 
 
 def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list[list[range]]:
-    """Cut each rank's share of a step into the fewest rounds of at most `chunk` requests a rank.
+    """Split each rank's share of a step into the fewest rounds of at most `chunk` requests per
+    rank.
 
     Args:
-        together: requests of one group, which is never cut; shares and `chunk` are multiples.
+        together: size of a group, which is never split; shares and `chunk` are multiples of it.
 
     Returns:
-        `[round][rank]`, ranges within the rank's share: in order, and as even as
-        `split_contiguous` makes them.
+        `[round][rank]`: ranges within the rank's share, in order, split by `split_contiguous`.
 
     Example: shares of 5 and 4 with a chunk of 3 are 2 rounds: `[0:3], [0:2]` and `[3:5], [2:4]`.
     """
@@ -168,7 +168,7 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
         ]
     if min(shares, default=0) < 0 or chunk < 1:
         raise ValueError(
-            f"cannot split shares of {list(shares)} requests into rounds of {chunk} of each rank;"
+            f"cannot split shares of {list(shares)} requests into rounds of {chunk} per rank;"
             " use a chunk of at least 1"
         )
     num_rounds = max((-(-share // chunk) for share in shares), default=0)
@@ -179,7 +179,7 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
 
 
 def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]]]:
-    """Cut the requests of each learner rank into rounds: `[round][rank]`, as `rank_rounds` says."""
+    """Split the requests of each learner rank into rounds, `[round][rank]`, with `rank_rounds`."""
     rounds = []
     for parts in rank_rounds([len(share) for share in requests], chunk):
         cut = zip(requests, parts, strict=True)
@@ -190,7 +190,7 @@ def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]
 def cut_past(
     items: Iterable[T], limit: int, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, ...]]:
-    """Yield the items in order in buckets, each cut behind the item that takes it past `limit`."""
+    """Yield the items in order, in buckets that each end with the item that exceeds `limit`."""
     bucket: list[T] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""The data file, and the order in which a run goes through its samples."""
+"""The rows of a data file, and their order in a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Joined(IndexedSamples):
-    """Samples of several data sets behind each other."""
+    """The samples of several datasets as one sequence."""
 
     def __init__(self, parts: Sequence[Sequence[Sample]]) -> None:
         self._parts = parts
@@ -48,21 +48,20 @@ class Joined(IndexedSamples):
 
 @dataclass(frozen=True, slots=True)
 class Dataset(Sequence[Sample]):
-    """The usable rows of one file, in its order."""
+    """The usable rows of one file, in the file's order."""
 
     path: Path
     samples: Sequence[Sample]
-    """`FileRows`, where they were read from a file."""
+    """`FileRows` if they were read from a file."""
     skipped: tuple[str, ...] = ()
-    """The reason why each bad row was left out: file, line, field and problem."""
+    """Why each bad row was skipped: file, line, field and problem."""
     turned: tuple[str, ...] = ()
-    """Pictures of its rows that their EXIF orientation turns, as the rows name them; of data whose
-    images were checked.
-    """
+    """Images that their EXIF orientation rotates, as named in the rows; only if images were
+    checked."""
     odd: tuple[str, ...] = ()
-    """What is odd about its rows, though they are usable: how many, and the first."""
+    """Peculiarities of its usable rows: how many rows have each, and the first of them."""
     key: str = ""
-    """Digest of all that decides the samples of the file, images included; empty: not known."""
+    """Digest of everything that determines the samples, including images; empty: not known."""
 
     @property
     def num_skipped(self) -> int:
@@ -70,12 +69,12 @@ class Dataset(Sequence[Sample]):
 
     @property
     def table(self) -> RowTable:
-        """The numbers of its rows; of data sets that were read from a file."""
-        assert isinstance(self.samples, FileRows), f"{self.path} was not read"
+        """Places, sizes and digests of its rows; only for datasets read from a file."""
+        assert isinstance(self.samples, FileRows), f"{self.path} was not read from a file"
         return self.samples.table
 
     def line_of(self, row: int) -> int | None:
-        """Return the line of a row in its file, from 1; None of rows that were not read."""
+        """Return the line of a row in its file, from 1; None if it was not read from a file."""
         if not isinstance(self.samples, FileRows):
             return None
         return int(self.samples.table.places_N3[row, 2])
@@ -94,13 +93,13 @@ class Dataset(Sequence[Sample]):
         return found if isinstance(found, Sample) else tuple(found)
 
     def keep(self, rows: np.ndarray, skipped: Sequence[str]) -> Dataset:
-        """Return the data set of these rows, in ascending order.
+        """Return the dataset with only these rows, which are in ascending order.
 
         Args:
-            skipped: why each of all rows of the file that are left out is.
+            skipped: the reason for each skipped row of the file, including earlier ones.
 
         Raises:
-            RecordError: none is left.
+            RecordError: no row is left.
         """
         samples = self.samples
         if len(rows) < len(samples):
@@ -111,20 +110,20 @@ class Dataset(Sequence[Sample]):
         return replace(self, samples=samples, skipped=tuple(skipped)).require_rows()
 
     def require_rows(self) -> Dataset:
-        """Return the data set. Raises RecordError where it has no usable row."""
+        """Return the dataset. Raises RecordError if it has no usable row."""
         if self.samples:
             return self
         problem = "is empty"
         if self.skipped:
             problem = (
-                f"has no usable row: {len(self.skipped)} were bad, the first: {self.skipped[0]}"
+                f"has no usable row: {len(self.skipped)} are bad, the first: {self.skipped[0]}"
             )
         remedy = "write one JSON object per line"
         raise RecordError(problem, field="file", remedy=remedy, file=str(self.path))
 
 
 def note_skipped(error: RecordError | str) -> str:
-    """Log that a bad row is left out, and return why."""
+    """Log that a bad row is skipped, and return the reason."""
     _LOGGER.warning("bad row skipped: %s", error)
     return str(error)
 
@@ -141,20 +140,20 @@ def load_dataset(
     require: Callable[[Sample], object] | None = None,
     source: str | None = None,
 ) -> Dataset:
-    """Read a JSONL file of records (decision 31); blank lines mean nothing.
+    """Read a JSONL file of records (decision 31); blank lines are ignored.
 
-    Image paths are relative to the file. A row without an id is called after its file and line.
+    Image paths are relative to the file. A row without an id is named by its file and line.
 
     Args:
-        source: name of the file among several, whose samples are called `source/id`.
-        on_bad_row: "error": a bad row stops the load; "skip": it is logged and counted.
-        check_images: `require_images` of `load_record`, which the arguments behind it are of too.
+        source: name of the file, if there are several; its samples are named `source/id`.
+        on_bad_row: "error": bad rows stop the load; "skip": they are logged and counted.
+        check_images: `require_images` of `load_record`; the next three arguments go there too.
         require: raises RecordError for a sample that the run cannot use.
 
     Raises:
-        RecordError: names file, line, field and remedy of the first 20 bad rows, with the number
-            of all. With "skip" only for a file that cannot be read or has no usable row, and for
-            objects of a geometry that the run does not learn.
+        RecordError: names file, line, field and remedy of the first 20 bad rows, and the total
+            number. With "skip" only for a file that cannot be read or has no usable row, and for
+            objects with a geometry that the run does not learn.
     """
     path = Path(path)
     rules = RowRules(sort_objects, check_images, geometry, source)
@@ -202,7 +201,7 @@ def load_dataset(
 
 
 def image_names(path: Path) -> set[str]:
-    """Collect the image paths of a JSONL file of records; `load_dataset` reports bad rows."""
+    """Return the image paths in a JSONL file of records; bad rows are left to `load_dataset`."""
     names: set[str] = set()
     for line in lines_of(path):
         try:
@@ -215,18 +214,18 @@ def image_names(path: Path) -> set[str]:
 
 
 class SampleStream(Iterator[int]):
-    """Indices 0 .. num_samples - 1 without end; each epoch has every index once.
+    """An endless stream of indices 0 .. num_samples - 1; each epoch has every index once.
 
-    With `shuffle` the order of an epoch depends on `seed`, `number` and the epoch's number alone.
+    With `shuffle` the order of an epoch depends only on `seed`, `number` and the epoch's number.
 
     Example: `SampleStream(3, seed=0, shuffle=False).take(4)` is `[0, 1, 2, 0]`.
 
     Args:
-        number: of the stream, among several of the same seed.
+        number: index of the stream among several with the same seed.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int = 0) -> None:
-        assert num_samples > 0, "a data set has a usable row"
+        assert num_samples > 0, "a dataset needs a usable row"
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
@@ -246,7 +245,7 @@ class SampleStream(Iterator[int]):
         return index
 
     def move_to(self, position: int) -> None:
-        """Go on behind the first `position` indices of the stream."""
+        """Continue after the first `position` indices of the stream."""
         self.epoch, self._offset = divmod(position, self._num_samples)
         self._order = self._epoch_order()
 
@@ -264,29 +263,29 @@ class SampleStream(Iterator[int]):
 
 
 class Draw(NamedTuple):
-    """A sample as a run draws it.
+    """A sample that a run draws: its dataset, row and epoch.
 
     Example: the third row of the first file, for the second time: `Draw(0, 2, epoch=1)`.
     """
 
     source: int
-    """Number of its data set."""
+    """Index of its dataset."""
     row: int
-    """Its place there."""
+    """Its row there."""
     epoch: int
-    """Epoch of that data set, from 0."""
+    """Epoch of that dataset, from 0."""
 
 
 class MixedStream(Iterator[Draw]):
-    """Draws from several data sets without end.
+    """An endless stream of draws from several datasets, mixed by weights.
 
-    Of as many in succession as all weights together, exactly `weights[i]` are of data set i, whose
-    rows come in the order of its own `SampleStream`. Of the first n, for any n, `n * weights[i] /
-    sum(weights)` are of it, rounded up or down.
+    Every block of `sum(weights)` draws has exactly `weights[i]` draws of dataset i, in the order of
+    its own `SampleStream`. For any n, the first n draws have `n * weights[i] / sum(weights)` of it,
+    rounded up or down.
 
     Example: `MixedStream([9, 2], [2, 1], seed=0, shuffle=False)` draws rows 0 and 1 of the first
-    data set, 0 of the second, 2 and 3 of the first, 1 of the second, and begins an epoch of the
-    second then.
+    dataset, 0 of the second, 2 and 3 of the first, 1 of the second, and then begins an epoch of the
+    second.
     """
 
     def __init__(
@@ -307,7 +306,7 @@ class MixedStream(Iterator[Draw]):
         return Draw(number, row, stream.epoch)
 
     def move_to(self, position: int) -> None:
-        """Go on behind the first `position` draws of the stream."""
+        """Continue after the first `position` draws of the stream."""
         blocks, self._offset = divmod(position, len(self._block))
         for number, stream in enumerate(self._streams):
             in_block = self._block[: self._offset].count(number)
@@ -319,16 +318,16 @@ class MixedStream(Iterator[Draw]):
 
 
 class RowStream:
-    """Draws rows without end, of parts that lie one after the other if there is a mixture.
+    """An endless stream of rows; with a mixture, of successive parts with weights.
 
-    Example: of 5 rows in the mixture `[(3, 2), (2, 1)]` (sizes and weights) two in three are of the
-    first 3: without `shuffle`, 0, 1, 3, 2, 0, 4.
+    Example: with 5 rows and the mixture `[(3, 2), (2, 1)]` (sizes and weights) two in three draws
+    are of the first 3 rows: without `shuffle`, 0, 1, 3, 2, 0, 4.
     """
 
     def __init__(
         self, num_rows: int, mixture: Sequence[Sequence[int]], seed: int, shuffle: bool
     ) -> None:
-        """Begin. Without a mixture all rows are one part."""
+        """Create the stream. Without a mixture all rows are one part."""
         sizes, weights = zip(*(mixture or [(num_rows, 1)]), strict=True)
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self._stream = MixedStream(sizes, weights, seed, shuffle)
@@ -338,11 +337,11 @@ class RowStream:
         return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:
-        """Go on behind the first `position` draws."""
+        """Continue after the first `position` draws."""
         self._stream.move_to(position)
 
     def alike(self, row: int, rows: list[int]) -> list[int]:
-        """Return those of the rows that are of the same part as `row`."""
+        """Return the rows that are in the same part as `row`."""
         if len(self._starts) == 2:
             return rows
         part = bisect_right(self._starts, row)
@@ -351,12 +350,12 @@ class RowStream:
 
 
 def even_order(weights: Sequence[int]) -> Iterator[int]:
-    """Yield each number i `weights[i]` times, in an order that is even throughout.
+    """Yield each index i `weights[i]` times, as evenly distributed as possible.
 
-    Of the first n, for any n, `n * weights[i] / sum(weights)` are i, rounded up or down.
+    For any n, the first n values have i `n * weights[i] / sum(weights)` times, rounded up or down.
 
-    By the quota method (Balinski and Young, 1975): next is the number whose share is least served,
-    among those that would not exceed their share rounded up.
+    This is the quota method (Balinski and Young, 1975): next is the index whose share is least
+    served, among those that would not exceed their share rounded up.
     """
     total = sum(weights)
     counts = [0] * len(weights)

@@ -1,7 +1,7 @@
-"""The errors that a user can act on, one class per remedy.
+"""Errors that a user can act on: one class per remedy.
 
-`ConfigError` and `RecordError` are `ValueError`s: the input is at fault, and the message says where
-and what to do. The others are failures of a running system.
+`ConfigError` and `RecordError` are `ValueError`s about wrong input; their messages name the place
+and the remedy. The others are failures of a running system.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_SHOWN = 2_000
-"""Characters that a message shows of a problem."""
+"""Maximum number of characters that a message quotes of a problem."""
 LEARNER = "learner"
 ENGINES = "rollout engines"
-"""The source of an error that is all engines' together."""
+"""The source of an error that concerns all engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """The longest that a wait may take, and the configuration's name for it."""
+    """A time limit and its key in the configuration."""
 
     seconds: float
     key: str
 
 
 def late(who: str, limit: Timeout, check: str) -> str:
-    """Word the message about a wait that came to its limit."""
+    """Return the message about a wait that reached its limit."""
     return f"no answer from {who} after {limit.key} = {round(limit.seconds, 1):g} s; check {check}"
 
 
 def ended(whose: str, reason: object = None) -> str:
-    """Word the message about a process that has died."""
+    """Return the message about a process that has ended."""
     why = "" if reason is None else f" ({reason})"
     return f"{whose} process has ended{why}; check its log and the machine's memory"
 
 
 class PortableError(Exception):
-    """An error that crosses process boundaries with every field.
+    """An error that can be pickled with all its fields, to cross process boundaries.
 
-    A subclass keeps each argument of its `__init__` in an attribute of the same name.
+    A subclass stores each argument of `__init__` in an attribute with the same name.
     """
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Ray raises local subclasses of its own, which cannot be pickled: the first importable
-        # class is the one that was raised.
+        # Ray raises its own local subclasses, which cannot be pickled. The first importable class
+        # is the original one.
         kind = next(kind for kind in type(self).__mro__ if "<locals>" not in kind.__qualname__)
         fields = {name: getattr(self, name) for name in inspect.signature(kind).parameters}
         return _rebuild, (kind, fields)
@@ -63,7 +63,7 @@ class ConfigError(PortableError, ValueError):
 
 
 class RecordError(PortableError, ValueError):
-    """A dataset row is wrong: names the file, the line, the field and the remedy.
+    """A row of a dataset is wrong. The message names file, line, field and remedy.
 
     Example: `RecordError("is missing", field="width", remedy="add it", file="a.jsonl", line=3)`
     reads "a.jsonl:3: width: is missing; add it".
@@ -80,9 +80,9 @@ class RecordError(PortableError, ValueError):
         more: Sequence[str] = (),
     ) -> None:
         """Args:
-        file: None where the row did not come from a file.
+        file: None if the row is not from a file.
         line: from 1.
-        more: lines about further bad rows of the same file.
+        more: lines about other bad rows of the same file.
         """
         self.problem = _shortened(problem)
         self.field = _shortened(field)
@@ -95,14 +95,14 @@ class RecordError(PortableError, ValueError):
         super().__init__("\n".join((f"{prefix}{self.field}: {self.problem}; {remedy}", *self.more)))
 
     def at(self, file: str | None, line: int | None, more: Sequence[str] = ()) -> RecordError:
-        """Return the same problem at its place in a file, with lines about others."""
+        """Return the same problem with its place in a file, and lines about other problems."""
         return type(self)(
             self.problem, field=self.field, remedy=self.remedy, file=file, line=line, more=more
         )
 
 
 def _shortened(text: str) -> str:
-    """Return a text of at most `MAX_SHOWN` characters: a row may quote megabytes."""
+    """Cut a text to `MAX_SHOWN` characters, because a row may quote megabytes."""
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[: MAX_SHOWN - 40]} ... ({len(text)} characters)"
@@ -111,13 +111,12 @@ def _shortened(text: str) -> str:
 class UnlearnedGeometryError(RecordError):
     """An object has a kind of geometry that the run does not learn.
 
-    The row is not bad: the configuration does not fit the file, so `on_bad_row: skip` does not
-    apply.
+    The configuration does not suit the file, the row is not bad: `on_bad_row: skip` does not apply.
     """
 
 
 class BadRows:
-    """The bad rows of one file: all are counted, and the first 20 are kept."""
+    """The bad rows of one file: counts all of them, and keeps the first 20."""
 
     SHOWN = 20
 
@@ -131,7 +130,7 @@ class BadRows:
             self._shown.append(error)
 
     def raise_if_any(self) -> None:
-        """Raise one RecordError about all of them; several end with their number."""
+        """Raise one RecordError about all bad rows; it names their number if there are several."""
         if not self.count:
             return
         first, *others = self._shown
@@ -139,15 +138,15 @@ class BadRows:
             raise first
         what = f"these {self.count}"
         if self.count > self.SHOWN:
-            what = f"{self.count}, of which the first {self.SHOWN} are above"
+            what = f"{self.count}; the first {self.SHOWN} are listed above"
         more = [*map(str, others), f"{first.file}: bad rows: {what}"]
         raise first.at(first.file, first.line, more)
 
 
 class RolloutError(PortableError, RuntimeError):
-    """A rollout engine failed, timed out, or answered something that contradicts the learner.
+    """A rollout engine failed, timed out, or returned something that contradicts the learner.
 
-    The phase is the work it was doing (`start`, `generate`, `check`, ...).
+    `phase` is the work it was doing (`start`, `generate`, `check`, ...).
     """
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:
@@ -158,21 +157,20 @@ class RolloutError(PortableError, RuntimeError):
 
 
 class UnreachableError(RolloutError):
-    """A rollout server could not be reached or failed at every try, or an actor that is replaced
-    has ended; another one may be asked.
+    """A rollout server could not be reached or failed at every try, or an actor ended and is being
+    replaced. Another one may be tried.
 
-    An *answer* that contradicts the run is a plain RolloutError: it would be no better elsewhere.
+    An *answer* that contradicts the run is a plain RolloutError: another server would not help.
     """
 
 
 class LostStartError(RolloutError):
-    """An actor was killed while it started, or is late: another start may go better."""
+    """An actor was killed while it started, or started too slowly. Another start may succeed."""
 
 
 class LostRoundError(RolloutError):
-    """Nobody is left to answer a round. New engines are starting: it may be asked again behind a
-    sync of the weights that it is of.
-    """
+    """No engine is left to answer a round. The round may be requested again from the new engines,
+    after a sync of the same weights."""
 
 
 class WeightSyncError(PortableError, RuntimeError):
@@ -182,9 +180,9 @@ class WeightSyncError(PortableError, RuntimeError):
         self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None
     ) -> None:
         """Args:
-        phase: a `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`.
-        quantity: the thing that differed (a name set, a checksum, log-probabilities).
-        size: by how much; None where a size has no meaning, as for a timeout.
+        phase: a `shared.weight_sync.phases.SyncPhase`, of either side, or its `OFFER`.
+        quantity: what differed (a set of names, a checksum, log-probabilities).
+        size: the size of the difference; None if it has none, as for a timeout.
         """
         self.message = message
         self.actor = actor
@@ -199,7 +197,7 @@ class WeightSyncError(PortableError, RuntimeError):
 
 
 class LearnerError(PortableError, RuntimeError):
-    """The learner cannot go on, its process died, or it did not answer in time."""
+    """The learner failed, its process ended, or it did not answer in time."""
 
     def __init__(self, message: str, *, phase: str) -> None:
         self.message = message
@@ -208,15 +206,15 @@ class LearnerError(PortableError, RuntimeError):
 
 
 class LostLearnerError(LearnerError):
-    """The learner's process has ended, or does not answer: another start may go on."""
+    """The learner's process ended, or does not answer. Another start may continue the run."""
 
 
 class CollectiveError(LearnerError):
-    """A learner rank waited for the others in vain; their own errors say why."""
+    """A learner rank waited for other ranks without success; their own errors give the reason."""
 
 
 class StorageError(PortableError, RuntimeError):
-    """A file could not be written or deleted, mostly for want of space or of permission."""
+    """A file could not be written or deleted, usually for lack of space or permission."""
 
     ANOTHER_FOLDER = "free space or permit writing there, or choose another folder"
     REMEDY = f"{ANOTHER_FOLDER} with telemetry.run_dir"
@@ -230,7 +228,7 @@ class StorageError(PortableError, RuntimeError):
         remedy: str = REMEDY,
         can_pass: bool = False,
     ) -> None:
-        """`can_pass`: another attempt may succeed when somebody has seen to the disk."""
+        """`can_pass`: another attempt may succeed after the disk has been freed or repaired."""
         self.path = path
         self.reason = reason
         self.action = action

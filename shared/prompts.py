@@ -1,4 +1,4 @@
-"""The question that a model is asked: chat messages, and pictures as it is shown them."""
+"""The prompt of a sample: its chat messages, and its images as the model sees them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ if TYPE_CHECKING:
 
 
 DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON object."
-"""Neutral and short: its tokens are paid in every prompt."""
+"""Neutral and short, because every prompt contains its tokens."""
 LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
-"""In the words that Qwen's models were asked in."""
+"""Uses words from the training of Qwen's models."""
 PHRASE_USER_PROMPT = (
     "Detect every object in the image. Output the bounding box coordinates in [x0, y0, x1, y1]"
     " format."
 )
-"""In the words that Rex-Omni was asked in, which name the classes: `Detect cat, dog. Output ...`"""
+"""Uses words from the training of Rex-Omni, whose prompts name classes: `Detect cat, dog. Output
+...`"""
 _BLANK = re.compile(r"\{(phrase|classes)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The questions of a run: each sample's own texts, or the run's templates.
+    """The prompts of a run: each sample's own texts, or the run's templates.
 
-    Example: the template `Find {phrase}.` and a row with `"phrase": "the red car"` ask "Find the
+    Example: the template `Find {phrase}.` and a row with `"phrase": "the red car"` give "Find the
     red car."
     """
 
     templates: tuple[str, ...] = (DEFAULT_USER_PROMPT,)
-    """User messages; of several, each sample has the one that `seed` and its id draw."""
+    """User messages. If there are several, `seed` and the sample's id choose one."""
     system: str | None = None
     seed: int = 0
 
     @property
     def have_blanks(self) -> bool:
-        """Tell whether a template asks for something that a row must have."""
+        """Return whether a template needs a value that each row must have."""
         return any(_BLANK.search(template) for template in self.templates)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:
-        """Return the sample's system message, if it has one, and its user message.
+        """Return the sample's system message (None if there is none) and its user message.
 
-        Raises RecordError where the template asks for what the row does not have.
+        Raises RecordError if the template needs a value that the row does not have.
         """
         system = self.system if sample.system is None else sample.system
         if sample.prompt is not None:
@@ -64,23 +65,23 @@ class Prompts:
         def value_of(blank: re.Match[str]) -> str:
             value = values[blank[1]]
             if not value:
-                remedy = "write it, or the whole question as `prompt`"
+                remedy = "add it to the row, or write the row's own `prompt`"
                 raise RecordError(
-                    f"is missing, and the prompt is {user!r}", field=blank[1], remedy=remedy
+                    f"is missing, but the prompt is {user!r}", field=blank[1], remedy=remedy
                 )
             return value
 
-        # In one pass: what a row has is no template, whatever it looks like.
+        # In one pass: values of the row are not templates, even if they contain `{phrase}`.
         return system, _BLANK.sub(value_of, user)
 
 
 def detection_messages(
     num_images: int, system_prompt: str | None, user_prompt: str
 ) -> list[dict[str, object]]:
-    """Write the chat of one sample as Hugging Face processors read it.
+    """Return the chat messages of one sample in the format of Hugging Face processors.
 
-    An image is a bare `{"type": "image"}`; the processor gets the pixels beside the messages, in
-    the same order.
+    An image is only `{"type": "image"}`; the processor receives the pixels separately, in the same
+    order.
     """
     messages: list[dict[str, object]] = []
     if system_prompt is not None:
@@ -92,22 +93,22 @@ def detection_messages(
 
 WHITE = (255, 255, 255)
 WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
-"""Pillow modes of pixels without a known range, so that no value is white."""
+"""Pillow modes of pixels without a known range, so that no value means white."""
 BITS_PER_SAMPLE = 258
-"""Tag of a TIFF file; 12 bits are read as 16."""
+"""Tag of a TIFF file. Pillow reads 12 bits as 16."""
 EXIF_ORIENTATION = 0x0112
 
 
 class PictureTooLargeError(ValueError):
-    """A picture's header says that it has more pixels than are decoded."""
+    """The header of an image has more pixels than are decoded."""
 
 
 def open_picture(source: bytes | Path) -> Image:
-    """Open an encoded image, or an image file, by its header alone.
+    """Open an encoded image, or an image file, without decoding its pixels.
 
     Raises:
         PictureTooLargeError: it has more than `MAX_PIXELS`.
-        Exception: whatever Pillow raises for damaged files.
+        Exception: any error that Pillow raises for damaged files.
     """
     from PIL import Image  # runs of text models need no Pillow
 
@@ -122,17 +123,17 @@ def open_picture(source: bytes | Path) -> Image:
 
 
 def on_white(picture: Image) -> Image:
-    """Return RGB pixels of 8 bits, as a person sees the picture and as vLLM's loader reads it.
+    """Return 8-bit RGB pixels of an image as a viewer and vLLM's loader show it.
 
-    The picture is turned by its EXIF orientation, and white is put behind transparent pixels.
-    Engines and learner share this rule; the caller has opened the picture with Pillow. Deeper
-    pixels lose their lower bits, in grey as in colour.
+    The image is rotated by its EXIF orientation, and transparent pixels get a white background.
+    Engines and learner share this rule; the caller has opened the image with Pillow. Pixels with
+    more bits, grey or colour, lose the lower ones.
 
     Raises:
-        ValueError: no range says which value is white.
+        ValueError: the range of pixel values, and so white, is not known.
     """
     pixels = _rgb(picture)
-    # Read after the pixels: Pillow turns a TIFF itself while it loads it, and takes the tag away.
+    # Read after the pixels: Pillow rotates a TIFF while it loads it, and removes the tag.
     orientation = orientation_of(picture)
     if orientation == 1:
         return pixels
@@ -148,20 +149,20 @@ def on_white(picture: Image) -> Image:
         8: Transpose.ROTATE_90,
     }
     turned = pixels.transpose(methods[orientation])
-    turned.info = {}  # its orientation is done: no reader may turn it again
+    turned.info = {}  # removes the orientation, so that no reader rotates the image again
     return turned
 
 
 def orientation_of(picture: Image) -> int:
-    """Return the EXIF orientation of an opened picture, 1 to 8; 1: it is upright.
+    """Return the EXIF orientation of an opened image, 1 to 8; 1 means upright.
 
-    A damaged EXIF block does not turn a picture, as in vLLM and in browsers.
+    A damaged EXIF block counts as 1, as in vLLM and in browsers.
     """
     try:
         orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
     except MemoryError:
         raise
-    # All others: on damaged blocks Pillow's parser raises whatever it runs into.
+    # Pillow's parser raises many kinds of errors for damaged blocks.
     except Exception:
         return 1
     return int(orientation) if orientation in range(1, 9) else 1
@@ -173,10 +174,10 @@ def _rgb(picture: Image) -> Image:
         picture = _of_8_bits(picture)
     if picture.mode in WITHOUT_RANGE:
         raise ValueError(
-            f"its pixels are {WITHOUT_RANGE[picture.mode]} (Pillow's mode {picture.mode}), and no"
-            " range says which of them is white; save it with 8 or 16 bits a channel, such as PNG"
+            f"its pixels are {WITHOUT_RANGE[picture.mode]} (Pillow's mode {picture.mode}), whose"
+            " value for white is unknown; save it with 8 or 16 bits per channel, such as PNG"
         )
-    # vLLM takes RGB as it is, also where the file calls one of its colours transparent.
+    # vLLM uses RGB pixels unchanged, even if the file declares one colour as transparent.
     if picture.mode == "RGB" or (
         picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info
     ):
@@ -189,8 +190,8 @@ def _rgb(picture: Image) -> Image:
 
 
 def _of_8_bits(picture: Image) -> Image:
-    """Scale a deeper grey picture to 8 bits; Pillow's `convert` makes all above 255 white."""
-    tags: Mapping[int, tuple[int, ...]] = getattr(picture, "tag_v2", {})  # a TIFF's alone
+    """Scale a deeper grey image to 8 bits; Pillow's `convert` makes all values above 255 white."""
+    tags: Mapping[int, tuple[int, ...]] = getattr(picture, "tag_v2", {})  # only TIFF has tags
     below = tags.get(BITS_PER_SAMPLE, (16,))[0] - 8
     pixels = picture.convert("I")
     grey = pixels.point([min(value >> below, 255) for value in range(1 << 16)], "L")

@@ -1,4 +1,4 @@
-"""The interfaces between the packages: what generates rollouts, its host, and how both end."""
+"""Interfaces between the packages: backends that generate rollouts, and their host."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.phases import SyncPhase
 
 PerRank = list[list[Any]]
-"""References to requests or rollouts of a step or a round: `[rank][i]`, in position order."""
+"""References to the requests or rollouts of a step or round: `[rank][i]`, by position."""
 
 CLOSE_S = 20.0
-"""Time that engines have to end in order before their processes are killed.
+"""Seconds that engines have to shut down before their processes are killed.
 
-A kill leaves behind what has a name in the system, such as the memory that the processes of an
-engine over several devices share. vLLM gives those `WORKER_CLOSE_S`, and 4 s more."""
+A killed engine leaves named resources behind, such as shared memory of several devices' processes.
+vLLM gives those `WORKER_CLOSE_S`, plus 4 s.
+"""
 
 WORKER_CLOSE_S = 12
-"""Seconds that the process of one device has: Python's own end takes one 4 s of a full core."""
+"""Seconds that a device's process has to end. Ending Python takes 4 s of a full core."""
 
 CLOSED_S = CLOSE_S + 3.0
-"""Longest wait for an engine that was told to end; what `CLOSE_S` leaves it kills itself."""
+"""Longest wait for an engine to close. It kills itself what is left after `CLOSE_S`."""
 
 PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that names the signal of a parent's death."""
+"""The option of prctl(2) that sets the signal sent when the parent dies."""
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, even where this one is stopped or stuck.
+    """Make Linux kill this process when its parent ends, even if this process is stopped or stuck.
 
-    Ray's workers notice the end of their node by themselves, but not in such a state: a driver that
-    was killed would leave them behind, with their memory and their device.
+    Ray's workers notice the end of their node, but not in such a state. If the driver is killed,
+    they would stay, with their memory and device.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RankBackend(Protocol):
-    """A backend in a learner rank's process: an engine, or an environment before one."""
+    """A backend in a learner rank's process: an engine, or an environment that uses one."""
 
     def generate(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one answer per request, in order; no requests, no call. Raises RolloutError."""
+        """Return one answer per request, in order; [] without requests. Raises RolloutError."""
         ...
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Load and verify the offered weights, whose version becomes ours.
+        """Load and verify the offered weights, and adopt their version.
 
         Raises WeightSyncError.
         """
@@ -55,23 +56,23 @@ class RankBackend(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights being served; 0 before the first sync."""
+        """Weight version in use; 0 before the first sync."""
         ...
 
     def close(self) -> None:
-        """Release the engine and its processes. Twice is harmless."""
+        """Release the engine and its processes. A second call has no effect."""
         ...
 
 
 class RolloutBackend(RankBackend, Protocol):
-    """A generator of rollouts that takes the learner's weights."""
+    """A backend that generates rollouts with weights from the learner."""
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Return one rollout per request, in the order of the requests; of none, none.
+        """Return one rollout per request, in the order of the requests; [] without requests.
 
-        A run ends if the prompt of a rollout is not as the learner encodes it, image placeholders
-        expanded, or if a token's log-probability is not that of the learner's present weights
-        (`rollout_matching.logprob_tolerance`). The stop token is not in the response.
+        The learner ends the run in two cases: the prompt of a rollout differs from its own encoding
+        (image placeholders expanded), or a log-probability from its current weights' by more than
+        `rollout_matching.logprob_tolerance`. The stop token is not part of the answer.
 
         Raises:
             RolloutError: a request cannot be answered, or the backend is closed.
@@ -80,7 +81,7 @@ class RolloutBackend(RankBackend, Protocol):
 
 
 class RolloutEngine(Protocol):
-    """One engine on an event loop: vLLM in this process, or a server reached over HTTP."""
+    """An engine on an event loop: vLLM in this process, or a server over HTTP."""
 
     async def start(self) -> int:
         """Load the model, or wait for the server, and return the number of rollout devices.
@@ -90,11 +91,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate as `RolloutBackend.generate` does; cancelling aborts the requests."""
+        """Generate like `RolloutBackend.generate`. Cancelling the call aborts the requests."""
         ...
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase of a sync, in the order of `SyncPhase`; the last returns the report.
+        """Run one phase of a sync, in the order of `SyncPhase`; the last phase returns the report.
 
         Raises WeightSyncError.
         """
@@ -105,46 +106,46 @@ class RolloutEngine(Protocol):
 
     @property
     def is_dead(self) -> bool:
-        """Tell whether the engine's process has died."""
+        """Return whether the engine's process has ended."""
         ...
 
     def close(self) -> None: ...
 
 
 class WatchedEngine(RolloutEngine, Protocol):
-    """An engine that a run can lose and get back. A Ray actor gives it a process (`EngineActor`).
+    """An engine that can be lost and replaced during a run. `EngineActor` gives it a process.
 
-    Both questions raise EngineEndedError or UnreachableError where the engine is lost.
+    `progress` and `check_alive` raise EngineEndedError or UnreachableError if the engine is lost.
     """
 
     @property
     def process(self) -> str:
-        """Id of the server behind the engine, by any address of it; empty where it has none."""
+        """Id of the server behind the engine, the same at all its addresses; empty without one."""
         ...
 
     async def progress(self) -> int | None:
-        """Return the tokens sampled since the start, those of unfinished answers included.
+        """Return the number of tokens sampled since the start, including unfinished answers.
 
-        None: nobody counts them, or there is nothing to do.
+        None: tokens are not counted, or there is nothing to do.
         """
         ...
 
     async def check_alive(self) -> None:
-        """Return as soon as the engine answers, which has nothing to do."""
+        """Return once the engine answers. It has no work during this call."""
         ...
 
 
 class BackendHost(Protocol):
-    """A learner rank, as the backend in its process sees it (`hf`, or `vllm.mode: colocate`)."""
+    """A learner rank, from the view of the backend in its process (`hf`, `vllm.mode: colocate`)."""
 
     @property
     def name(self) -> str:
-        """Name of the rank, and so of the backend in it (`Rollout.actor`)."""
+        """Name of the rank, also of the backend in it (`Rollout.actor`)."""
         ...
 
     @property
     def model(self) -> Any:
-        """The transformers model as it is trained, with its adapter."""
+        """The transformers model in training, with its adapter."""
         ...
 
     @property
@@ -152,25 +153,25 @@ class BackendHost(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The processor's own; of a text model it is the processor."""
+        """The processor's tokenizer; for a text model, the processor itself."""
         ...
 
     def raise_if_stopping(self) -> None:
-        """Call between tokens: raises RolloutError(phase="generate") once the run is ending.
+        """Raise RolloutError(phase="generate") if the run is ending. Call it between tokens.
 
-        The thread that generates is the one that saves the learner's weights then.
+        The thread that generates must then save the learner's weights.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and tensor of all that an engine loads, under an ordinary checkpoint's names.
+        """Yield name and tensor of all that an engine loads, with the names of a checkpoint.
 
-        Adapters are merged, out of place.
+        Adapters are merged into copies.
         """
         ...
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
-        """Keep what `rollout_matching.offload` names off the device while the context is open.
+        """Keep the parts in `rollout_matching.offload` off the device while the context is open.
 
         `model` False: the model stays, because the engine is about to read it.
         """
@@ -178,4 +179,4 @@ class BackendHost(Protocol):
 
 
 MakeBackend = Callable[[BackendHost], RankBackend]
-"""Makes the backend in the learner's process once its model is loaded; it is picklable."""
+"""Creates the backend in the learner's process after the model is loaded; it is picklable."""

@@ -1,4 +1,4 @@
-"""One dataset row: images, their size, and the ground-truth objects on them (decision 31)."""
+"""A row of a dataset: images, their size, and the ground-truth objects in them (decision 31)."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None:
-    """Read a file of JSON into the dataclass `kind`, or a list of it; None if there is no file.
+    """Read a JSON file into the dataclass `kind`, or a list of it; None if the file does not exist.
 
     Args:
-        key: the key of the configuration by which the file was found.
-        remedy: the thing to do about a damaged file.
+        key: the key of the configuration that led to the file.
+        remedy: what to do about a damaged file.
 
     Raises:
-        ConfigError: names the file and the first field that does not fit.
+        ConfigError: names the file and the first wrong field.
     """
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
@@ -62,13 +62,13 @@ class GeometryKind(StrEnum):
 
 ALL_GEOMETRY = frozenset(GeometryKind)
 DEFAULT_GEOMETRY = frozenset({GeometryKind.BBOX, GeometryKind.POLY})
-"""The specification's kinds. Points are taught and read where `rollout_matching.geometry` says."""
+"""The specification's kinds. Points are taught and parsed only with `rollout_matching.geometry`."""
 POINT_TOLERANCE = 50.0
-"""The distance of two points, in bins, that counts as an overlap of 0.5, unless it is set."""
+"""Default distance of two points, in bins, that counts as an overlap of 0.5."""
 
 
 class PictureSize(NamedTuple):
-    """The size of a picture as it is displayed, in pixels, and how its file turns it.
+    """The size of an image as displayed, in pixels, and the orientation of its file.
 
     Example: a file of 640 x 480 pixels with EXIF orientation 6 is `PictureSize(480, 640, 6)`.
     """
@@ -84,12 +84,12 @@ class PictureSize(NamedTuple):
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Width and height before the picture is turned."""
+        """Width and height in the file, before rotation."""
         return self.displayed[::-1] if self.orientation >= 5 else self.displayed
 
 
 ImageSize = Callable[[bytes], PictureSize]
-"""Decodes an encoded image and measures it; ValueError, with the reason, where it cannot."""
+"""Decodes an encoded image and returns its size; raises ValueError with the reason if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class GroundTruthObject:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One encoded image file: by its path, or with its bytes.
+    """An encoded image file, by its path or with its bytes.
 
     Example: `ImageRef(Path("a.png"), None, "9f86d0...")` names a file; `with_data()` reads it.
     """
@@ -115,10 +115,10 @@ class ImageRef:
     path: Path | None
     data: bytes | None
     sha256: str
-    """Hex digest of the encoded bytes; empty where the file was not read."""
+    """Hex digest of the encoded bytes; empty if the file was not read."""
 
     def with_data(self) -> ImageRef:
-        """Return the image with its bytes. RecordError when its file is gone or has changed."""
+        """Return the image with its bytes. RecordError if its file is missing or has changed."""
         if self.data is not None:
             return self
         assert self.path is not None, "an ImageRef has a path or data"
@@ -129,23 +129,23 @@ class ImageRef:
             raise RecordError(problem, field="images", remedy="restore the file") from error
         sha256 = hashlib.sha256(data).hexdigest()
         if self.sha256 and sha256 != self.sha256:
-            remedy = "do not edit data under a running job; start again"
+            remedy = "do not edit data while a job is running; start again"
             _refuse("images", f"{self.path} changed since it was checked", remedy)
         return replace(self, data=data, sha256=sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """The digest (hex, of the encoded bytes) and size of an image file that decodes.
+    """The digest (hex, of the encoded bytes) and size of an image file that can be decoded.
 
-    The size is the one of `PictureSize`: as the picture is displayed.
+    The size is as in `PictureSize`: of the displayed image.
     """
 
     sha256: str
     width: int
     height: int
     orientation: int = 1
-    """EXIF; 1: upright."""
+    """EXIF orientation; 1: upright."""
 
     @property
     def size(self) -> PictureSize:
@@ -154,7 +154,7 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One dataset row.
+    """One row of a dataset.
 
     Example: `Sample("coco-7", (ImageRef(...),), 640, 480, (GroundTruthObject(...),))`.
     """
@@ -170,19 +170,18 @@ class Sample:
     system: str | None = None
     """The system message; None: the run's."""
     phrase: str | None = None
-    """Fills `{phrase}` in a template of the run."""
+    """Replaces `{phrase}` in a template of the run."""
     classes: tuple[str, ...] = ()
-    """Fill `{classes}`, joined by commas."""
+    """Replace `{classes}`, joined by commas."""
     annotated: tuple[Annotation, ...] = ()
-    """The annotation of each object, by which answers are judged; empty: `objects` are the
-    truth."""
+    """The annotation of each object, used to evaluate answers; empty: `objects` are used."""
     ignore: tuple[IgnoredRegion, ...] = ()
-    """Regions in which a prediction is neither right nor wrong."""
+    """Regions whose predictions count as neither right nor wrong."""
     source: str | None = None
-    """Name of its file, of several (`data.train`); in front of `sample_id` too."""
+    """Name of its file, if there are several (`data.train`); `sample_id` begins with it."""
 
     def with_image_data(self) -> Sample:
-        """Return the sample with its images' bytes. Raises RecordError as `ImageRef.with_data`."""
+        """Return the sample with its images' bytes. Raises like `ImageRef.with_data`."""
         return replace(self, images=tuple(image.with_data() for image in self.images))
 
 
@@ -197,22 +196,22 @@ def load_record(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
-    """Check one dataset row and return it as a sample (decision 31).
+    """Check one row of a dataset and return it as a sample (decision 31).
 
     Args:
         root: folder that image paths are relative to.
-        require_images: read every file once: it must be an image, and its digest is kept.
-        sort_objects: bring objects into reading order (least y, then least x); false: they must
-            be in it.
+        require_images: read every file once; it must be an image, and its digest is kept.
+        sort_objects: sort objects in reading order (least y, then least x); false: they must be
+            sorted.
         default_id: id of a row without `sample_id` and `id`; None: a digest of the row.
-        geometry: kinds that objects may be of.
-        image_size: every image must decode too, and have the row's width and height, which the
-            boxes of the row are relative to.
-        known_images: facts by path as the row writes it; these files are not read again.
+        geometry: allowed kinds of objects.
+        image_size: also decode every image, which must have the row's width and height; the boxes
+            of the row are relative to them.
+        known_images: facts by path as in the row; these files are not read again.
 
-    `prompt`, `system`, `phrase` and `classes` are what the row asks, `annotated` and `ignore` what
-    an importer kept of the annotations (`shared.data.annotations`). Keys that mean nothing here
-    become `metadata`.
+    `prompt`, `system`, `phrase` and `classes` set the prompt of the row. `annotated` and `ignore`
+    are what an importer kept of the annotations (`shared.data.annotations`). All other keys become
+    `metadata`.
 
     Raises:
         RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
@@ -254,7 +253,7 @@ def load_record(
         if not isinstance(name, str) or not name.strip():
             _refuse(f"classes[{i}]", f"is {_kind(name)}", "write a name")
         _require_words(f"classes[{i}]", name)
-    # Last, because it is the only part that costs anything.
+    # Last, because only this part takes time.
     check = _ImageCheck(Path(root), require_images, image_size, known_images, width, height)
     return Sample(
         sample_id=sample_id,
@@ -274,7 +273,7 @@ def load_record(
 
 @dataclass(frozen=True, slots=True)
 class _ImageCheck:
-    """The conditions that the images of one row must meet."""
+    """Checks the images of one row."""
 
     root: Path
     require: bool
@@ -308,13 +307,13 @@ class _ImageCheck:
         says = (self.width, self.height)
         if size.displayed != says:
             turned = (
-                "" if size.orientation == 1 else f" as EXIF orientation {size.orientation} turns it"
+                "" if size.orientation == 1 else f" after its EXIF orientation {size.orientation}"
             )
             remedy = "correct width and height, or the file; boxes are relative to this size"
             if says == size.stored:
                 remedy = (
-                    "a picture is learned as it is displayed: write this size, with boxes relative"
-                    " to the turned picture, or remove the orientation from the file"
+                    "images are used as displayed: write this size, with boxes relative to the"
+                    " rotated image, or remove the orientation from the file"
                 )
             problem = f"{path} is {size.width} x {size.height} pixels{turned}"
             _refuse(field, f"{problem}, the row says {self.width} x {self.height}", remedy)
@@ -343,7 +342,7 @@ def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
 
 
 def _kind(value: object) -> str:
-    """Name a JSON value in a message."""
+    """Return the name of a JSON value for messages."""
     if isinstance(value, str) and not value.strip():
         return "empty"
     return _KINDS[type(value)] if type(value) in _KINDS else type(value).__name__
@@ -366,7 +365,7 @@ def _text(mapping: Mapping[str, object], field: str) -> str | None:
 
 
 def _require_words(field: str, text: str) -> None:
-    """Refuse a text that would end a turn or stand for an image, or that no context holds."""
+    """Refuse a text that would end a turn, stand for an image, or be too long for any context."""
     if len(text) > MAX_TEXT:
         problem = f"has {len(text)} characters, {above('MAX_TEXT', MAX_TEXT)}"
         _refuse(field, problem, "shorten it")
@@ -402,13 +401,13 @@ def _sample_id(mapping: Mapping[str, object], default_id: str | None) -> str:
 
 
 def read_image(path: Path) -> bytes:
-    """Return the bytes of an image file, a regular one of bounded size. Raises OSError."""
+    """Return the bytes of an image file, which is regular and of limited size. Raises OSError."""
     return read_file(path, "MAX_IMAGE_BYTES", MAX_IMAGE_BYTES)
 
 
 def _normalised_alike(path: Path) -> str | None:
-    """Return the name of a file that differs from this one's in Unicode normalisation alone."""
-    if path.name.isascii():  # which has no other one: the folder may be large
+    """Return the name of a file that differs from this one's only in Unicode normalisation."""
+    if path.name.isascii():  # ASCII has no other form, and listing the folder may take long
         return None
     wanted = unicodedata.normalize("NFC", path.name)
     names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -422,7 +421,7 @@ def _read_image(field: str, path: Path) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         if (same := _normalised_alike(path)) is not None:
-            reason = f"the folder has this name in another Unicode normalisation, {same!a}"
+            reason = f"the folder contains this name in another Unicode normalisation, {same!a}"
         remedy = "correct the path (it is relative to the data file) or restore the file"
         raise RecordError(f"cannot read {path}: {reason}", field=field, remedy=remedy) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
@@ -433,7 +432,7 @@ def _read_image(field: str, path: Path) -> bytes:
 
 
 def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
-    """Read and decode an image file; None for one that `load_record` refuses, saying why."""
+    """Read and decode an image file; None if `load_record` would report it as bad."""
     try:
         data = _read_image("images", path)
         return ImageFacts(hashlib.sha256(data).hexdigest(), *image_size(data))
@@ -450,7 +449,7 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
         _refuse(field, f"is {_kind(value)}", remedy)
     for key in value:
         if key != "desc" and key not in ALL_GEOMETRY:
-            remedy = f"remove it; an object has desc and one of {_GEOMETRY_KEYS}"
+            remedy = f"remove it; an object has only desc and one of {_GEOMETRY_KEYS}"
             _refuse(f"{field}.{key}", "is not a key of an object", remedy)
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:

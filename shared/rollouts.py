@@ -1,4 +1,4 @@
-"""The values that travel between learner and engines: requests, rollouts, offers, reports."""
+"""Values exchanged between learner and engines: requests, rollouts, weight offers, sync reports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.offer import AdapterOffer, FullOffer
 
 MAX_TEMPERATURE = 2.0
-"""The highest that vLLM takes."""
+"""The highest temperature that vLLM accepts."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Range outside which a scaled logit may silently be no number any more."""
+"""Outside this range a scaled logit may become infinite or NaN without an error."""
 
 
 class DecodeMode(StrEnum):
@@ -25,7 +25,7 @@ class DecodeMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """The way a response is decoded; the same for every request of a step.
+    """How an answer is decoded; the same for all requests of a step.
 
     Example: greedy decoding is `DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 84, 1,
     (151645,), (151655,), True)`.
@@ -33,7 +33,7 @@ class DecodeSettings:
 
     mode: DecodeMode
     temperature: float
-    """0 exactly when `mode` is greedy or beam."""
+    """0 if and only if `mode` is greedy or beam."""
     top_p: float
     top_k: int
     """-1: no limit."""
@@ -42,17 +42,17 @@ class DecodeSettings:
     num_beams: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
-    """Never sampled (vision placeholders); the learner masks them when it compares log-probs."""
+    """Never sampled (vision placeholders). The learner masks them to compare log-probabilities."""
     return_logprobs: bool
     length_penalty: float = 1.0
-    """Of beams: the exponent of the length that a log-probability is divided by."""
+    """Beam search: a log-probability is divided by the length to this power."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response in addition to stop tokens. The text is part of the response."""
+    """Texts that end an answer, in addition to stop tokens. The text is part of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One prompt for an engine.
+    """A request for one rollout: a prompt for an engine.
 
     Example: the third request of the first step is `RolloutRequest(step=0, position=2,
     sample_id="coco-7", prompt_token_ids=(151644, ...), images=(ImageRef(...),), decode=...,
@@ -60,17 +60,17 @@ class RolloutRequest:
     """
 
     step: int
-    """From 0, as seeds count; people and files count from 1."""
+    """From 0, as in seeds; messages and files count from 1."""
     position: int
     """Index in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
     sample_id: str
     prompt_token_ids: tuple[int, ...]
-    """Unexpanded: one image placeholder per image; the engine expands it."""
+    """Not expanded: one placeholder per image, which the engine expands."""
     images: tuple[ImageRef, ...]
-    """Engines get each with `data`; the bytes travel apart (`shared.sent_requests`)."""
+    """Engines receive each with `data`; bytes are sent separately (`shared.sent_requests`)."""
     decode: DecodeSettings
     seed: int
-    """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""
+    """`request_seed(run_seed, step, position)`. Sampling uses it; it is recorded in any case."""
 
 
 class FinishReason(StrEnum):
@@ -82,48 +82,48 @@ class FinishReason(StrEnum):
 
 
 TRIES = 2
-"""Tries per server before another one is asked (decision 14)."""
+"""Tries per server before the request goes to another server (decision 14)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The engine's answer to one request.
+    """An engine's answer to one request.
 
-    Example: to a request for 3 tokens that ended by itself: `Rollout(step=0, position=2,
-    sample_id="coco-7", prompt_token_ids=(...), response_token_ids=(90, 3, 7), stop_token_id=151645,
-    logprobs=(-0.1, -0.3, -0.2), stop_token_logprob=-0.01, finish_reason=FinishReason.STOP, ...)`.
+    Example: for a request of at most 3 tokens that ended with a stop token: `Rollout(step=0,
+    position=2, sample_id="coco-7", prompt_token_ids=(...), response_token_ids=(90, 3, 7),
+    stop_token_id=151645, logprobs=(-0.1, -0.3, -0.2), stop_token_logprob=-0.01, ...)`.
     """
 
     step: int
     position: int
     sample_id: str
     prompt_token_ids: tuple[int, ...]
-    """As the engine used them: image placeholders expanded."""
+    """As in the engine: image placeholders are expanded."""
     response_token_ids: tuple[int, ...]
     """Without the stop token."""
     stop_token_id: int | None
-    """None: the response was cut by length, or a stop text ended it."""
+    """None: the answer was cut by length, or a stop text ended it."""
     logprobs: tuple[float, ...] | None
-    """One per response token, under temperature, top-k and top-p as sampled."""
+    """One per token of the answer, under the temperature, top-k and top-p of sampling."""
     stop_token_logprob: float | None
-    """None where it was forced: nothing was sampled."""
+    """None if the stop token was forced, not sampled."""
     finish_reason: FinishReason
     forced_positions: tuple[int, ...]
-    """Response positions that the repeat guard set; only the stop token's, `len(response)`."""
+    """Positions in the answer that the repeat guard set: only the stop token's, `len(response)`."""
     weight_version: int
     actor: str
     attempt: int
-    """0 for the first try; each server before this one adds `TRIES`."""
+    """0 for the first try. Each server that was tried before adds `TRIES`."""
     seed: int
     generate_s: float
-    """Seconds from the share's arrival at the engine to this response's own end."""
+    """Seconds from the arrival of the share at the engine to the end of this answer."""
     started_s: float = 0.0
-    """Unix time at which the share arrived at the engine."""
+    """Unix time of the arrival of the share at the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """The learner's offer of weights: which, over which transport, and the canary that proves them.
+    """The learner's offer of a weight sync: weights, their transport, and the canary to check them.
 
     Example: `WeightOffer(version=3, transport="rollmatch_gloo", terms=FullOffer(...),
     canary=CanaryProbe(...))`.
@@ -131,17 +131,17 @@ class WeightOffer:
 
     version: int
     transport: str
-    """nccl, ipc, rollmatch_gloo or inproc; adapter: the weights are in the offer."""
+    """nccl, ipc, rollmatch_gloo or inproc; adapter: the offer contains the weights."""
     terms: FullOffer | AdapterOffer
     canary: CanaryProbe
 
     @property
     def sends_adapter(self) -> bool:
-        """Tell whether an adapter is sent rather than full weights."""
+        """Return whether an adapter is sent instead of full weights."""
         return isinstance(self.terms, AdapterOffer)
 
     def for_group(self, index: int) -> WeightOffer:
-        """Return the same sync as the receivers of one process group are told of it."""
+        """Return this offer for the receivers of one process group."""
         if isinstance(self.terms, AdapterOffer):
             return self
         return replace(self, terms=replace(self.terms, groups=(self.terms.groups[index],)))
@@ -149,7 +149,7 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One verified sync.
+    """The result of a verified weight sync.
 
     Example: `SyncReport(3, 8_000_000, {"pause": 0.1, "wire": 0.5, "load": 0.2}, 2e-5)`.
     """
@@ -157,25 +157,25 @@ class SyncReport:
     version: int
     bytes: int
     phase_s: Mapping[str, float]
-    """Seconds of the slowest engine by phase (pause, wire, load, verify, canary, ...)."""
+    """Seconds by phase (pause, wire, load, verify, canary, ...) in the slowest engine."""
     canary_max_abs: float
     """Largest difference of a canary log-probability between learner and engines, in nats."""
     mode: Literal["full", "adapter"] = "full"
     fell_back: str | None = None
-    """Reason why an adapter sync failed before this one, of full weights; None: none did."""
+    """Why the adapter sync before this full sync failed; None: there was no such failure."""
     adapter_effect: float | None = None
-    """The engine's effect of an adapter over the learner's, farthest from 1; None: full weights, or
-    too small to tell (`shared.weight_sync.canary`)."""
+    """Effect of an adapter in the engine divided by its effect in the learner, farthest from 1.
+    None: full weights, or too small to measure (`shared.weight_sync.canary`)."""
     canary_mean_abs: float = 0.0
-    """Mean difference of a canary log-probability, of the engine that is farthest away."""
+    """Mean difference of a canary log-probability, for the engine that differs most, in nats."""
     canary_noise: Differences | None = None
-    """The same differences by rounding alone, at version 0, where this sync measured them."""
+    """The same differences at version 0, from rounding only; None if they were not measured."""
     ports: tuple[int, ...] = ()
-    """Ports of the process groups that carried full weights, in the order of the servers."""
+    """Ports of the process groups that carried full weights, in the order of servers."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
-        """Merge the reports of several engines: each phase is the slowest one's."""
+        """Merge the reports of several engines, with the slowest engine's time for each phase."""
         first = reports[0]
         phases = {
             phase: max(report.phase_s[phase] for report in reports) for phase in first.phase_s
@@ -198,17 +198,17 @@ class SyncReport:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the engines' phases; the sender's (`send_...`) run beside them."""
+        """Seconds of the engines' phases. The sender's (`send_...`) run at the same time."""
         phases = self.phase_s.items()
         return sum(seconds for phase, seconds in phases if not phase.startswith("send_"))
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """Rate of the slowest engine's wire phase in 1e9 bytes/s; None where there was no wire."""
+        """Rate of the slowest engine's wire phase in 1e9 bytes/s; None without a wire phase."""
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
 
     def metrics(self) -> dict[str, float | str]:
-        """Return the values by their names in `shared.metrics`, without those that are None."""
+        """Return the values that are not None, by their names in `shared.metrics`."""
         values = {
             "sync/version": self.version,
             "sync/mode": self.mode,

@@ -1,4 +1,4 @@
-"""Files of a run's folder: written as they grow, read back, and compared with their sums."""
+"""Files in a run folder: append, read, replace, and verify them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG = "config.json"
-"""A folder with it holds a run."""
+"""A folder with this file is a run folder."""
 FAILED_CONFIG = "config_of_failed_start.json"
-"""Its name after a start that ended before its first sync: another start may use the folder."""
+"""The file's name after a start that failed before its first sync. The folder can be used again."""
 FINAL_FOLDER = "checkpoint"
-"""The checkpoint after the last step, in the run's folder."""
+"""The checkpoint after the last step, in the run folder."""
 STATE_FOLDER = "run_state"
-"""A checkpoint with it is full: a run continues from it (`learner.run_state`)."""
+"""A checkpoint with this folder is full: a run can continue from it (`learner.run_state`)."""
 SUMS = "SHA256SUMS"
-"""In a checkpoint: the sha256 of each of its other files, as `sha256sum -c` reads it."""
+"""In a checkpoint: the sha256 of all its other files, in the format of `sha256sum -c`."""
 RUN_FILE = "run.json"
-"""In that folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
+"""In the state folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
-"""Half a surrogate pair, as in a file name that is not UTF-8, must not keep the rest from disk."""
+"""Write half a surrogate pair (as in file names that are not UTF-8) escaped, instead of failing."""
 _PASSING = {
-    *(errno.ENOSPC, errno.EDQUOT),  # somebody frees space
-    *(errno.EROFS, errno.EACCES, errno.EPERM),  # or permits writing, or renews a ticket
-    # A network share comes back. The folder of one that is not mounted is missing.
+    *(errno.ENOSPC, errno.EDQUOT),  # until space is freed
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # until writing is permitted, or a ticket renewed
+    # Until a network share is back. While it is not mounted, its folder is missing.
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTCONN, errno.ETIMEDOUT),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
 }
-"""Error numbers that can pass while a run waits; a wrong path or a limit cannot."""
+"""Error numbers that can disappear while a run waits, unlike a wrong path or a limit."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
 
@@ -50,16 +50,16 @@ _LONGEST_WAIT_S = 10.0
 def cannot_write(
     path: Path, error: Exception, *, remedy: str = StorageError.REMEDY
 ) -> StorageError:
-    """Make the error about a file or folder that the system refused to write."""
+    """Return the error about a file or folder that could not be written."""
     number = error.errno if isinstance(error, OSError) else None
-    # safetensors writes in Rust, and has the number only in its text.
+    # safetensors writes in Rust, and its errors have the number only in their text.
     if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
         number = int(named[1])
     return StorageError(str(path), str(error), remedy=remedy, can_pass=number in _PASSING)
 
 
 class Patience:
-    """Tries again for some time what the disk refuses, and says so.
+    """Retries failed writes for a limited time, and reports them.
 
     Example:
         >>> patience = Patience(300.0)
@@ -67,15 +67,15 @@ class Patience:
     """
 
     def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = _LOGGER.warning) -> None:
-        """`limit_s`: `timeouts.storage_s`; 0: nothing is tried again."""
+        """`limit_s` is `timeouts.storage_s`; with 0 nothing is retried."""
         self.limit_s = limit_s
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Call `write`, and again if it raises an error that can pass; return its result.
+        """Call `write` again while it raises an error that can pass; return its result.
 
         Raises:
-            StorageError: the first one, when the limit is over.
+            StorageError: the first error, once the limit is reached.
         """
         first: StorageError | None = None
         started_s = time.monotonic()
@@ -88,7 +88,7 @@ class Patience:
                 if not error.can_pass or left_s <= 0:
                     if first is None:
                         raise
-                    tried = f"{first.reason}, and again for {self.limit_s:g} s (timeouts.storage_s)"
+                    tried = f"{first.reason}, also after {self.limit_s:g} s (timeouts.storage_s)"
                     raise StorageError(
                         first.path, tried, action=first.action, remedy=first.remedy
                     ) from error
@@ -96,7 +96,7 @@ class Patience:
                     first = error
                     self._tell(
                         f"cannot {error.action} {error.path}: {error.reason}; the run waits and"
-                        f" tries again for {self.limit_s:g} s (timeouts.storage_s): free space or"
+                        f" retries for {self.limit_s:g} s (timeouts.storage_s): free space or"
                         " permit writing there"
                     )
                 time.sleep(min(wait_s, left_s))
@@ -104,15 +104,15 @@ class Patience:
             else:
                 if first is not None:
                     waited_s = time.monotonic() - started_s
-                    self._tell(f"{first.path} could be written after {waited_s:.0f} s")
+                    self._tell(f"{first.path} was written after {waited_s:.0f} s")
                 return result
 
 
 class RunFile:
-    """A file that grows while a command runs, and survives the command's death.
+    """A file that is appended to while a command runs, and is complete if the command is killed.
 
-    Text is on its way to the disk when `write` returns. Nothing is left in a buffer for `close`,
-    which would fail again on a full disk and hide the error that ended the command.
+    When `write` returns, the system has the text. No buffer is left for `close`, which could fail
+    again on a full disk and hide the error that ended the command.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RunFile:
     ) -> None:
         """Open the file; `mode` is "wb", or "ab" to append. Raises StorageError with `remedy`.
 
-        `patience` is for later writes; None: what is refused is not tried again.
+        `patience` retries later writes; None: failed writes are not retried.
         """
         self.path = path
         self._remedy = remedy
@@ -144,11 +144,11 @@ class RunFile:
             nonlocal left, was_refused
             try:
                 if was_refused:
-                    # The open file of a share that was away stays broken when the share is back.
+                    # After a network share was lost and is back, its open files stay unusable.
                     with suppress(OSError):
                         self.file.close()
                     self.file = self.path.open("ab", buffering=0)
-                # A disk that is almost full takes a part, and refuses the rest at the next call.
+                # An almost full disk accepts a part of the text, and fails at the next call.
                 while left:
                     left = left[self.file.write(left) :]
             except OSError as error:
@@ -171,7 +171,7 @@ def write_run_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time on one track (an engine, the learner, the driver), in Unix seconds."""
+    """A period on one timeline track (an engine, the learner, the driver), in Unix seconds."""
 
     track: str
     name: str
@@ -188,10 +188,10 @@ class Span:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of JSON of a file that grows; none without such a file.
+    """Return the JSON lines of a file; an empty list if the file does not exist.
 
-    The last line of a run that was killed, or whose disk was full, may be half: it is left out.
-    Raises OSError, and RecordError for a line that is damaged.
+    The last line may be incomplete after a kill or on a full disk, and is then ignored. Raises
+    OSError, and RecordError for a damaged line.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -201,35 +201,35 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file whose lines are about steps. Raises as `read_lines` does."""
+    """Return the lines of a file with one line per step or more. Raises like `read_lines`."""
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int:
-            raise damaged_line(path, number, "has no number of a step")
+            raise damaged_line(path, number, "has no step number")
     return lines
 
 
 def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line, from 1. Raises RecordError if it is damaged."""
+    """Return the JSON object of a line; `number` is from 1. Raises RecordError if it is damaged."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise damaged_line(path, number, f"is not JSON ({error})") from error
     if not isinstance(entry, dict):
-        raise damaged_line(path, number, "is no JSON object")
+        raise damaged_line(path, number, "is not a JSON object")
     return entry
 
 
 def damaged_line(path: Path, number: int, problem: str) -> RecordError:
-    """Make the error about a line, from 1, of a run's file."""
-    remedy = "restore the file from another copy of the run's folder, or remove the line"
+    """Return the error about a damaged line, numbered from 1, of a file in a run folder."""
+    remedy = "restore the file from a copy of the run folder, or remove the line"
     return RecordError(problem, field="line", remedy=remedy, file=str(path), line=number)
 
 
 def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the lines about steps that `keeps`, if there are any, and return them.
+    """Keep only the lines for which `keeps` is true, if the file exists, and return them.
 
-    Raises as `read_lines` does.
+    Raises like `read_lines`.
     """
     kept = [line for line in read_steps(path) if keeps(line)]
     if path.exists():
@@ -238,7 +238,7 @@ def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of a file, which holds the old or the new one at any moment.
+    """Replace the content of a file atomically: it has the old or the new content at any time.
 
     Raises OSError.
     """
@@ -248,7 +248,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
-    """Write the sha256 of files of a checkpoint into its file `name`, and return its path.
+    """Write the sha256 of a checkpoint's files into its file `name`, and return that path.
 
     Raises OSError.
     """
@@ -259,10 +259,10 @@ def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Say how a checkpoint's files differ from those that were saved; None: they do not.
+    """Return how a checkpoint's files differ from the saved ones; None if they are equal.
 
     Raises:
-        ConfigError: the disk refuses a file, which says nothing about its content.
+        ConfigError: a file cannot be read, so its content is unknown.
     """
     try:
         listed = (checkpoint / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -272,19 +272,21 @@ def damage(checkpoint: Path) -> str | None:
         found = _digests([checkpoint / name for name in sums])
     except FileNotFoundError as error:
         missing = Path(error.filename).relative_to(checkpoint)
-        older = "; an older version of rollmatch wrote none" if missing.name == SUMS else ""
+        older = "; older versions of rollmatch did not write it" if missing.name == SUMS else ""
         return f"{missing} is missing{older}"
     except OSError as error:
         raise ConfigError(
             f"resume.run: {error.filename} cannot be read ({error.strerror}); permit reading it, or"
-            " wait until its disk is back"
+            " wait until its disk is available"
         ) from error
     changed = [name for name, sha in zip(sums, found, strict=True) if sums[name] != sha]
-    return f"not as they were saved, by their sha256: {', '.join(changed)}" if changed else None
+    return (
+        f"files changed since they were saved (sha256): {', '.join(changed)}" if changed else None
+    )
 
 
 def _digests(paths: Sequence[Path]) -> list[str]:
-    """Return the sha256 of each file, several read at a time. Raises OSError."""
+    """Return the sha256 of each file; several are read at the same time. Raises OSError."""
 
     def digest(path: Path) -> str:
         with path.open("rb") as file:

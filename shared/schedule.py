@@ -1,4 +1,4 @@
-"""The plan of every step before it happens: a pure function of the configuration."""
+"""The plan of every step, computed from the configuration only."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from shared.seeds import request_seed
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step before it happens.
+    """The plan of one step.
 
-    Example: the step after 20 warm-up steps with 32 rollouts per step is
-    `StepPlan(step=20, channel=Channel.B, num_samples=32, ...)`, whose `number` is 21.
+    Example: the step after 20 warm-up steps with 32 rollouts per step is `StepPlan(step=20,
+    channel=Channel.B, num_samples=32, ...)`, whose `number` is 21.
     """
 
     step: int
-    """From 0, as rules and seeds count."""
+    """From 0, as in rules and seeds."""
     channel: Channel
     num_samples: int
-    """Samples over all learner ranks, each counted for every rollout of it; the denominator of its
-    loss (decision 6)."""
+    """Samples over all learner ranks, counted once per rollout. The step's loss is divided by this
+    (decision 6)."""
     rollout_seed_base: int
-    """`request_seed(run_seed, step, 0)`, logged with the plan."""
+    """`request_seed(run_seed, step, 0)`, which is logged with the plan."""
     evaluate_before: bool
-    """The held-out report is due with the weights this step starts from."""
+    """A held-out report is due with the weights at the start of this step."""
     sync_after: bool
-    """The weights this step leaves behind generate the next step's rollouts, or a report."""
+    """The weights after this step generate the next step's rollouts, or a report."""
 
     @property
     def number(self) -> int:
-        """The step's number as a reader sees it: from 1. The tenth saves `step_000010`."""
+        """The step's number in files and messages, from 1. The tenth step saves `step_000010`."""
         return self.step + 1
 
 
 class RunSchedule:
-    """Every step of a run."""
+    """The plans of all steps of a run."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.max_steps = config.training.max_steps
         self.refill_rounds = 0
-        """Most rounds of a step in which groups without signal are drawn again."""
+        """Maximum number of times per step that groups without signal are replaced."""
         if config.environment is not None:
             self.refill_rounds = config.environment.refill_rounds
         self.num_b_steps = config.num_b_steps
@@ -56,18 +56,18 @@ class RunSchedule:
         }
         per_sample = config.stage2_ab.channel_b.rollouts_per_sample
         self.num_drawn = self._num_samples | {Channel.B: self._num_samples[Channel.B] // per_sample}
-        """Samples that a step of each channel draws; of an environment's examples, each as often as
-        it has rollouts."""
+        """Samples that a step of each channel draws; an environment's example counts once for each
+        of its rollouts."""
 
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
 
     def windows(self, first_step: int = 0) -> Iterator[list[StepPlan]]:
-        """Yield the steps from `first_step` on, over which the queue of rounds runs on.
+        """Yield the steps from `first_step` on in windows; rounds are queued within a window.
 
-        These are single steps, or under `max_staleness` all channel-B steps in a row.
+        A window is a single step, or with `max_staleness` all successive channel-B steps.
 
-        Example: of the channels A B B A B they are A, BB, A, B with `max_staleness: 1`.
+        Example: channels A B B A B give the windows A, BB, A, B with `max_staleness: 1`.
         """
         window: list[StepPlan] = []
         for plan in itertools.islice(self.plans(), first_step, None):
@@ -80,11 +80,11 @@ class RunSchedule:
             yield window
 
     def num_samples_before(self, step: int) -> int:
-        """Count the samples that the steps before this one draw."""
+        """Return the number of samples that all steps before this one draw."""
         return sum(self.num_drawn[self.plan(earlier).channel] for earlier in range(step))
 
     def version_before(self, step: int) -> int:
-        """Return the weight version that engines serve when this step begins."""
+        """Return the weight version of the engines when this step begins."""
         return 1 + sum(self.plan(earlier).sync_after for earlier in range(step))
 
     def plan(self, step: int) -> StepPlan:
@@ -100,9 +100,9 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """Tell whether a held-out report is due with the weights that the step starts from.
+        """Return whether a held-out report is due with the weights at the start of the step.
 
-        It is when the warm-up ends, after every `training.eval_steps` updates, and at the end.
+        It is due after the warm-up, after every `training.eval_steps` steps, and at the end.
         """
         every = self._config.training.eval_steps
         due = step in (self._warmup_steps, self.max_steps) or (

@@ -1,9 +1,9 @@
-"""Requests on their way to engines; the bytes of a picture are sent once, however often shown.
+"""Requests sent to engines through Ray's object store; each image is sent once.
 
-Several requests are one object, and the pictures among them that were not sent before are another,
-a box. An engine reads the boxes that its requests name from its node's part of Ray's object store,
-without a copy. So a node gets a picture again only after it has left the sender's shelf, or the
-node's store. No Ray here: the sender brings `put`.
+Several requests form one object. The images among them that were not sent before form another one,
+a box. An engine reads the boxes of its requests from its node's object store without a copy. So a
+node receives an image again only after it has left the sender's shelf or the node's store. This
+module does not import Ray: the sender passes `put`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 
 REQUESTS_TOGETHER = 32
-"""Requests per object, each of which costs the driver time; the first engine waits for as many."""
+"""Requests per object. An object costs the driver time; the first engine waits for all of them."""
 
 SHELF_BYTES = 1 << 29
-"""Pictures that a sender holds for later requests: 3,500 of 150 kB."""
+"""Bytes of images that a sender keeps for later requests: 3,500 images of 150 kB."""
 
 
 class RequestRef(NamedTuple):
-    """The place of a request: the `offset`-th one of the `SentRequests` that `sent` refers to."""
+    """The place of a request: index `offset` in the `SentRequests` that `sent` refers to."""
 
     sent: Any
     offset: int
@@ -35,20 +35,20 @@ class RequestRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SentRequests:
-    """Requests in order, with references to their pictures.
+    """Requests in order, with references to their images.
 
-    Example: of two requests for one picture, `pictures` has one entry:
-    `SentRequests((first, second), {sha256: box})`.
+    Example: for two requests with the same image, `pictures` has one entry: `SentRequests((first,
+    second), {sha256: box})`.
     """
 
     requests: tuple[Any, ...]
-    """`RolloutRequest`s whose images have no `data`, or `EnvironmentRequest`s."""
+    """`RolloutRequest`s with images without `data`, or `EnvironmentRequest`s."""
     pictures: Mapping[str, Any]
-    """Reference to each picture's box, by sha256. A box maps sha256 to uint8 arrays."""
+    """A reference to each image's box, by sha256. A box maps sha256 to uint8 arrays."""
 
     @classmethod
     def chosen(cls, objects: Sequence[SentRequests], places: range | None) -> SentRequests:
-        """Join objects, take the requests at these places (None: all), and their pictures."""
+        """Join objects and select the requests at these places (None: all), with their images."""
         requests = tuple(request for part in objects for request in part.requests)
         if places is not None:
             requests = requests[places.start : places.stop]
@@ -77,31 +77,31 @@ class SentRequests:
 
 
 def in_objects(refs: Sequence[RequestRef]) -> tuple[list[Any], range]:
-    """Return the objects that hold these successive requests, and the `places` of them there."""
+    """Return the objects that contain these successive requests, and their places there."""
     first = refs[0].offset
     return list(dict.fromkeys(ref.sent for ref in refs)), range(first, first + len(refs))
 
 
 class PictureShelf:
-    """Pictures that this process has sent: a picture that is shown again costs no bytes.
+    """The images that this process has sent; using one of them again sends no bytes.
 
-    The shelf is bounded. Those not shown for longest leave; requests under way keep theirs. May be
-    used from several threads.
+    The shelf has a size limit: the least recently used images leave it. Requests in progress keep
+    theirs. Thread-safe.
     """
 
     def __init__(self, put: Callable[[Any], Any], max_bytes: int = SHELF_BYTES) -> None:
-        """Start empty; `put` makes an object of a value and returns its reference."""
+        """Create an empty shelf; `put` stores a value as an object and returns its reference."""
         self._put = put
         self._free = max_bytes
         self._boxes: OrderedDict[Any, dict[str, int]] = OrderedDict()
-        """Size of each picture by box; the box used last is last."""
+        """Size of each image by box, in order of last use."""
         self._box_of: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def send(self, requests: Sequence[Any]) -> SentRequests:
-        """Send pictures that are new, and return the requests with references to all of theirs.
+        """Send new images, and return the requests with references to all their images.
 
-        Raises RecordError where a picture's file is gone or has changed.
+        Raises RecordError if the file of an image is missing or has changed.
         """
         with self._lock:
             new: dict[str, np.ndarray] = {}
@@ -124,7 +124,7 @@ class PictureShelf:
         return SentRequests(sent, pictures)
 
     def put_each(self, requests: Sequence[Any]) -> list[RequestRef]:
-        """Send all of them from this process; return their places in order."""
+        """Send all requests from this process; return their places in order."""
         refs = []
         for first in range(0, len(requests), REQUESTS_TOGETHER):
             some = requests[first : first + REQUESTS_TOGETHER]
@@ -133,7 +133,7 @@ class PictureShelf:
         return refs
 
     def _without_data(self, request: Any, new: dict[str, np.ndarray]) -> Any:
-        """Return the request without its images' bytes; those of new pictures go into `new`."""
+        """Return the request without the bytes of its images; new images' bytes go into `new`."""
         images = []
         for image in _images(request):
             if image.sha256 not in self._box_of and image.sha256 not in new:

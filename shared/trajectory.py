@@ -1,6 +1,6 @@
-"""Requests to an environment, the rollouts it answers, and the advantages within a group.
+"""Requests to environments, their rollouts, and the advantages within a group.
 
-What the learner makes of these advantages is in `learner.algorithms.advantages`.
+`learner.algorithms.advantages` computes the advantages that the learner trains with.
 
 Shape legend: L tokens.
 """
@@ -18,25 +18,24 @@ from shared.rollouts import DecodeSettings
 
 @dataclass(frozen=True, slots=True)
 class ExampleCounts:
-    """Numbers of rows of an environment's data."""
+    """The numbers of rows in an environment's data."""
 
     train: int
     held_out: int
     digest: str = field(default="", compare=False)
-    """Digest of some rows: every process that loads the environment must find the same."""
+    """Digest of some rows. All processes that load the environment must compute the same."""
     scores_at_once: bool = False
-    """A rubric has a `score_rollouts` of its own: a step's rollouts are one round, of one process.
-    """
+    """A rubric has its own `score_rollouts`: a step's rollouts are one round, in one process."""
     mixture: Sequence[Sequence[int]] = ()
-    """Numbers of rows to train on, and weights, of the parts that these lie in, one after the
-    other; empty: training draws from all rows alike."""
+    """Numbers of training rows, and weights, of successive parts of the data; empty: training draws
+    uniformly from all rows."""
 
 
 class ExampleGroup(NamedTuple):
-    """The rollouts of one example.
+    """A group: the rollouts of one example.
 
-    Example: with 8 rollouts per example, row 41 as the second group of a step is
-    `ExampleGroup(41, range(8, 16))`.
+    Example: with 8 rollouts per example, row 41 as the second group of a step is `ExampleGroup(41,
+    range(8, 16))`.
     """
 
     example: int
@@ -47,66 +46,65 @@ class ExampleGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """A request to an environment: one group in training, about as many rollouts when held out.
+    """A request to an environment: one group in training, about as many rollouts in evaluation.
 
     Example: `EnvironmentRequest(step=0, groups=(ExampleGroup(41, range(8)),), decode=...,
-    run_seed=17)` asks for 8 rollouts of row 41.
+    run_seed=17)` requests 8 rollouts of row 41.
     """
 
     step: int
     groups: tuple[ExampleGroup, ...]
-    """In the order of positions."""
+    """In order of position."""
     decode: DecodeSettings
-    """Settings of every call of the model."""
+    """Settings of every model call."""
     run_seed: int
     is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """Tokens as an engine read and sampled them: one model call, or several merged ones.
+    """The tokens of one model call, or of several merged calls, as an engine read and sampled them.
 
-    Calls are merged where the prompt of each goes on from the tokens of the one before.
+    Calls are merged if each prompt continues the tokens of the call before.
 
     Example: a prompt of 2 tokens and an answer of 3 are `TrainingExample([9, 8, 5, 6, 7],
     logprobs=[0, 0, -0.5, -0.1, -0.2], mask=[0, 0, 1, 1, 1], reward=1.0, advantage=0.5)`.
     """
 
     token_ids: list[int]
-    """[L]: the prompt's and then the sampled ones; in a merged example, turn after turn."""
+    """[L]: prompt, then sampled tokens; in a merged example turn by turn."""
     logprobs: list[float]
     """[L]: the engine's log-probabilities of sampled tokens; 0 elsewhere."""
     mask: list[int]
-    """[L]: 1 where the token is learned. Where prompts are masked, exactly the sampled tokens."""
+    """[L]: 1 for learned tokens. If prompts are masked, these are exactly the sampled tokens."""
     reward: float
-    """The step's own reward or, as always of a merged example, the rollout's; 0 where not
-    scored."""
+    """The step's own reward, or the rollout's (always for a merged example); 0 if not scored."""
     advantage: float | None = None
-    """Likewise, as the environment reports it: its own, or the reward less the group's mean. None
-    where nothing was scored."""
+    """The corresponding advantage from the environment: its own, or the reward minus the group's
+    mean. None if nothing was scored."""
     example_id: Any = 0
-    """Id of the dataset's row, whose rollouts are a group."""
+    """Id of the row in the dataset; the row's rollouts are a group."""
     weight_version: int | None = None
-    """Version of the weights that sampled it, the oldest of several; None where unknown."""
+    """Version of the weights that sampled it, the oldest if there are several; None if unknown."""
     token_advantages: list[float] | None = None
-    """[L], 0 outside the mask, where merged steps differ; None: `advantage` everywhere."""
+    """[L], 0 outside the mask, if merged steps have different ones; None: all are `advantage`."""
     token_is_relative: list[int] | None = None
-    """[L]: 1 where the learner computes the advantage, from the rewards of the group; 0 where the
-    environment has given it. None: 1 everywhere if there are `group_rewards`."""
+    """[L]: 1 if the learner computes the advantage from the group's rewards, 0 if the environment
+    has given it. None: 1 everywhere if there are `group_rewards`."""
     rollout: int = 0
-    """Index of its rollout among those that examples were made of."""
+    """Index of its rollout among the rollouts that were converted together."""
     steps: tuple[int, ...] = ()
-    """Steps of the trajectory whose sampled tokens it holds, ascending."""
+    """Steps of the trajectory whose sampled tokens it contains, ascending."""
     step_ends: tuple[int, ...] = ()
-    """[steps], ascending to L: the end of each step's tokens; may be empty for a single step."""
+    """[steps], ascending to L: where each step's tokens end; may be empty for a single step."""
     group_rewards: tuple[float, ...] = ()
-    """Rewards of all rollouts of the row, in order; empty where one was not scored."""
+    """Rewards of all rollouts of the row, in order; empty if one was not scored."""
     images: tuple[ImageRef, ...] = ()
-    """Images behind the placeholders of `token_ids`, in order, each with its data."""
+    """Images of the placeholders in `token_ids`, in order, with their data."""
     engine: str | None = field(default=None, compare=False)
-    """The engine that sampled it; None where unknown, or several."""
+    """The engine that sampled it; None if unknown, or if there were several."""
     teacher_logprobs: list[float] | None = None
-    """[L]: the teacher's log-probabilities of learned tokens; 0 elsewhere; None: no teacher."""
+    """[L]: the teacher's log-probabilities of learned tokens, 0 elsewhere; None: no teacher."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -121,89 +119,89 @@ class TrainingExample:
         assert self.teacher_logprobs is None or len(self.teacher_logprobs) == length, (
             "a teacher's log-probability per token"
         )
-        # Without ends several steps would be learned as one call of the model.
-        assert self.step_ends or len(self.steps) <= 1, "several steps have their ends"
+        # Without their ends several steps would be learned as one model call.
+        assert self.step_ends or len(self.steps) <= 1, "several steps need their ends"
         assert not self.step_ends or len(self.step_ends) == len(self.steps), "an end per step"
         assert not self.step_ends or self.step_ends[-1] == length, "the last step ends it"
 
     @property
     def num_learned(self) -> int:
-        """Number of tokens under the mask."""
+        """Number of learned tokens."""
         return sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call of the model, as an engine was asked it."""
+    """One model call of a rollout."""
 
     path: str
-    """Empty; of a nested rollout, its path below the outer one."""
+    """Empty; for a nested rollout, its path below the outer one."""
     turn: int
-    """From 0 in its path."""
+    """From 0 within its path."""
     seed: int
     """`request_seed(run_seed, step, position, turn, path)`"""
     engine: str | None = field(default=None, compare=False)
-    """The engine that answered; None where none did."""
+    """The engine that answered; None if no engine answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRollout:
-    """The outcome of one rollout of an environment.
+    """The result of one rollout of an environment.
 
-    Example: a rollout of one turn that was right: `EnvironmentRollout(position=3, example=41,
+    Example: a correct rollout with one turn: `EnvironmentRollout(position=3, example=41,
     reward=1.0, metrics={"exact": 1.0}, error=None, num_turns=1, num_tokens=5, ...)`.
     """
 
     position: int
-    """Position in its step, or of its example among the held-out ones."""
+    """Its position in the step; in evaluation, the position of its example."""
     example: int
     """Index of its row."""
     reward: float
-    """0 where it failed."""
+    """0 if it failed."""
     metrics: Mapping[str, float]
-    """Figures of the reward functions, by name."""
+    """Results of the reward functions, by name."""
     error: str | None
-    """Reason why it failed, so that nothing is learned of it; None: it did not."""
+    """Why it failed; a failed rollout is not learned. None: it did not fail."""
     is_truncated: bool
-    """It was cut by length: an answer of it, or the conversation (`is_overlong`)."""
+    """It was cut by length: one of its answers, or the conversation (`is_overlong`)."""
     num_turns: int
-    """Calls of the model."""
+    """Number of model calls."""
     num_tokens: int
-    """Tokens sampled in them."""
+    """Number of tokens sampled in them."""
     num_length_limited: int
-    """Calls whose answer the engine cut by length."""
+    """Number of model calls whose answer the engine cut by length."""
     num_splits: int
-    """Calls whose prompt did not go on from the tokens of the one before."""
+    """Number of model calls whose prompt does not continue the tokens of the call before."""
     examples: tuple[TrainingExample, ...]
-    """Examples to learn from, in order."""
+    """Its training examples, in order."""
     prompt: Any
-    """Messages or text for the model; None where nobody reads it."""
+    """Messages or text for the model; None if no reader needs them."""
     completion: Any
-    """Messages or text after the prompt, likewise."""
+    """Messages or text after the prompt; None if no reader needs them."""
     actor: str
-    """The actor in whose process the environment ran."""
+    """The actor whose process ran the environment."""
     started_s: float
     """Unix time."""
     generate_s: float
-    """Seconds until its end, scoring included."""
+    """Seconds until its end, including scoring."""
     reward_errors: Mapping[str, str] = field(default_factory=dict)
-    """Errors of reward functions by name; one with a weight fails the rollout."""
+    """Errors of reward functions by name. An error of one with a weight fails the rollout."""
     given_up: tuple[str, ...] = ()
-    """Plain tools and reward functions whose thread was given up at a limit of time."""
+    """Plain tools and reward functions whose thread was abandoned at a time limit."""
     num_tool_calls: int | None = None
-    """Calls of tools by the model; None where it is offered none."""
+    """Number of tool calls by the model; None if it has no tools."""
     calls: tuple[ModelCall, ...] = ()
-    """Calls that were made, answered or not, by path and turn."""
+    """All model calls, answered or not, by path and turn."""
     is_overlong: bool = False
-    """It ended because there was no room for its next prompt."""
+    """It ended because its next prompt did not fit."""
     task: str | None = None
-    """Name of its environment, where it is of a group."""
+    """Name of its environment, if that is part of a group."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Subtract the mean of a group, the rollouts of one example, from each reward.
+    """Subtract the mean reward of a group (the rollouts of one example) from each reward.
 
-    Exactly 0 everywhere where the rewards differ by rounding alone.
+    All are exactly 0 if the rewards differ only by rounding.
 
     Example:
         >>> group_advantages([1.0, 0.0])
@@ -216,8 +214,8 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Tell whether the rewards of a group differ by more than rounding."""
-    # Smaller differences are those of float sums, and would be divided by their own deviation.
+    """Return whether the rewards of a group differ by more than rounding."""
+    # Smaller differences come from float sums; divided by their deviation they would become large.
     rounding = 1e-9 * max((abs(reward) for reward in rewards), default=0.0)
-    # Written so that NaN differs: it is refused further on.
+    # Written so that NaN counts as different: it is rejected later.
     return any(not abs(reward - rewards[0]) <= rounding for reward in rewards)

@@ -45,15 +45,15 @@ SHOW_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """The demands of the data's images on an engine."""
+    """What an engine must accept because of the data's images."""
 
     max_per_prompt: int = 1
     max_pixels: int = 0
-    """Width times height of the largest one; 0: not known."""
+    """Width times height of the largest image; 0: unknown."""
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
-        """`enlarged`: the greatest factor of their sides (`data.augment.scale`)."""
+        """`enlarged`: the largest factor that scales their sides (`data.augment.scale`)."""
         tables = [dataset.table for dataset in datasets]
         return cls(
             max(int(np.diff(table.images_N1).max()) for table in tables),
@@ -63,7 +63,7 @@ class ImageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """The facts about a run's data, or its environment, that its start needs."""
+    """Facts about a run's data, or its environment, that its start needs."""
 
     images: ImageNeeds
     num_train_skipped: int = 0
@@ -71,10 +71,9 @@ class DataFacts:
     """Bad rows left out (`data.on_bad_row: skip`)."""
     examples: ExampleCounts | None = None
     warning: str | None = None
-    """About the environment; the run starts all the same."""
+    """A warning about the environment, which does not stop the run."""
     noted: tuple[str, ...] = ()
-    """Lines about pictures that EXIF turns, odd rows, and pictures of both training and validation.
-    """
+    """Lines about images turned by EXIF, odd rows, and images in both training and validation."""
 
     @classmethod
     def from_datasets(
@@ -93,14 +92,14 @@ class DataFacts:
         )
 
     def describe(self) -> list[str]:
-        """List an environment's examples and warning, or skipped rows and turned pictures."""
+        """Return lines about an environment's examples and warning, or about rows and images."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
             lines = [f"data      the environment has {counts} are held out"]
             if self.examples.scores_at_once:
                 lines.append(
                     "rewards   its rubric scores a step's rollouts at once (score_rollouts): they"
-                    " are one round of one environment process, in 2 x timeouts.generate_s"
+                    " are one round of one environment process, within 2 x timeouts.generate_s"
                 )
             return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
@@ -111,32 +110,32 @@ class DataFacts:
 
 
 def _about_turned(data: Dataset) -> str:
-    """Name the pictures that are learned as they are displayed, not as they are stored."""
+    """Report the images that are used as they are displayed, not as they are stored."""
     first, *others = data.turned
-    number = "1 picture is" if not others else f"{len(data.turned)} pictures are"
+    number = "1 image is" if not others else f"{len(data.turned)} images are"
     return (
         f"data      {data.path}: {number} turned by EXIF orientation (first: {first}); boxes are"
-        " relative to the picture as it is displayed"
+        " relative to the image as it is displayed"
     )
 
 
 def _about_shared(train: Sequence[Dataset], val: Sequence[Dataset]) -> Iterator[str]:
-    """Name the pictures of validation that are trained on: by their bytes, else by their paths."""
+    """Report validation images that are also trained on, by their bytes, else by their paths."""
     paths = {one.path.resolve() for one in train}
     learned: set[bytes | str] = set().union(*map(_pictures, train))
     for one in val:
         if one.path.resolve() in paths:
-            yield f"data      {one.path} is a file of data.train and of data.val"
+            yield f"data      {one.path} is in data.train and in data.val"
             continue
         shared = [picture for picture in _pictures(one) if picture in learned]
         if shared:
-            number = "1 picture is one" if len(shared) == 1 else f"{len(shared)} pictures are ones"
+            number = "1 image is" if len(shared) == 1 else f"{len(shared)} images are"
             first = _name_of(one, shared[0])
-            yield f"data      {one.path}: {number} of data.train too (first: {first})"
+            yield f"data      {one.path}: {number} in data.train too (first: {first})"
 
 
 def _pictures(data: Dataset) -> list[bytes | str]:
-    """Return the digests of its pictures, or their paths where they were not checked."""
+    """Return the digests of a dataset's images, or their paths if they were not checked."""
     if len(data.table.sha256_M):
         return list(dict.fromkeys(digest.tobytes() for digest in data.table.sha256_M))
     folder = data.path.absolute().parent
@@ -144,7 +143,7 @@ def _pictures(data: Dataset) -> list[bytes | str]:
 
 
 def _name_of(data: Dataset, picture: bytes | str) -> str:
-    """Name a picture of `_pictures`; one that is known by its digest by its first sample."""
+    """Return the path of an image, or its first sample if only its digest is known."""
     if isinstance(picture, str):
         return picture
     place = [one.tobytes() for one in data.table.sha256_M].index(picture)
@@ -153,26 +152,27 @@ def _name_of(data: Dataset, picture: bytes | str) -> str:
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """Check the data files, or the run's environment. Raises as the functions below."""
+    """Check the data files, or the run's environment. Raises ConfigError or RecordError."""
     if config.environment is not None:
         return check_environment(config, config.environment)
     return DataFacts.from_datasets(config.data.augment, *load_data(config))
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
-    """Load the environment in this process, as its actors will, look at it, and close it.
+    """Load the environment in this process, as its actors will do, check it, and close it.
 
     Raises:
-        ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls, or
-            whatever it raises itself.
+        ConfigError: no such environment, wrong arguments, no data, no parser of its tool calls, or
+            any error that it raises itself.
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
     num_images = section.max_images_per_prompt
     if num_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
         raise ConfigError(
-            f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
-            f" no images; set it to 0, or choose another ({', '.join(VISION_MODEL_TYPES)})"
+            f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which reads"
+            " no images; set it to 0, or choose a model type that reads them"
+            f" ({', '.join(VISION_MODEL_TYPES)})"
         )
     with processes_of(section.id):
         environment = loaded_environment(section.id, section.args, ENVIRONMENT_KEYS)
@@ -190,32 +190,32 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
                 examples = count_examples(environment, section.num_eval_examples)
             warning = _check_template(environment, checkpoint)
         finally:
-            asyncio.run(environment.aclose())  # its resources are for the actors to hold
+            asyncio.run(environment.aclose())  # only the actors should hold its resources
     if config.has_held_out and not examples.held_out:
         raise ConfigError(
-            f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
+            f"environment.num_eval_examples: {section.id} has no separate rows for evaluation;"
             " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
         )
     num_ranks = config.learner.world_size
     if examples.scores_at_once and num_ranks > 1 and config.rollout_matching.in_learner:
         raise ConfigError(
-            f"learner.world_size: is {num_ranks}, each rank has an environment of its own, and"
-            f" {section.id} scores a step's rollouts at once (score_rollouts); set it to 1, or have"
-            " one environment before engines elsewhere (rollout_matching.vllm.mode=actors)"
+            f"learner.world_size: is {num_ranks}, so each rank has its own environment, but"
+            f" {section.id} scores a step's rollouts at once (score_rollouts); set it to 1, or use"
+            " one environment process with rollout actors (rollout_matching.vllm.mode=actors)"
         )
     return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
 
 
 def _check_template(environment: Environment, checkpoint: Path) -> str | None:
-    """Return a warning where the chat template shows no tools. ConfigError: there is none."""
+    """Return a warning if the chat template shows no tools. ConfigError: no template exists."""
     templates = chat_templates(checkpoint)
     if not templates and asks_by_chat(environment):
         raise ConfigError(no_chat_template(checkpoint))
     if not has_tools(environment) or any("tools" in template for template in templates):
         return None
     return (
-        f"{environment.name} has tools, and the chat template of {checkpoint} shows none: the model"
-        " is not told that it can call them; choose a checkpoint whose template writes `tools`"
+        f"{environment.name} has tools, but the chat template of {checkpoint} does not show them,"
+        " so the model cannot know them; choose a checkpoint whose template writes `tools`"
         " (`rollmatch demo language-model --tools` makes one)"
     )
 
@@ -223,7 +223,7 @@ def _check_template(environment: Environment, checkpoint: Path) -> str | None:
 def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
     """Read training and validation data as the learner will, images too if `data.check_images`.
 
-    Each is a data set for every file, none where there is no validation.
+    Each list has a dataset for every file; without validation data the second list is empty.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
@@ -248,7 +248,7 @@ def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def load_checked(config: RunConfig, source: DataSource) -> Dataset:
-    """Read a file of the configuration, with lines about its progress. Raises as `load_data`."""
+    """Read and check a data file, and print progress. Raises the errors of `load_data`."""
     path = source.path
     if not path.is_file():
         raise ConfigError(
@@ -256,7 +256,7 @@ def load_checked(config: RunConfig, source: DataSource) -> Dataset:
             " data=demo, which launch.train makes if it is missing"
         )
     shown_s = time.monotonic()
-    # On a terminal in place of the start's bar, which is drawn anew in the next line.
+    # On a terminal the line overwrites the progress bar, which is drawn again below it.
     in_place_of_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
 
     def show(done: int, total: int) -> None:

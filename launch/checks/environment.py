@@ -27,22 +27,22 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
-    """The keys or options by which a command takes its environment."""
+    """The names of the keys or options that give a command its environment."""
 
     name: str
     args: str
     more: str = ""
-    """Further advice on one that fails."""
+    """Further advice if the environment fails."""
     again: str = "give it again"
-    """What to do about an argument that is a secret, which files do not keep."""
+    """The remedy for a secret argument, which is not saved in files."""
 
 
 def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentKeys) -> Environment:
-    """Call `load_environment(name, **args)`. Raises ConfigError for whatever that raises."""
+    """Call `load_environment(name, **args)`. Raises ConfigError for any error in it."""
     if missing := masked_keys(args):
         raise ConfigError(
             [
-                f"{keys.args}: {key} is a secret, which no file keeps; {keys.again}"
+                f"{keys.args}: {key} is a secret, which is not saved in files; {keys.again}"
                 for key in missing
             ]
         )
@@ -54,15 +54,15 @@ def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentK
 
 @contextmanager
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
-    """Turn what the environment's code raises into a ConfigError.
+    """Turn errors of the environment's code into a ConfigError.
 
-    A ValueError explains itself and belongs to `key`; the rest names the line that raised it.
+    A ValueError is reported with its own text under `key`; others with the line that raised them.
     """
     try:
         yield
     except (ConfigError, RecordError):
         raise
-    except (Exception, SystemExit) as error:  # exit() would end the command without a word
+    except (Exception, SystemExit) as error:  # exit() would end the command without a message
         _LOGGER.debug("%s was not loaded", name, exc_info=error)
         if isinstance(error, ValueError):
             raise ConfigError(f"{key}: {redacted(str(error))}") from error
@@ -74,7 +74,7 @@ def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[N
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
-        # No frame has come to the line.
+        # The traceback has no frame for the line.
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = [
         frame

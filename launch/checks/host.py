@@ -25,16 +25,16 @@ from shared.config.training import CheckpointSection
 from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
-"""Bytes; the kernel's limit."""
+"""In bytes; the kernel's limit."""
 RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""The path of Ray's longest socket below its folder."""
+"""The path of Ray's longest socket, relative to its folder."""
 SCRATCH_BYTES = 64 * 2**20
 """Space that a run needs for temporary files and for Ray's sockets and logs."""
 DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Check every folder that the run writes: occupied, not writable, full, or too long."""
+    """Check each folder that the run writes: in use, not writable, full, or with a long path."""
     yield from _run_folder_problems(
         config.telemetry.run_dir, config.resume, config.model, config.checkpoint
     )
@@ -53,9 +53,9 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def ray_folder(cluster: ClusterSection) -> Path:
-    """Return the folder of the sessions of a Ray of the run's own.
+    """Return the folder for the sessions of the run's own Ray cluster.
 
-    Ray lets everybody write to it, so its parent is a folder that only this user may enter.
+    Ray makes it writable for all users, so its parent is a folder that only this user may enter.
     """
     base = cluster.temp_dir or Path(
         os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -64,12 +64,12 @@ def ray_folder(cluster: ClusterSection) -> Path:
 
 
 def ray_token_file() -> Path:
-    """Return the file that Ray reads its token from, unless a variable has it or names another."""
+    """Return the file with Ray's token, used if no environment variable gives token or path."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def needs_ray_token(cluster: ClusterSection) -> bool:
-    """Tell whether a Ray of the run's own asks for a token that this user does not have yet."""
+    """Return whether the run's own Ray cluster needs a token that this user does not have yet."""
     return (
         cluster.kind == "ray"
         and cluster.address == "local"
@@ -85,31 +85,31 @@ def _ray_folder_problems(cluster: ClusterSection) -> Iterator[str]:
     length = len(os.fsencode(folder / RAY_SOCKET))
     if length > LONGEST_SOCKET_PATH:
         yield (
-            f"{key}: {folder} makes Ray's sockets {length} bytes long, {LONGEST_SOCKET_PATH} are"
+            f"{key}: Ray's socket paths in {folder} have {length} bytes, {LONGEST_SOCKET_PATH} are"
             " possible; set cluster.temp_dir to a shorter path, such as /tmp"
         )
     private = folder.parent
     is_there = _existing(private) == private
     if os.path.islink(private) or (is_there and private.stat().st_uid != os.getuid()):  # noqa: PTH114
         yield (
-            f"{key}: {private} is not a folder of this user, whose owner could take over Ray's"
-            " processes; remove it, or set cluster.temp_dir to a folder of yours"
+            f"{key}: {private} is a link or another user's folder, and its owner could take over"
+            " Ray's processes; remove it, or set cluster.temp_dir to a folder of yours"
         )
     yield from _folder_problems(key, private, SCRATCH_BYTES)
 
 
 def _folder_problems(key: str, folder: Path, needed: int = 0) -> Iterator[str]:
-    """Say that a folder cannot be written or made, or has too little space; by the key to set."""
+    """Yield a problem under `key` if a folder is not writable or has too little space."""
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield (
-            f"{key}: {existing} permits no writing, and the run writes to {folder}; permit it, or"
-            f" set {key} to a folder that can be written"
+            f"{key}: {existing} is not writable, and the run writes to {folder}; change its"
+            f" permissions, or set {key} to a folder that is writable"
         )
         return
     free = shutil.disk_usage(existing).free
     files = os.statvfs(existing)
-    # A file system without a number of files, such as btrfs, says 0 for all and for the free ones.
+    # A file system without a limit of files, such as btrfs, reports 0 for total and free files.
     if free < needed or (files.f_files and not files.f_favail):
         yield (
             f"{key}: {existing} has {free // 2**20} MiB and {files.f_favail} files free, and the"
@@ -119,17 +119,17 @@ def _folder_problems(key: str, folder: Path, needed: int = 0) -> Iterator[str]:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the first one above it that this user can see."""
+    """Return the folder, or its nearest parent that this user can see."""
     # `Path.exists` raises PermissionError below a folder that this user may not enter.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
 
 
 def run_folder_problem(folder: Path, resume: ResumeSection) -> str | None:
-    """Refuse a folder that holds a run, which would be overwritten."""
+    """Return a problem if the folder holds a run, which would be overwritten."""
     if resume.run is not None or not (folder / "config.json").exists():
         return None
     return (
-        f"telemetry.run_dir: {folder} holds a run already; choose another folder, or go on with"
+        f"telemetry.run_dir: {folder} holds a run already; choose another folder, or continue"
         f" that run: resume={folder}"
     )
 
@@ -143,22 +143,22 @@ def _run_folder_problems(
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield (
-            f"telemetry.run_dir: {folder} cannot be made, {existing} permits no writing; choose"
-            " another folder, or permit it"
+            f"telemetry.run_dir: {folder} cannot be created, because {existing} is not writable;"
+            " choose another folder, or change the permissions"
         )
         return
     needed = _checkpoint_bytes(model, checkpoint)
     if resume.run is not None:
-        # A run that goes on has some of them already.
+        # A resumed run has some of them already.
         there = (path for path in folder.glob("checkpoint*/**/*") if path.is_file())
         needed -= sum(path.stat().st_size for path in there)
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield (
-            f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)},"
+            f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)}, but"
             f" {existing} has {in_gib(free)} free; free space, keep fewer (checkpoint.keep_last,"
-            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null) or less of each"
-            " (checkpoint.full=false), or choose another folder"
+            " checkpoint.keep_best; none during training: checkpoint.save_minutes=null), save less"
+            " in each (checkpoint.full=false), or choose another folder"
         )
 
 
@@ -167,7 +167,7 @@ def _checkpoint_bytes(model: ModelSection, section: CheckpointSection) -> int:
     if not (Path(model.path) / "config.json").is_file():
         return 0
     number = int(section.save_final)
-    # A new one is complete before an old one goes.
+    # A new checkpoint is complete before an old one is removed.
     if section.save_steps or section.save_minutes:
         number += section.keep_last + 1
     if section.keep_best:
@@ -180,7 +180,7 @@ def _checkpoint_bytes(model: ModelSection, section: CheckpointSection) -> int:
 
 
 def version_problems(rollouts: RolloutMatchingSection) -> Iterator[str]:
-    """Name every package that is missing, or of another version than pyproject.toml pins."""
+    """Yield a problem for each package that is missing or not of the pinned version."""
     try:
         pinned = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
@@ -201,9 +201,9 @@ def version_problems(rollouts: RolloutMatchingSection) -> Iterator[str]:
 def vllm_import(
     rollouts: RolloutMatchingSection, limit_s: float
 ) -> Iterator[Callable[[], Iterator[str]]]:
-    """Import what an engine of the run imports, in a process of its own, while the body runs.
+    """Import the modules of the run's engines in another process, while the body runs.
 
-    What the body is given waits for the end of the import, and yields its problem if it failed.
+    The body gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `timeouts.start_s`.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
@@ -226,7 +226,7 @@ def vllm_import(
         except subprocess.TimeoutExpired:
             yield (
                 f"installation: vLLM was not imported within timeouts.start_s = {limit_s:g} s; end"
-                " what keeps this machine busy (`uptime`), or raise the key"
+                " other work on this machine (`uptime` shows its load), or raise the key"
             )
             return
         if process.returncode:
@@ -241,11 +241,11 @@ def vllm_import(
 
 
 def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | None = None) -> None:
-    """Raise ConfigError where this machine's part of the run needs vLLM and has none.
+    """Raise ConfigError if this machine's part of the run needs vLLM, which is not installed.
 
     Args:
-        transport: of the weights, once the run is placed. Over NCCL a learner sends with vLLM's
-            code, to servers too.
+        transport: how weights travel, if the run is placed already. Over NCCL a learner sends with
+            vLLM's code, to servers too.
     """
     if rollouts.starts_engines:
         require_installed(f"rollout_matching.vllm.mode: {rollouts.vllm.mode}")
@@ -254,7 +254,7 @@ def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | No
 
 
 def vllm_problems(builds: list[Requirement]) -> Iterator[str]:
-    """Yield one problem, or none where one of these builds of vLLM is installed."""
+    """Yield a problem if none of these builds of vLLM is installed."""
     if all(_version_problem(build) for build in builds):
         wanted = sorted(f"{build.name}{build.specifier}" for build in builds)
         yield f"installation: needs {' or '.join(wanted)}; {REMEDY}"
@@ -270,6 +270,6 @@ def _version_problem(requirement: Requirement) -> str | None:
     if pinned.contains(installed, prereleases=True):
         return None
     return (
-        f"installation: {name} is {installed}, and {pinned} was run together with the rest; run"
-        " `make setup`"
+        f"installation: {name} is {installed}, but {pinned} was tested with the other packages;"
+        " run `make setup`"
     )

@@ -1,4 +1,4 @@
-"""A model of the hub as a folder of this machine: fetched once, then found in the cache."""
+"""Models of the Hugging Face hub: fetched once, then found in this machine's cache."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from shared.config.model import ModelSection
 from shared.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""The files that a run reads: not the same weights in other formats."""
+"""The files that a run reads. The same weights in other formats are left out."""
 
 
 def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section with a folder for `path` if that is written as a hub's id, `OWNER/NAME` or
-    `OWNER/NAME@REVISION`, and no folder OWNER is here.
+    """Return the section with a local folder for `path`, which may be a model id of the hub.
 
-    Raises ConfigError as `fetch_model`.
+    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`, if there is no folder OWNER here. Raises the
+    ConfigErrors of `fetch_model`.
     """
     named = hub_id(Path(model.path))
     return model if named is None else model.model_copy(update={"path": fetch_model(named, show)})
 
 
 def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.path") -> str:
-    """Return the folder of a hub's model, from the cache or else downloaded with progress.
+    """Return the folder of a model of the hub; download it if it is not in the cache.
 
-    Raises ConfigError where there is no such model, no way to the hub, or too little disk.
+    Raises ConfigError for an unknown model, an unreachable hub, or too little disk space.
     """
-    # Here: commands with a folder need none of it.
+    # Imported here, because commands with a folder do not need it.
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -53,7 +53,7 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
             return folder
     except HFValidationError as error:
         raise ConfigError(
-            f"{key}: there is no folder {named}, and no model of the hub is called so"
+            f"{key}: there is no folder {named}, and it is not a valid id of a model of the hub"
             f" ({error}); correct it"
         ) from error
     except LocalEntryNotFoundError:
@@ -66,17 +66,17 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ConfigError(
             f"{key}: {named} is neither a folder here nor a model that the hub shows you"
-            f" ({type(error).__name__}); correct it, or log in with `hf auth login` where it is"
+            f" ({type(error).__name__}); correct it, or log in with `hf auth login` if it is"
             " private"
         ) from error
     except (HTTPError, OSError) as error:
         raise ConfigError(
-            f"{key}: {named} is no folder here and not whole in {cache}, and the hub cannot be"
-            f" reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` where there is"
-            f" a network, and copy that cache here (HF_HOME), or set {key} to a folder"
+            f"{key}: {named} is not a folder here, it is not complete in {cache}, and the hub"
+            f" cannot be reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` on a"
+            f" machine with a network, and copy that cache here (HF_HOME), or set {key} to a folder"
         ) from error
     wanted = [one for one in info.siblings or () if any(fnmatch(one.rfilename, f) for f in files)]
-    # A fetch that was interrupted goes on: its files are named after their content.
+    # An interrupted download is continued: its files are named after their content.
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     contents = [one.lfs.sha256 if one.lfs else one.blob_id for one in wanted]
     here = [path for content in set(contents) for path in blobs.glob(f"{content}*")]
@@ -86,11 +86,11 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
     facts = f"{num_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB free in {cache}"
     if num_bytes > free:
         raise ConfigError(
-            f"{key}: {named} needs {facts}; free some, or set HF_HOME to a folder on a larger disk"
+            f"{key}: {named} needs {facts}; free space, or set HF_HOME to a folder on a larger disk"
         )
     show(f"model     fetching {repo} at revision {info.sha}: {facts}")
     try:
-        # Not by `info.sha`: the cache would not know what the name means without the hub.
+        # Not by `info.sha`: offline, the cache could then not resolve the revision's name.
         return snapshot_download(repo, revision=revision or None, allow_patterns=files)
     except GatedRepoError as error:
         raise ConfigError(
@@ -99,13 +99,13 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         ) from error
     except (HTTPError, OSError) as error:
         raise ConfigError(
-            f"{key}: fetching {named} ended with {type(error).__name__}: {error}; give the"
-            f" command again, which goes on with what is there, or fetch it with `{by_hand}`"
+            f"{key}: fetching {named} failed with {type(error).__name__}: {error}; give the"
+            f" command again, which continues the download, or fetch it with `{by_hand}`"
         ) from error
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether all is there: another program may have fetched the configuration alone."""
+    """Return whether all files exist: another program may have fetched only some of them."""
     weights = [path.name for path in folder.glob("*.safetensors")]
     index = folder / "model.safetensors.index.json"
     if index.exists():

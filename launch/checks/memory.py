@@ -1,7 +1,7 @@
 """Estimates the memory that a run's processes need, and compares it with this machine's.
 
-Caches follow the shapes of the layers, and what CUDA takes is a round number; what allocators leave
-unused is in no estimate (`RESERVED`). The learner's is in learner_memory.py.
+Caches are computed from the shapes of the layers, and CUDA's own memory is a round number. Unused
+space of allocators is not estimated (`RESERVED`). learner_memory.py estimates the learner.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from learner.host_memory import container_limits, in_gib
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
-"""The largest block of tokens in which a cache is allocated: vLLM's on CPU."""
+"""Tokens of the largest block in which a cache is allocated: vLLM's on CPU."""
 CUDA_CONTEXT = 768 << 20
 """Bytes of a process on a GPU before its first tensor: kernels, workspaces. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
-"""Most tokens of an engine's forward, by `vllm.mode`: vLLM 0.32's of `LLM` and `AsyncLLM`."""
+"""Most tokens of an engine's forward, by `vllm.mode`: the defaults of vLLM 0.32's classes."""
 COPIES = {
-    TransportKind.NCCL: 2,  # one under way, and one that is packed or loaded
-    TransportKind.IPC: 1,  # the shared one
+    TransportKind.NCCL: 2,  # one being sent, and one being packed or loaded
+    TransportKind.IPC: 1,  # the shared bucket
     TransportKind.GLOO: 0,
     TransportKind.INPROC: 0,
 }
-"""Buckets of weights on the GPU of either end, by transport."""
+"""Buckets of weights on the GPU at each end, by transport."""
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
 REFERENCE = "reference model"
 CACHE = "key-value cache"
 RESERVED = 0.08
-"""Part of a GPU's memory for unused space between tensors, the driver, and errors of the estimates.
+"""Share of a GPU's memory for unused space between tensors, the GPU driver, and wrong estimates.
 
-An engine that is sized by a fraction of the GPU needs none beside it: vLLM measures these.
+An engine that is sized by a fraction of the GPU needs no such share, because vLLM measures it.
 """
 SURE = 1.25
-"""Estimates are high, by up to this factor: what is too much even without it is a problem, what is
-too much only with it a warning."""
+"""Estimates are too high by up to this factor. If one exceeds the memory even after division by it,
+that is a problem; otherwise it is a warning."""
 ENGINES = "engine's "
 _EXACT = ("weights", "master weights", "gradients", "optimizer", REFERENCE, CACHE)
-"""Parts that follow from numbers of values, so that nothing is to be taken off them."""
+"""Parts computed exactly from numbers of values, so that `SURE` does not reduce them."""
 _SMALLER_LEARNER = (
     "turn model.gradient_checkpointing on, choose another training.optimizer, lower"
     " global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
@@ -65,9 +65,9 @@ class Estimate:
 
     what: str
     parts: Mapping[str, int]
-    """Bytes by what they are for."""
+    """Bytes by their use."""
     holds_reserve: bool = False
-    """Whether unused space is in it, so that it may come to all of a GPU."""
+    """Whether unused space is included, so that the total may be a whole GPU."""
 
     @property
     def total(self) -> int:
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def least(self) -> int:
-        """Bytes that it takes in any case: exact parts whole, and estimated ones without margin."""
+        """Bytes needed in any case: exact parts, and estimated parts without their margin."""
         return math.floor(
             sum(
                 size if name.removeprefix(ENGINES) in _EXACT else size / SURE
@@ -91,7 +91,7 @@ class Estimate:
 def bucket_bytes(run: RunSizes, transport: TransportKind) -> int:
     if not run.may_send_full:
         return 0
-    # The tensor that takes a bucket past its size closes it.
+    # A bucket ends with the tensor that exceeds its size.
     bucket = run.rollouts.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]
     bucket += run.size * max(map(math.prod, run.shape.parameters.values()))
     return COPIES[transport] * min(bucket, run.shape.num_parameters * run.size)
@@ -106,12 +106,12 @@ def engine_estimate(
 ) -> Estimate:
     """Estimate one device of a vLLM engine over `devices` devices of `device_bytes` each.
 
-    On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction leaves of itself.
-    Else a canary's log-probabilities and CUDA graphs are left to the reserve.
+    On a GPU without `kv_cache_memory_bytes` the cache takes the rest of vLLM's fraction. Otherwise
+    the reserve has to hold the canary's log-probabilities and CUDA graphs.
     """
     shape = run.shape
     vllm = run.rollouts.vllm
-    # One layer is computed at a time; of an engine over several devices it is counted whole.
+    # One layer is computed at a time. It is counted whole even if the engine has more devices.
     numbers = shape.layer_numbers_per_token
     if (vision := shape.vision) is not None:
         numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
@@ -134,7 +134,7 @@ def engine_estimate(
 
 
 def batch_cache_bytes(run: RunSizes, devices: int) -> int:
-    """Count the cache on CPU, per device, for the longest sequences that are decoded at a time."""
+    """Count the cache bytes per device on CPU, for all sequences of a batch at full length."""
     shape = run.shape
     sequences = run.rollouts.decode_batch_size * devices
     blocks = 1 + -(-run.longest_request // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
@@ -144,7 +144,7 @@ def batch_cache_bytes(run: RunSizes, devices: int) -> int:
 
 
 def sequences_in_cache(run: RunSizes, engine: Estimate, devices: int) -> int:
-    """Count the longest sequences that an engine's cache holds at the same time."""
+    """Count the sequences of full length that fit into an engine's cache together."""
     shape = run.shape
     cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
@@ -157,15 +157,15 @@ def shared_device_estimate(
     engine: Estimate,
     transport: TransportKind = TransportKind.INPROC,
 ) -> Estimate:
-    """Estimate a learner rank and an engine on the same GPU, at the time when they need most.
+    """Estimate the peak memory of a learner rank and an engine on the same GPU.
 
-    While the rank learns, an engine that sleeps has given its memory back, but for CUDA's. While
-    the engine works, the rank is without activations and what `rollout_matching.offload` moves
-    away, save that full weights are read where they lie, or were merged or gathered.
+    While the rank learns, a sleeping engine holds only its CUDA context. While the engine works,
+    the rank holds neither activations nor what `rollout_matching.offload` moves away. A sync of
+    full weights keeps them on the GPU, with the weights that were merged or gathered for it.
     """
     offload = run.rollouts.offload
     sends_full = run.may_send_full
-    has_masters = learner.parts["master weights"] > 0  # the gradients are theirs then
+    has_masters = learner.parts["master weights"] > 0  # then the gradients belong to them
     moved = {
         "weights": offload.moves_model and not sends_full,
         "master weights": offload.moves_optimizer,
@@ -193,9 +193,9 @@ def shared_device_estimate(
 
 
 def _made_bytes(run: RunSizes) -> int:
-    """Count the weights that are on a device for a sync alone: merged, or back from the host."""
+    """Count the bytes of weights made only for a sync: merged, or copied back from the host."""
     if run.learner.is_sharded:
-        # Gathered into host memory, they return one by one.
+        # Weights are gathered into host memory, and copied back one by one.
         return run.size * max(map(math.prod, run.shape.parameters.values()))
     if run.model.adapter is None:
         return 0
@@ -204,7 +204,7 @@ def _made_bytes(run: RunSizes) -> int:
 
 
 def synced_bytes(run: RunSizes, placement: Placement) -> int:
-    """Count the weights that the learner keeps in memory which engines of its machine read."""
+    """Count the bytes of weights in memory that the learner shares with engines of its machine."""
     section = run.rollouts.servers
     if section is None:
         reads_here = bool(placement.engines)
@@ -220,36 +220,36 @@ class Needs:
     """The memory that a run's processes need."""
 
     learner: Estimate
-    """One rank."""
+    """For one rank."""
     num_ranks: int
     engine: Estimate | None = None
-    """One device of an engine; None where the run starts none."""
+    """For one device of an engine; None if the run starts no engine."""
     num_engine_devices: int = 0
     shared: Estimate | None = None
-    """A rank and an engine's device together, where engines live on the ranks' GPUs."""
+    """For a rank and an engine's device together, if engines run on the ranks' GPUs."""
     synced: int = 0
-    """Bytes of the weights that a sync keeps in memory which engines of the same machine read."""
+    """Bytes of weights in memory that a sync shares with engines of the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The total memory of this machine, whether something holds it or not."""
+    """The total memory of this machine, used or free."""
 
     device: Device
     total: int
-    """Bytes of one GPU; on CPU of the machine or its container, which all processes share."""
+    """Bytes of one GPU. On CPU: of the machine or its container, shared by all processes."""
 
     def problems(self, needs: Needs) -> list[str]:
-        """Name what certainly has no room: on a GPU a rank and an engine that share it together."""
+        """Return messages about needs that certainly exceed the memory."""
         return [message for message, is_sure in self._excesses(needs) if is_sure]
 
     def warnings(self, needs: Needs) -> list[str]:
-        """Name what has no room if the estimates are right."""
-        tried = "It is an estimate, and tried"
+        """Return messages about needs that exceed the memory if the estimates are right."""
+        tried = "This is an estimate, so the run starts anyway"
         return [f"{message}. {tried}" for message, is_sure in self._excesses(needs) if not is_sure]
 
     def _excesses(self, needs: Needs) -> Iterator[tuple[str, bool]]:
-        """Yield a message for each need that is larger than the memory, and whether it is sure."""
+        """Yield a message for each need that exceeds the memory, and whether it is certain."""
         if self.device is Device.CPU:
             yield from self._on_the_machine(needs)
         elif needs.shared is not None:
@@ -269,12 +269,12 @@ class DeviceMemory:
         has = f"a GPU has {in_gib(self.total)}"
         if not needed.holds_reserve:
             has = (
-                f"of a GPU's {in_gib(self.total)} {in_gib(usable)} can be planned"
+                f"{in_gib(usable)} of a GPU's {in_gib(self.total)} can be used"
                 f" ({RESERVED:.0%} are reserved)"
             )
-        # A fraction of the GPU is taken whatever is needed of it.
+        # vLLM takes its fraction of the GPU even if it needs less.
         is_sure = needed.holds_reserve or needed.least > self.total or needed.total > SURE * usable
-        yield f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure
+        yield f"{key}: {needed.describe()}, but {has}; {remedy}", is_sure
 
     def _on_the_machine(self, needs: Needs) -> Iterator[tuple[str, bool]]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}
@@ -289,14 +289,14 @@ class DeviceMemory:
             return
         listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
         message = (
-            f"cluster.address: the processes need about {in_gib(needed)} ({listed}), this machine,"
-            f" or its container, has {in_gib(self.total)}; {_SMALLER_LEARNER}"
+            f"cluster.address: the processes need about {in_gib(needed)} ({listed}), but this"
+            f" machine or its container has {in_gib(self.total)}; {_SMALLER_LEARNER}"
         )
         yield message, least > self.total
 
 
 def device_memory(device: Device) -> DeviceMemory | None:
-    """Return the memory of this machine's smallest GPU (None: it has none), or for its CPUs."""
+    """Return the memory of the smallest GPU (None: no GPU), or the machine's main memory."""
     if device is Device.CUDA:
         import torch
 

@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint, from its files' headers, and what a run trains and keeps of them."""
+"""The sizes of a checkpoint, read from its files' headers, and the sizes that a run trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """The sizes of a vision tower that its activations follow from."""
+    """The sizes of a vision tower that determine its activations."""
 
     hidden: int
     layers: int
@@ -38,16 +38,16 @@ class VisionShape:
 
     @property
     def layer_numbers_per_patch(self) -> int:
-        """Numbers that a layer keeps for its backward; as many keys and values as queries."""
+        """Values that a layer keeps for its backward; as many keys and values as queries."""
         return 10 * self.hidden + 4 * self.intermediate
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model that its memory follows from."""
+    """The sizes of a model that determine its memory."""
 
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each of the model's tensors in the files; tied ones are in it once."""
+    """Shape of each of the model's tensors in the files; tied tensors are listed once."""
     hidden: int
     layers: int
     intermediate: int
@@ -82,7 +82,7 @@ class ModelShape:
                 parameters={name: sizes for name, sizes in headers.items() if find_part(name)},
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
-                # Of experts, those that a token goes through.
+                # Of experts, only those that a token passes through.
                 intermediate=max(
                     text["intermediate_size"],
                     text.get("num_experts_per_tok", 0) * text.get("moe_intermediate_size", 0),
@@ -105,13 +105,13 @@ class ModelShape:
         return sum(map(math.prod, self.parameters.values()))
 
     def names_by_layer(self) -> dict[str, list[str]]:
-        """Return the tensors' names by layer of the language model or the tower; "": of none.
+        """Return the tensors' names by layer of the language model or the tower.
 
-        These are the parts in which fsdp gathers a model.
+        The key "" is for tensors outside of layers. fsdp gathers a model in these parts.
         """
         names: dict[str, list[str]] = {}
         for name in self.parameters:
-            # model.language_model.layers.7.mlp.up_proj.weight: model.language_model.layers.7.
+            # Such as model.language_model.layers.7 of model.language_model.layers.7.mlp.up_proj.
             layer = re.match(r"(.*?\.\d+)\.", name)
             is_of_layer = layer is not None and find_part(name) is not ModelPart.ALIGNER
             names.setdefault(layer[1] if layer and is_of_layer else "", []).append(name)
@@ -119,12 +119,12 @@ class ModelShape:
 
     @property
     def has_query_norm(self) -> bool:
-        """Whether queries and keys are normalized, as of Qwen3."""
+        """Whether queries and keys are normalized, as in Qwen3."""
         return any(name.endswith(".q_norm.weight") for name in self.parameters)
 
     @property
     def has_gated_tower(self) -> bool:
-        """Whether the tower's layers are like those of a language model, as of Qwen2.5-VL."""
+        """Whether the tower has layers like a language model, as in Qwen2.5-VL."""
         return any(
             name.endswith(".mlp.gate_proj.weight") and ".blocks." in name
             for name in self.parameters
@@ -132,7 +132,7 @@ class ModelShape:
 
     @property
     def num_mergers(self) -> int:
-        """Count what makes tokens of patches: several, where the tower's layers are read too."""
+        """Number of modules that turn patches into tokens: several if inner layers are read."""
         if self.vision is None:
             return 0
         matrices = [
@@ -144,22 +144,22 @@ class ModelShape:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """Numbers that a layer of the language model keeps for its backward, for each token."""
-        # Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
-        # product.
+        """Values that a layer of the language model keeps for its backward, for each token."""
+        # Inputs of norms and projections, queries, keys, values, the output of attention, the
+        # gate and the gated product.
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of safetensors that hold a weight as it is."""
+"""Types of safetensors that store a weight without quantisation."""
 
 
 def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a checkpoint's files, by name.
 
-    Raises ConfigError for a file that is damaged, for weights that are stored as integers or in
-    8 bits, and as `weight_files`.
+    Raises ConfigError for a damaged file, for weights that are stored as integers or in 8 bits,
+    and the errors of `weight_files`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder, key=key):
@@ -173,8 +173,8 @@ def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[in
                     if is_weight and tensor.get_dtype() not in _FLOATS:
                         raise ConfigError(
                             f"{key}: {path} stores {name} as {tensor.get_dtype()}, a quantised"
-                            " weight, which would be read as if it were the weight itself; give the"
-                            " checkpoint that it was quantised from"
+                            " weight, which would be read without its scale; give the checkpoint"
+                            " that it was quantised from"
                         )
         except (OSError, SafetensorError) as error:
             problem = f"{key}: {path} cannot be read ({error}); fetch or copy it again"
@@ -183,10 +183,10 @@ def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[in
 
 
 def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
-    """Return the safetensors files that transformers and vLLM read of a checkpoint's folder.
+    """Return the safetensors files of a checkpoint's folder that transformers and vLLM read.
 
-    Raises ConfigError where there are none, where one that the index names is missing, and where
-    the two would read different ones.
+    Raises ConfigError if the folder has no such file, if a file that the index names is missing,
+    or if the two packages would read different files.
     """
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
@@ -208,20 +208,20 @@ def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
         raise ConfigError(problem) from error
     if missing := [name for name in named if not (folder / name).is_file()]:
         raise ConfigError(
-            f"{key}: {index} names files that are not there ({', '.join(missing)}); fetch or copy"
+            f"{key}: {index} names files that do not exist ({', '.join(missing)}); fetch or copy"
             " them"
         )
     if whole.is_file() and whole.name not in named:
         raise ConfigError(
             f"{key}: {folder} holds model.safetensors, which transformers would read, and an"
-            f" {index.name} of other files, which vLLM would read; remove those that are left over"
+            f" {index.name} of other files, which vLLM would read; remove the outdated files"
         )
     return [folder / name for name in named]
 
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """All that the memory of a run's processes follows from."""
+    """The sizes and settings that determine the memory of a run's processes."""
 
     shape: ModelShape
     model: ModelSection
@@ -229,12 +229,12 @@ class RunSizes:
     learner: LearnerSection
     rollouts: RolloutMatchingSection
     tokens: int
-    """Of the longest row."""
+    """Tokens of the longest packed row."""
     adapted_parts: tuple[ModelPart, ...]
     num_fresh_tokens: int
     """Rows of the embedding and the head that are trained with an adapter."""
     may_send_full: bool
-    """Whether a sync may be of full weights."""
+    """Whether a weight sync may send full weights."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> RunSizes:
@@ -258,12 +258,12 @@ class RunSizes:
 
     @property
     def weight_size(self) -> int:
-        """Bytes of a weight in a rank: shards are float32, whatever a forward computes in."""
+        """Bytes of a weight in a rank. Shards are float32, whatever a forward computes in."""
         return BYTES["float32"] if self.learner.is_sharded else self.size
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest sequence that an engine takes."""
+        """Tokens of the longest sequence that an engine accepts."""
         return self.rollouts.vllm.max_model_len or self.tokens
 
     @property
@@ -288,30 +288,30 @@ class RunSizes:
         return self.model.adapter is None and not self.training.parts.language_model.frozen
 
     def has_gradients(self, part: ModelPart) -> bool:
-        """Tell whether the part, or an adapter in it, is trained."""
+        """Return whether the part, or an adapter in it, is trained."""
         if self.model.adapter is not None:
             return part in self.adapted_parts
         return not part_settings(part, self.training.parts).frozen
 
     def is_frozen(self, name: str) -> bool:
-        """Tell whether `training.parts` freezes the tensor's part."""
+        """Return whether `training.parts` freezes the tensor's part."""
         return part_settings(model_part(name), self.training.parts).frozen
 
     def adapted_shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the matrices that have an adapter."""
         adapter = self.model.adapter
-        assert adapter is not None, "the caller knows that there is one"
+        assert adapter is not None, "callers have checked that there is an adapter"
         return [
             sizes
             for name, sizes in self.shape.parameters.items()
-            # Another part has modules of the same names, which are not adapted.
+            # Other parts may have modules of the same names, which are not adapted.
             if len(sizes) == 2
             and name.split(".")[-2] in adapter.target_modules
             and model_part(name) in self.adapted_parts
         ]
 
     def shapes_in_4_bits(self) -> list[tuple[int, ...]]:
-        """Return the shapes of what `model.adapter.quantize` packs."""
+        """Return the shapes of the matrices that `model.adapter.quantize` packs."""
         if not self.model.is_quantized:
             return []
         return [
@@ -332,5 +332,5 @@ class RunSizes:
 
 
 def is_linear(name: str) -> bool:
-    """Tell whether a matrix of this name is a linear layer that an adapter may be in."""
+    """Return whether a matrix of this name is a linear layer that may have an adapter."""
     return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")

@@ -1,4 +1,4 @@
-"""Settings of memory with which a run would fit, as overrides to paste."""
+"""Memory-saving settings with which a run would fit, as overrides to paste."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
 Change = Mapping[str, bool | int | str]
-"""Values by key, as the command line takes them."""
+"""Values by key, as the command line accepts them."""
 MOST = 4
-"""Proposals that are shown."""
+"""The maximum number of proposals."""
 _FIXED: tuple[Change, ...] = (
     MappingProxyType({"model.gradient_checkpointing": True}),
     MappingProxyType({"model.activation_offload": True}),
@@ -29,28 +29,28 @@ _FIXED: tuple[Change, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Keys that together make a run fit; without any one of them it would not."""
+    """Keys that together make a run fit; if any one of them is left out, it does not fit."""
 
     overrides: tuple[str, ...]
-    """As a shell takes them."""
+    """Quoted for a shell."""
     estimate: Estimate
-    """Of the learner rank, or of it and an engine where they share a GPU."""
+    """For the learner rank, or for a rank and an engine if they share a GPU."""
 
     def describe(self) -> str:
         return f"{' '.join(self.overrides)}: {self.estimate.describe()}"
 
 
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
-    """Return the sets of changes that fit, at most `MOST`, the cheapest first.
+    """Return at most `MOST` sets of changes with which the run fits, the cheapest first.
 
-    Any number of cheaper changes is cheaper than one that costs more. More ranks are tried if
+    Any number of cheaper changes is cheaper than one that costs more. More ranks are tried only if
     nothing else fits.
 
     Args:
-        fitting: the estimate of a run that fits, None of one that does not.
+        fitting: returns the estimate of a run that fits, None for a run that does not.
     """
     search = _Search(config.model_dump(mode="json"), fitting)
-    # Half a row may be too little for an answer, and an adapter needs a part that is trained.
+    # Half a row may be too short for an answer, and an adapter needs a trained part.
     uncertain: list[Change] = [{"global_max_length": config.global_max_length // 2}]
     if config.model.adapter is None:
         uncertain.append({"model.adapter.kind": "lora"})
@@ -69,14 +69,14 @@ def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Tries changes of one configuration."""
+    """A search over changes of one configuration."""
 
     values: Mapping[str, Any]
     """The configuration, as JSON."""
     fitting: Callable[[RunConfig], Estimate | None]
 
     def is_new(self, change: Change) -> bool:
-        """Tell whether the change changes anything."""
+        """Return whether the change differs from the configuration."""
         for path, value in change.items():
             found: object = self.values
             for key in path.split("."):
@@ -86,9 +86,9 @@ class _Search:
         return False
 
     def minimal(self, possible: list[Change], required: list[tuple[Change, ...]]) -> list[Proposal]:
-        """Return every set of which no part fits, with one of `required`, the cheapest first."""
+        """Return every minimal set that fits and has one of `required`, the cheapest first."""
         free = [change for change in possible if not any(change in taken for taken in required)]
-        # With all that goes together first: what does not fit then fits with nothing, and soon.
+        # First with all compatible changes together: if that does not fit, no subset fits.
         optimizers = [change for change in free if "training.optimizer" in change]
         others = [change for change in free if change not in optimizers]
         all_of_it = [
@@ -102,7 +102,7 @@ class _Search:
         for size in range(len(free) + 1):
             for chosen, taken in product(combinations(free, size), required):
                 numbers = tuple(possible.index(change) for change in (*chosen, *taken))
-                # With more than is needed it would fit as well.
+                # A set that contains a smaller set that fits is not minimal.
                 if not numbers or any(set(other) <= set(numbers) for other in found):
                     continue
                 together = [possible[number] for number in numbers]

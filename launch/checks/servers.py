@@ -26,14 +26,14 @@ from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
-"""A server that runs answers at once. A start waits `server.timeout_s` for one that loads."""
+"""A running server answers at once. A start waits `server.timeout_s` for a server that loads."""
 INSPECT_S = 20.0
-"""Some of it the server's engine answers, which may be stuck."""
+"""Some questions are answered by the server's engine, which may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
 def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
-    """Check the ports at which the first learner rank, taken to be here, waits for engines."""
+    """Check the ports on which the first learner rank waits for engines, if it runs here."""
     for index, server in enumerate(servers):
         if not server.group_port:
             continue
@@ -53,9 +53,9 @@ class ServerAnswers:
     lines: tuple[str, ...]
     problems: tuple[str, ...]
     not_up: tuple[str, ...]
-    """The problems that a run would wait for: servers that do not answer yet."""
+    """The problems of servers that do not answer yet, for which a run would wait."""
     devices: tuple[int, ...] | None
-    """Rollout devices of each server, in order; None where one of them did not say."""
+    """Rollout devices of each server, in order; None if a server did not report them."""
 
 
 def ask_servers(
@@ -65,12 +65,12 @@ def ask_servers(
     *,
     inspect_s: float = INSPECT_S,
 ) -> ServerAnswers:
-    """Ask each server what a run's client asks at its start, without waiting or changing anything.
+    """Send each server the questions of a starting run, without waiting or changing anything.
 
     Args:
-        run: the name under which the run asks.
-        settings: the run's demands on them; None: not known, ask only whether they are up.
-        inspect_s: limit for everything that one server is asked.
+        run: the name of the run in its requests.
+        settings: what the run requires. None: unknown, so only ask whether the servers are up.
+        inspect_s: time limit for all questions to one server.
 
     Raises:
         ConfigError: the token is not set.
@@ -103,7 +103,7 @@ def ask_servers(
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
             if answer.process and first_index.setdefault(answer.process, index) != index:
                 first = first_index[answer.process]
-                problems.append(f"{path} is the server of servers[{first}]; list every server once")
+                problems.append(f"{path} is the same server as servers[{first}]; list it once")
     return ServerAnswers(
         tuple(lines),
         tuple(problems),
@@ -115,10 +115,10 @@ def ask_servers(
 def teacher_problems(
     section: TeacherSection, model_path: str, max_length: int, *, waits: bool
 ) -> Iterator[str]:
-    """Ask the teacher what environment actors ask it at their start.
+    """Send the teacher the questions of starting environment actors, and yield problems.
 
     Args:
-        waits: one that does not answer yet is no problem.
+        waits: a teacher that does not answer yet is not a problem.
 
     Raises:
         ConfigError: its token is not set.
@@ -131,7 +131,7 @@ def teacher_problems(
         except HttpStatusError as error:
             if error.status in STILL_LOADING:
                 raise UnansweredError(f"it is loading: {error}") from error
-            # Any other is asked again, and explained.
+            # The requests below repeat any other error, and explain it.
         tokenizer = load_tokenizer(model_path)
         teacher = Teacher(settings, max_under_way=1)
         await teacher.require_suitable(tokenizer, max_length)
@@ -157,7 +157,7 @@ class _NotUp(str):
 async def _ask(
     index: int, address: ServerAddress, settings: EngineSettings | None, limit_s: float
 ) -> ServerFacts | str | None:
-    """Return its facts, or what is wrong with it; None: it is up, and nothing else was asked."""
+    """Return the server's facts, or its problem; None if it is up and nothing else was asked."""
     try:
         async with asyncio.timeout(limit_s):
             client = HttpClient(address.base_url, address)
@@ -167,8 +167,8 @@ async def _ask(
             return await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
     except TimeoutError:
         return (
-            f"answers {address.health_route}, and has not said in {limit_s:g} s what it was started"
-            " with: its engine may be stuck; start it again"
+            f"answers {address.health_route}, but did not report its settings in {limit_s:g} s: its"
+            " engine may be stuck; start it again"
         )
     except UnansweredError as error:
         return _NotUp(

@@ -1,4 +1,4 @@
-"""Compares the tensors of a checkpoint's files with those of its model; reads headers alone."""
+"""Compares the tensors in a checkpoint's files with the tensors that its model needs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 def weight_warnings(
     folder: Path, *, key: str = "model.path", for_engines: bool = False
 ) -> list[str]:
-    """Return what is to be known about a checkpoint whose files hold all of its model's weights.
+    """Return warnings about a checkpoint whose files hold all of its model's weights.
 
-    That is: tensors that the model does not have, and a head that `config.json` denies.
+    They are about tensors that the model does not have, and a head that contradicts `config.json`.
 
     Raises:
-        ConfigError: as `load_complete`; `for_engines`: tensors that vLLM would not start with, too.
+        ConfigError: the errors of `load_complete`. `for_engines`: tensors that vLLM refuses, too.
     """
     names = read_headers(folder, key=key)
     with _quiet():
         model, surplus = load_complete(folder, key=key, device_map={"": "meta"})
     if not any(map(find_part, names)):
         raise ConfigError(
-            f"{key}: {folder} holds {next(iter(names))}, which is not among the names of the model"
-            " types that are trained; load the model in transformers and save it again with"
+            f"{key}: {folder} holds {next(iter(names))}, which is not a tensor name of a"
+            " supported model type; load the model in transformers and save it again with"
             " save_pretrained"
         )
     warnings = []
@@ -44,29 +44,29 @@ def weight_warnings(
                 f"{found}, with which vLLM does not start; load the model in transformers and save"
                 " it again with save_pretrained, which leaves them out"
             )
-        warnings.append(f"{found}; they are left out, of what the run saves too")
+        warnings.append(f"{found}; they are ignored, and the run does not save them")
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
-    # On the meta device transformers ties no two tensors that the files both hold.
+    # On the meta device transformers does not tie two tensors that are both in the files.
     is_tied = "lm_head.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
     if for_engines and is_tied and not any(name.endswith("embed_tokens.weight") for name in names):
         raise ConfigError(
             f"{key}: the files of {folder} hold no embedding, only the head that is tied to it,"
-            " which vLLM does not read so; load the model in transformers and save it again with"
+            " which vLLM cannot read; load the model in transformers and save it again with"
             " save_pretrained"
         )
     if is_tied and head is not embedding and _differ(folder):
         warnings.append(
             f"{key}: config.json of {folder} ties the head to the embedding (tie_word_embeddings:"
-            " true), and its files hold another lm_head.weight, which wins, here and in engines;"
-            " what is saved says false. If the embedding is meant, as transformers 4 reads such"
-            " files, remove lm_head.weight from them"
+            " true), but its files hold a different lm_head.weight. Learner and engines use the"
+            " latter, and saved checkpoints say false. If the embedding is meant, as transformers 4"
+            " reads such files, remove lm_head.weight from them"
         )
     return warnings
 
 
 def _differ(folder: Path) -> bool:
-    """Tell whether the head in the files is another matrix than the embedding in them."""
+    """Return whether the head and the embedding in the files differ."""
     import torch
     from safetensors import safe_open
 
@@ -82,7 +82,7 @@ def _differ(folder: Path) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing bars and tables about what is returned here."""
+    """Keep transformers from printing progress bars, and tables of the differences found here."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

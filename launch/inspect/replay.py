@@ -100,8 +100,8 @@ def _examples(run: Path) -> ExampleCounts:
 
 
 def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, int]:
-    """Return a configuration that resumes before the step and writes nothing, and the number of
-    steps that its checkpoint has done.
+    """Return a configuration that resumes before the step and writes nothing, and the steps that
+    its checkpoint has done.
     """
     states = {folder: state for folder, state in full_checkpoints(run) if state.step < step}
     if checkpoint is not None:

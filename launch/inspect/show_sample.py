@@ -2,10 +2,11 @@
 
     rollmatch show-sample run=outputs/demo step=7 position=3 [out=page.html]
 
-The page shows the prompt, the images with ground truth and predictions, the rollout with its kept
-and appended parts, and the target's tokens, coloured by their supervision. For an environment it
-shows the dialogue, the rewards, and tokens coloured by advantage. Reads the run's `config.json` and
-`rollouts/`, `data.train`, and the tokenizer of `model.path`. The same files give the same page.
+The page shows the prompt, the images with ground truth and predictions, and the rollout with its
+kept and appended parts. The target's tokens are coloured by their supervision. For an environment
+it shows the dialogue, the rewards, and tokens coloured by advantage. Reads `config.json` and
+`rollouts/` of the run, `data.train`, and the tokenizer of `model.path`. The same files give the
+same page.
 """
 
 from __future__ import annotations

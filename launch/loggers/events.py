@@ -30,7 +30,7 @@ class RolloutFile(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """The run: the first event of a logger."""
+    """The start of the run: the first event of a logger."""
 
     logger: str
     folder: Path
@@ -39,16 +39,16 @@ class RunEvent:
     name: str
     """Name of the run: the configured name and the end of the run folder's path."""
     first_step: int
-    """The first step that comes now, from 1. After a resumption later steps are removed."""
+    """The first step to log, counted from 1. A resumed run removes this and later steps."""
     config: Mapping[str, object]
-    """The configuration as JSON has it, by sections."""
+    """The configuration as JSON values, by sections."""
     flat_config: Mapping[str, object]
-    """The same by dotted keys."""
+    """The same values by dotted keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsEvent:
-    """Figures of a step, or of the held-out report after it.
+    """Metrics of a step, or of the held-out report after it.
 
     Example: `MetricsEvent(26, {"loss/total": 1.5, "rollout/decode_mode": "greedy"})`.
     """
@@ -66,7 +66,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PicturesEvent:
-    """Pictures with ground truth and predictions."""
+    """Images with ground truth and predictions drawn in."""
 
     step: int
     name: str
@@ -75,7 +75,7 @@ class PicturesEvent:
 
 @dataclass(frozen=True, slots=True)
 class RolloutsEvent:
-    """A file of rollouts. The first of them become a table."""
+    """A file of rollouts. Its first rollouts are logged as a table."""
 
     step: int
     name: str
@@ -104,7 +104,7 @@ MAX_CHARACTERS = 4000
 class RolloutTable:
     columns: tuple[str, ...]
     rows: list[tuple[Scalar, ...]]
-    """As wide as the columns; texts can be encoded."""
+    """Each row has one value per column; all texts can be encoded."""
 
 
 def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
@@ -129,7 +129,7 @@ def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
 def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Scalar | None]]:
     for line in lines:
         rollout, reading = line["rollout"], line["reading"]
-        # Those of channel A were not generated.
+        # Samples of channel A have no rollout.
         if rollout is not None and reading is not None:
             yield {
                 "position": line["position"],
@@ -170,7 +170,7 @@ def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, S
 
 
 def _dialogue(messages: LoggedMessages | None) -> str:
-    """Write messages below each other; what is not a text, as JSON."""
+    """Write one message per line; fields that are not text are written as JSON."""
     if messages is None or isinstance(messages, str):
         return messages or ""
     lines = []

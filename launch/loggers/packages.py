@@ -12,11 +12,11 @@ from launch.loggers.events import MetricsEvent, PicturesEvent, RolloutTable, Run
 
 
 class Logger(ABC):
-    """A run as one of the packages has it. Whatever a method raises ends the logger."""
+    """A run in one of the packages. Any exception of a method ends the logger."""
 
     @abstractmethod
     def __init__(self, run: RunEvent) -> None:
-        """Begin the run, or continue the one whose id is kept in `run.folder`."""
+        """Begin the run, or continue the run whose id is in `run.folder`."""
 
     @abstractmethod
     def metrics(self, event: MetricsEvent) -> None: ...
@@ -33,7 +33,7 @@ class Logger(ABC):
 
 
 class _RunId:
-    """The file with the id of the run, by which a resumed run continues the same one."""
+    """The file with the run's id, so that a resumed run continues the same logged run."""
 
     def __init__(self, run: RunEvent) -> None:
         self._file = run.folder / f"{run.logger}.id"
@@ -46,7 +46,7 @@ class _RunId:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in `RUN/loggers/tensorboard`; a resumed run takes back the steps after it."""
+    """Event files in `RUN/loggers/tensorboard`; a resumed run discards the steps it repeats."""
 
     def __init__(self, run: RunEvent) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,7 +88,7 @@ class TensorBoardLogger(Logger):
 class TrackioLogger(Logger):
     """A run of trackio, by default in its own folder (`TRACKIO_DIR`), which `trackio show` opens.
 
-    It is known by its name, so the name ends in random letters.
+    trackio identifies a run by its name, so the name ends in random letters.
     """
 
     def __init__(self, run: RunEvent) -> None:
@@ -131,7 +131,7 @@ class TrackioLogger(Logger):
 class WandbLogger(Logger):
     """A run of Weights & Biases; with `WANDB_MODE=offline` it is files in `RUN/loggers/wandb`.
 
-    Of a step that a resumed run repeats wandb keeps what it had first.
+    If a resumed run repeats a step, wandb keeps the values that were logged first.
     """
 
     def __init__(self, run: RunEvent) -> None:
@@ -146,7 +146,7 @@ class WandbLogger(Logger):
             dir=run.folder,
             config=dict(run.config),
             allow_val_change=True,
-            # Else it takes the streams of this process, which have a file already.
+            # Otherwise it captures this process's output, which goes to a file already.
             settings=wandb.Settings(console="off"),
         )
         run_id.write(self._run.id)
@@ -178,12 +178,12 @@ class WandbLogger(Logger):
 class MlflowLogger(Logger):
     """A run of MLflow, at `MLFLOW_TRACKING_URI`.
 
-    Parameters cannot be changed there, so they have the values of the first start; the artifact
-    `config.json` is of the last one.
+    MLflow's parameters cannot be changed, so they have the values of the first start. The artifact
+    `config.json` has the values of the last start.
     """
 
     _PARAMETERS_PER_CALL = 100
-    """Limit of its REST API."""
+    """Limit of MLflow's REST API."""
 
     def __init__(self, run: RunEvent) -> None:
         import mlflow
@@ -242,12 +242,12 @@ def _by_type(values: Mapping[str, Scalar]) -> tuple[dict[str, float], dict[str, 
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace what MLflow permits in no name, such as the @ of `val/f1@0.75`."""
+    """Replace characters that MLflow rejects in names, such as the @ of `val/f1@0.75`."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Scalar]]) -> str:
-    """Write a table as Markdown, with the line breaks that its cells have."""
+    """Return a table as Markdown; line breaks in cells are kept."""
 
     def line(cells: Sequence[Scalar]) -> str:
         escaped = (re.sub(r"([\\|`*_<])", r"\\\1", str(cell)) for cell in cells)

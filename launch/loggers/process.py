@@ -1,7 +1,7 @@
 """The process of one logger: `python -m launch.loggers.process FD LIMIT`.
 
-It answers every event of the driver with None, or with what the logger raised, which ends it. What
-the package prints goes to `RUN/loggers/NAME.log`.
+It answers every event of the driver with None, or with the logger's error; after an error it ends.
+The package's output goes to `RUN/loggers/NAME.log`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from launch.loggers.packages import LOGGERS, Logger
 from launch.run_folder.console import escaped
 
 NICENESS = 5
-"""Steps go first."""
+"""Training steps have priority."""
 MARGIN_S = 1
-"""The driver ends a process that needs longer than the limit. One that was killed cannot: then the
-process ends itself so much later."""
+"""The driver ends a process that exceeds the limit. If the driver was killed, the process ends
+itself this many seconds after the limit."""
 
 
 def main() -> None:
@@ -52,17 +52,17 @@ def main() -> None:
             if isinstance(event, RunEvent):
                 logger = LOGGERS[event.logger](event)
             else:
-                assert logger is not None, "the run comes first"
+                assert logger is not None, "RunEvent is the first event"
                 hand_on(event, logger)
         except Exception as error:
-            # Whatever a package raises: the driver reports it, and this process ends.
+            # Any error of a package: the driver reports it, and this process ends.
             traceback.print_exc()
             first_line = str(error).strip().partition("\n")[0]
             with suppress(BrokenPipeError):
                 pipe.send(f"{type(error).__name__}: {first_line}")
             sys.exit(1)
         signal.alarm(0)
-        # The next event shows that the driver was killed.
+        # If the driver was killed, the next `recv` shows it.
         with suppress(BrokenPipeError):
             pipe.send(None)
         if isinstance(event, EndEvent):
@@ -79,8 +79,8 @@ def hand_on(event: Event, logger: Logger) -> None:
             try:
                 table = rollout_table(event.path, event.kind)
             except (OSError, ValueError) as error:
-                # The run's own file: removed meanwhile, or not whole yet on a shared disk.
-                print(escaped(f"{event.path}: is not in this logger: {error}"), flush=True)
+                # The run's own file: removed meanwhile, or still incomplete on a shared disk.
+                print(escaped(f"{event.path}: was not logged: {error}"), flush=True)
                 return
             if table.rows:
                 logger.table(event.step, event.name, table)

@@ -1,4 +1,4 @@
-"""The figures of the last step in Ray's own metrics (`telemetry.ray_metrics`).
+"""Metrics of the last step, exported by Ray (`telemetry.ray_metrics`).
 
 They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as
 `ray_rollmatch_...`, with the run's name as a tag.
@@ -17,11 +17,11 @@ PHASES = {
     "sync": "time/sync_s",
     "queue_wait": "time/queue_wait_s",
 }
-"""Phase, as the tag names it, and its metric of metrics.jsonl."""
+"""The value of the tag `phase`, and its metric in metrics.jsonl."""
 
 
 class RayMetrics:
-    """The figures of the last finished step. Needs a running Ray."""
+    """The exported metrics of the last finished step. Needs a running Ray."""
 
     def __init__(self, run: str) -> None:
         tags = {"run": run}
@@ -43,14 +43,14 @@ class RayMetrics:
     def step_done(
         self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]
     ) -> None:
-        """Set every figure; `metrics` as they go into metrics.jsonl."""
+        """Set every exported metric; `metrics` are the values for metrics.jsonl."""
         self._step.set(num_steps)
         self._version.set(weight_version)
         for phase, name in PHASES.items():
             if name in metrics:
                 self._phase.set(float(metrics[name]), tags={"phase": phase})
         self._loss.set(float(metrics["loss/total"]))
-        # A counter of Ray's cannot be raised by 0.
+        # Ray's counters reject an increase of 0.
         if tokens := float(metrics.get("rollout/num_tokens", 0.0)):
             self._tokens.inc(tokens)
             self._speed.set(tokens / float(metrics["time/generate_s"]))

@@ -1,4 +1,4 @@
-"""The driver's end of the loggers (`telemetry.loggers`).
+"""The driver's side of the loggers (`telemetry.loggers`).
 
 ::
 
@@ -43,23 +43,23 @@ from shared.errors import Timeout
 
 FOLDER = "loggers"
 QUEUE_SIZE = 1000
-"""Most events that wait for a logger."""
+"""Maximum number of events that wait for a logger."""
 TABLE_STEPS = 10
-"""A table of rollouts is made of the first step, and of every tenth."""
+"""A table of rollouts is logged for the first step, and for every tenth."""
 EARLY_END_S = 10.0
 """Longest wait for the loggers of a run that fails or is interrupted."""
 EXIT_S = 5.0
-"""Longest wait for a process that has logged everything."""
+"""Longest wait for the end of a process that has logged everything."""
 
 
 class Package(NamedTuple):
     """The package of a logger."""
 
     distributions: tuple[str, ...]
-    """Any of them will do."""
+    """Any one of them is sufficient."""
     install: str
     remedy: str
-    """What to look at when it fails."""
+    """What to check if the logger fails."""
 
 
 PACKAGES = {
@@ -70,20 +70,20 @@ PACKAGES = {
     ),
     "trackio": Package(
         ("trackio",),
-        # It wants another pillow than ours, on which bits depend, and works with it.
+        # It requires another pillow than ours but works with ours, which results depend on.
         "pip install 'rollmatch[trackio]' && pip install --no-deps trackio==0.43.0",
-        "see that TRACKIO_DIR can be written, or that the server of TRACKIO_SERVER_URL or"
+        "check that TRACKIO_DIR is writable, or that the server of TRACKIO_SERVER_URL or"
         " TRACKIO_SPACE_ID is up",
     ),
     "wandb": Package(
         ("wandb",),
         "pip install 'rollmatch[wandb]'",
-        "run `wandb login` where the driver runs, or set WANDB_MODE=offline and `wandb sync` later",
+        "run `wandb login` on the driver's node, or set WANDB_MODE=offline and `wandb sync` later",
     ),
     "mlflow": Package(
         ("mlflow", "mlflow-skinny"),
         "pip install 'rollmatch[mlflow]'",
-        "see that MLFLOW_TRACKING_URI is right and its server is up",
+        "check that MLFLOW_TRACKING_URI is right and its server is up",
     ),
 }
 
@@ -92,7 +92,7 @@ def missing_packages(loggers: Sequence[str]) -> Iterator[str]:
     """Yield a problem for every logger whose package is not installed."""
     for name in _names(loggers):
         package = PACKAGES[name]
-        # Not by an import: a folder that is called wandb, as wandb makes one, could be imported.
+        # Not by an import: wandb creates a folder named wandb, which Python could import.
         if not any(map(_is_installed, package.distributions)):
             yield (
                 f"telemetry.loggers: {package.distributions[0]} is not installed; run"
@@ -113,13 +113,13 @@ def _names(loggers: Sequence[str]) -> list[str]:
 
 
 class Loggers:
-    """The loggers of a run that has begun. No method but `close` waits."""
+    """The loggers of a run that has begun. Only the method `close` waits."""
 
     def __init__(self, config: RunConfig, *, first_step: int, warn: Callable[[str], None]) -> None:
         """Begin the run in all loggers, or continue it after the step before `first_step`."""
         section = config.telemetry
         limit = Timeout(config.timeouts.logger_s, "timeouts.logger_s")
-        # Two parts: a day and a time, or a sweep and its trial.
+        # The last two parts: a day and a time, or a sweep and its trial.
         name = "-".join((section.name, *section.run_dir.parts[-2:]))
         values = config.model_dump(mode="json")
         self._limit = limit
@@ -141,11 +141,11 @@ class Loggers:
             self._loggers.append(_LoggerClient(run, limit, warn))
 
     def step(self, number: int, values: Mapping[str, Scalar]) -> None:
-        """Log the metrics of a step, and of some steps what the model answered."""
+        """Log the metrics of a step, and for some steps a table of rollouts."""
         self._put(MetricsEvent(number, values))
         if self._rollouts is None or (number > 1 and number % TABLE_STEPS):
             return
-        # Rank 0's file; on a node that does not share its disk the file is missing.
+        # Rank 0's file. It is missing if the node of rank 0 does not share its disk.
         path = self._rollouts / f"step_{number:06d}.jsonl"
         kind = RolloutFile.TRAJECTORIES if self._is_of_environment else RolloutFile.SAMPLES
         if self._loggers and path.exists():
@@ -154,7 +154,7 @@ class Loggers:
     def report(
         self, step: int, folder: Path, values: Mapping[str, Scalar], pictures: Sequence[Picture]
     ) -> None:
-        """Log the held-out report in `folder`: its figures, pictures and answers."""
+        """Log the held-out report in `folder`: its metrics, images and answers."""
         self._put(MetricsEvent(step, values))
         if pictures:
             self._put(PicturesEvent(step, "held_out", tuple(pictures)))
@@ -171,7 +171,7 @@ class Loggers:
     def close(self, *, failed: bool) -> None:
         """Wait until everything is logged, at most for `timeouts.logger_s`, and end all processes.
 
-        A run that fails waits for ten seconds at most.
+        A run that has failed waits for at most ten seconds.
         """
         limit_s = min(self._limit.seconds, EARLY_END_S) if failed else self._limit.seconds
         for logger in self._loggers:
@@ -194,7 +194,7 @@ class _LoggerClient:
         self._is_lost = False
         self._is_full = False
         self._num_put = 0
-        """Events of the driver, each once."""
+        """Number of events of the driver, logged or not."""
         self._num_logged = 0
         try:
             run.folder.mkdir(exist_ok=True)
@@ -208,9 +208,9 @@ class _LoggerClient:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # A Ctrl-C is the driver's.
+                    # Only the driver handles Ctrl-C.
                     start_new_session=True,
-                    env=unmarked(),  # an environment may live in this process
+                    env=unmarked(),  # it must not count as a child of an environment
                 )
         except OSError as error:
             self._lose(f"its process cannot be started ({error})")
@@ -220,7 +220,7 @@ class _LoggerClient:
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Leave an event for the logger, unless it is lost or too many wait already."""
+        """Queue an event, unless the logger is lost or too many events wait already."""
         self._num_put += 1
         if self._is_lost:
             return
@@ -230,21 +230,21 @@ class _LoggerClient:
             self._is_full = True
             self._warn(
                 f"telemetry.loggers: {self._name} is slower than the run, {QUEUE_SIZE} events wait"
-                f" for it: what comes while they do is not logged there; {self._advice()}"
+                f" for it: until it catches up, new events are not logged there; {self._advice()}"
             )
 
     def end(self, event: EndEvent) -> None:
         self._events.put(event)
 
     def close(self, deadline_s: float) -> None:
-        """Wait for the logger until `deadline_s` of the monotonic clock; then end its process."""
+        """Wait for the logger until `deadline_s` on the monotonic clock; then end its process."""
         if self._process is not None:
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
             if self._thread.is_alive():
                 self._lose(
-                    "it had not logged everything within the time that the end of a run has"
+                    "it had not logged everything within the time limit for the end of a run"
                     f" ({self._limit.key} = {self._limit.seconds:g} s, at most {EARLY_END_S:g} s"
-                    " where the run failed)",
+                    " if the run failed)",
                     then="and was ended",
                 )
                 self._thread.join(EXIT_S)
@@ -254,12 +254,12 @@ class _LoggerClient:
             self._pipe.close()
         if num_lost := self._num_put - self._num_logged:
             self._warn(
-                f"telemetry.loggers: {num_lost} of {self._num_put} events (figures of a step,"
-                f" pictures, tables) did not reach {self._name}"
+                f"telemetry.loggers: {num_lost} of {self._num_put} events (metrics of a step,"
+                f" images, tables) did not reach {self._name}"
             )
 
     def _hand_on(self) -> None:
-        """Ask the process to log what is in the queue, one event after the other."""
+        """Send the queued events to the process, one after the other."""
         while not self._is_lost:
             event = self._events.get()
             try:
@@ -275,8 +275,8 @@ class _LoggerClient:
             except (OSError, EOFError):
                 self._lose("its process has ended")
 
-    def _lose(self, fault: str, then: str = "and the run goes on without it") -> None:
-        """Give the logger up, and report the first cause."""
+    def _lose(self, fault: str, then: str = "and the run continues without it") -> None:
+        """Give up the logger, and report the first cause."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -285,18 +285,18 @@ class _LoggerClient:
 
     def _advice(self) -> str:
         return (
-            f"{PACKAGES[self._name].remedy}; metrics.jsonl has every figure, {self._log} what"
-            f" {self._name} printed"
+            f"{PACKAGES[self._name].remedy}; metrics.jsonl has all metrics, {self._log} has the"
+            f" output of {self._name}"
         )
 
     def _kill(self) -> None:
-        """End the process with those that it has started."""
+        """Kill the process and the processes that it has started."""
         if self._process is None or not self._process.is_running():
             return
         with suppress(psutil.NoSuchProcess):
             for process in (*self._process.children(recursive=True), self._process):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        # One that hangs in the kernel stays.
+        # A process that hangs in the kernel cannot be killed.
         with suppress(psutil.TimeoutExpired):
             self._process.wait(EXIT_S)

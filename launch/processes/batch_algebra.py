@@ -20,28 +20,28 @@ class BatchAlgebra:
     """
 
     is_rollout_aligned: bool
-    """`stage2_rollout_aligned`: every step is channel B, of the rollouts of its micro-steps."""
+    """`stage2_rollout_aligned`: every step is channel B, with the rollouts of its micro-steps."""
     learner_world_size: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     """Micro-steps per update and rank."""
     effective_batch_size: int
-    """Samples per update over all ranks, where micro-steps count them; steps are rounded up."""
+    """Samples per update over all ranks, if micro-steps count them; rounded up to micro-steps."""
     raw_rollouts_per_step: int
-    """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
+    """Rollouts per channel-B update over all ranks; 0 if the variant uses none."""
     share_per_rank: tuple[int, ...]
     engine_noun: str
-    """Actor, server, or engine where it lives in a learner rank."""
+    """Actor, server, or engine if it runs in a learner rank."""
     engine_devices: tuple[int, ...]
     """Rollout devices of each engine."""
     decode_batch_size: int
-    """Most sequences that a rollout device decodes at a time."""
+    """Maximum number of sequences that a rollout device decodes at a time."""
     chunk: int
-    """Most rollouts of one learner rank in a round."""
+    """Maximum number of rollouts of one learner rank in a round."""
     group_size: int
-    """Rollouts of one example of an environment, which stay together; 1: each is by itself."""
+    """Rollouts of one example of an environment, which stay together; 1: there are no groups."""
     refill_rounds: int
-    """Most times that the groups of a step without signal are drawn again."""
+    """How many times a step's groups without signal are drawn again at most."""
     rounds: tuple[tuple[range, ...], ...]
     """`[round][rank]`, the positions of a channel-B step that each rank learns in each round."""
     shares: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class BatchAlgebra:
     """Capacity of a row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rollouts or segments after which rows are taken; None but for row rule STEP."""
+    """Rollouts or segments after which rows are taken; None unless the row rule is STEP."""
     updates: int
     """Optimizer updates of the run."""
     updates_per_step: int
@@ -61,7 +61,7 @@ class BatchAlgebra:
 
     @property
     def round_capacity(self) -> int:
-        """Most rollouts that all engines together generate at a time."""
+        """Maximum number of rollouts that all engines together generate at a time."""
         return self.chunk * self.learner_world_size
 
     @property
@@ -135,7 +135,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     """Return the sizes of a run.
 
     Args:
-        devices: those of each rollout engine, where servers had to be asked for them.
+        devices: number of devices of each rollout engine, if servers had to be asked for it.
 
     Raises:
         ValueError: `decode_batch_size` is too small for a rollout per learner rank and round.
@@ -143,7 +143,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     world_size = run.learner.world_size
     decode_batch_size = run.rollout_matching.decode_batch_size
     devices = run.engine_devices if devices is None else devices
-    assert devices is not None, "they are known when the engines are placed"
+    assert devices is not None, "devices are known when the engines are placed"
     rollouts = run.raw_rollouts_per_step
     together = run.group_size
     shares = [
@@ -192,10 +192,10 @@ def _engine_shares(
     round_: Sequence[range],
     devices: Sequence[int],
 ) -> tuple[int, ...]:
-    if section.in_learner:  # each rank's generates what that rank learns
+    if section.in_learner:  # each rank's engine generates what the rank learns
         return tuple(map(len, round_))
     if group_size > 1:
-        # Environments ask call by call, the engines in turn.
+        # Environments send single calls to the engines in turn.
         positions = [position for part in round_ for position in part]
         return tuple(
             sum(position % len(devices) == engine for position in positions)

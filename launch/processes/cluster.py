@@ -1,4 +1,4 @@
-"""Starts a run's processes on Ray where the placement puts them, and ends them all."""
+"""Starts a run's processes on Ray, according to the placement, and ends them all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # names for readers: mypy does not look into ray
 
 
 class Cluster:
-    """One run's processes. On exit, good or bad, all of them end; a cluster that ran before stays.
+    """The processes of one run. On exit all of them end; a cluster that ran before stays.
 
     Example, 3 rollout actors and 1 learner rank: one placement group of 4 bundles; bundles 0 to 2
     hold the actors, bundle 3 the rank.
@@ -78,11 +78,11 @@ class Cluster:
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
         self.ray_logs: Path | None = None
         """The folder of the Ray session's logs, on this node; None: not connected yet."""
-        # A stack, so that an end that fails does not keep the others from theirs.
+        # A stack, so that all callbacks run even if one of them fails.
         self._ends = ExitStack()
 
     def __enter__(self) -> Cluster:
-        """Connect to Ray. Raises ConfigError where there is no such cluster, or none starts."""
+        """Connect to Ray. Raises ConfigError if the cluster is not found or does not start."""
         cluster = self._config.cluster
         options = {}
         if cluster.address == "local":
@@ -108,8 +108,8 @@ class Cluster:
         """Place and start every learner rank and every engine.
 
         Raises:
-            ConfigError: too few resources, or what the learner finds wrong with model and data.
-            RolloutError, LearnerError: a process that did not come up.
+            ConfigError: too few resources, or a problem of model or data that the learner finds.
+            RolloutError, LearnerError: a process did not start.
         """
         config = self._config
         placement = plan_placement(config, connected_nodes())
@@ -124,8 +124,8 @@ class Cluster:
                         *(config, learner, placement, self._images, self._examples), self._observer
                     )
             case EngineLocation.ACTORS:
-                # The learner knows most about bad input and needs seconds: it is waited for first.
-                # The engines, created before that, start meanwhile.
+                # Wait for the learner first: it reports bad input best, and starts in seconds. The
+                # engines, which were created before, start meanwhile.
                 engines = self._place_actors(placement, group, learner)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
@@ -133,7 +133,7 @@ class Cluster:
                     learner.start(config, topologies, examples=self._examples)
                 self._start(engines)
             case EngineLocation.SERVERS:
-                # The servers are waited for first: only they know how many devices receive.
+                # Wait for the servers first, because only they know how many devices receive.
                 section = config.rollout_matching.servers
                 assert section is not None
                 engines = self._reach_servers(placement, section, learner)
@@ -150,7 +150,7 @@ class Cluster:
         return learner, engines
 
     def start_actors(self) -> RolloutClient:
-        """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
+        """Place and start only the rollout actors, on `model.path`. Raises like `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config.rollout_matching, placement.transport)
         engines = self._place_actors(placement, self._reserve(placement))
@@ -168,12 +168,12 @@ class Cluster:
             raise ConfigError(
                 f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
                 f" (timeouts.start_s) no nodes had room for {', '.join(sizes)}, each on one node;"
-                " check `ray status` for what other jobs hold, or lower what is asked for"
+                " check `ray status` for what other jobs hold, or request less"
             )
         return group
 
     def _place_learner(self, placement: Placement, group: PlacementGroup) -> LearnerClient:
-        # Beside engines on the same cores, threads that spin make a step tens of times slower.
+        # If engines share the cores, spinning threads make a step tens of times slower.
         passive = {"OMP_WAIT_POLICY": "PASSIVE"}
         runtime_env = neighbour_env(self._config, placement, self._images, **passive)
         shell = ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor)
@@ -206,7 +206,7 @@ class Cluster:
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
         replacements = None
-        # Without a learner a new one would wait for a sync, which is not to come.
+        # Without a learner a new actor would wait for a weight sync that never comes.
         if learner is not None:
             replacements = self._replacements(create, names, timeouts)
         return self._engines(actors, timeouts, learner, replacements)
@@ -214,7 +214,7 @@ class Cluster:
     def _reach_servers(
         self, placement: Placement, section: ServerSection, learner: LearnerClient
     ) -> RolloutClient:
-        """Create an actor without resources for each server: it needs a process to wait in."""
+        """Create an actor without resources for each server: waiting for it needs a process."""
         settings = settings_of_run(self._config, placement, self._images)
         run = run_name(self._config.telemetry.run_dir, is_start=True)
         addresses = server_addresses(section, run)
@@ -225,7 +225,7 @@ class Cluster:
         def create(index: int, number: int = 1) -> ActorHandle:
             spec = ServerEngineSpec(names[index], addresses[index], index, settings)
             name = _ray_name(names[index], number)
-            # On this node, from which preflight asks: elsewhere 127.0.0.1 is another machine.
+            # On this node, as in preflight: on other nodes 127.0.0.1 is another machine.
             return self._create(shell, name, nothing, here(), {}, spec, is_first=number == 1)
 
         actors = {name: create(index) for index, name in enumerate(names)}
@@ -243,7 +243,7 @@ class Cluster:
         *,
         servers: Sequence[str] | None = None,
     ) -> Replacements | None:
-        """Return what starts new actors in place of lost ones, where the run permits any."""
+        """Return the replacements of lost actors; None if the run does not permit any."""
         if self._config.rollout_matching.vllm.actors.max_restarts == 0:
             return None
         start, check = timeouts.start, timeouts.start_check
@@ -276,10 +276,10 @@ class Cluster:
     def _start_environments(
         self, section: EnvironmentSection, engines: RolloutClient, placement: Placement
     ) -> None:
-        """Start the actors that environments run in, and have the engines generate through them."""
+        """Start the environment actors, and make the engines generate through them."""
         config = self._config
-        assert self._examples is not None, "they are counted before the start"
-        # Perhaps on nodes without engines, where there is no server to fork from.
+        assert self._examples is not None, "examples are counted before the start"
+        # They may run on nodes without engines, which have no server to fork from.
         where: SchedulingStrategyT = "SPREAD"
         runtime_env: dict[str, object] = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         if section.cpus_per_actor == 0:
@@ -328,9 +328,9 @@ class Cluster:
         *arguments: object,
         is_first: bool = True,
     ) -> ActorHandle:
-        """Create a Ray actor of `shell`, by the scheduling strategy `where`.
+        """Create a Ray actor of `shell`, with the scheduling strategy `where`.
 
-        Its client ends one that is not the first of its place.
+        If it is not the first actor of its place, its client ends it.
         """
         actor = shell.options(
             name=name,
@@ -340,14 +340,14 @@ class Cluster:
             runtime_env=runtime_env,
         ).remote(*arguments)
         if is_first:
-            # Ends are in the opposite order: a later one would be killed before its client's
-            # `close` has had it end by itself.
+            # Callbacks run in reverse order: a later actor would be killed before its client's
+            # `close` lets it end by itself.
             self._ends.callback(ray.kill, actor)
         return actor
 
 
 def num_environments(section: EnvironmentSection, examples: ExampleCounts) -> int:
-    """Count the actors: rollouts that are scored at once are played by one."""
+    """Return the number of environment actors: one if rollouts are scored at once."""
     return 1 if examples.scores_at_once else section.num_actors
 
 
@@ -358,8 +358,8 @@ def runner_settings(
     examples: ExampleCounts,
     index: int,
 ) -> RunnerSettings:
-    """Return the settings of one environment actor, before engines of so many devices each."""
-    # Together the actors fill an engine, the first ones with a request more.
+    """Return the settings of one environment actor; `devices`: devices of each engine."""
+    # Together the actors fill an engine; the first ones have one request more.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
         env_id=section.id,
@@ -392,7 +392,7 @@ def _rank_names(placement: Placement) -> list[str]:
 
 
 def _ray_name(name: str, number: int) -> str:
-    """Return Ray's name for the actor of a place: that of a lost one is still taken."""
+    """Return Ray's name for the actor of a place: the name of a lost actor is still taken."""
     return name if number == 1 else f"{name}.{number}"
 
 
@@ -401,7 +401,7 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
 
 
 def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
-    """Describe each rank's place; rank 0 alone sends to the receivers."""
+    """Return the topology of each rank; only rank 0 sends to the receivers."""
     return [
         RankTopology(
             placement.transport,
@@ -422,7 +422,7 @@ def start_ranks(
     examples: ExampleCounts | None,
     observer: RunObserver,
 ) -> RankRolloutClient:
-    """Start a learner whose ranks generate their own rollouts, and return the client of these."""
+    """Start a learner whose ranks generate their own rollouts; return the rollouts' client."""
     timeouts = RolloutTimeouts.for_ranks(config.timeouts, config.environment)
     # One wait for both: a rank loads its engine after its model, on the same device.
     learner.start(
@@ -473,17 +473,17 @@ IN_RANKS: dict[str, Callable[[RunConfig, Placement, ImageNeeds], MakeEngine]] = 
 def make_backend(
     config: RunConfig, placement: Placement, images: ImageNeeds, examples: ExampleCounts | None
 ) -> MakeBackend:
-    """Return the factory of what generates in every learner rank: an engine, or the environment
-    before one. `examples`: those of the environment, if there is one.
+    """Return the factory of every learner rank's backend: an engine, or an environment that calls
+    an engine. `examples`: the example counts of the environment, if there is one.
     """
     make_engine = IN_RANKS[config.rollout_matching.backend_name](config, placement, images)
     if config.environment is None:
         return make_engine
-    assert examples is not None, "they are counted before the start"
+    assert examples is not None, "examples are counted before the start"
     devices = (placement.devices_per_engine,)
     settings = runner_settings(config, config.environment, devices, examples, 0)
     if examples.scores_at_once:
-        # The engine beside it waits for all calls of the round, and cuts them into batches itself.
+        # The rank's engine waits for all calls of the round, and cuts them into batches itself.
         num_rollouts = max(config.raw_rollouts_per_step, examples.held_out)
         settings = replace(settings, max_under_way=max(settings.max_under_way, num_rollouts))
     return EnvironmentSpec(make_engine, settings)

@@ -1,4 +1,4 @@
-"""The settings of a run's engines, and the environment of the processes beside them."""
+"""The settings of a run's engines, and the `runtime_env` of the other processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shared.weight_sync.transports import Device
 
 
 def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
-    """Return the settings of every engine, or those that every server is expected to have.
+    """Return the settings of every engine, or the settings that every server must have.
 
-    Raises ConfigError where the model's files have to be read and cannot be.
+    Raises ConfigError if the model's files are needed but cannot be read.
     """
     vllm = config.rollout_matching.vllm
     devices = placement.devices_per_engine
@@ -52,7 +52,7 @@ def neighbour_env(
 ) -> dict[str, object]:
     """Return the Ray `runtime_env` of a learner rank or an environment actor, with variables."""
     variables |= {"HF_HUB_OFFLINE": "1"}
-    # Forked on CPU like the engines; a warm server for it alone would cost more than it saves.
+    # Forked on CPU like the engines. A warm server only for it would cost more than it saves.
     has_server = (
         config.rollout_matching.backend.location is EngineLocation.ACTORS
         or warm_python.FOLDER in os.environ

@@ -1,4 +1,4 @@
-"""The actors of a run's engines, or of its environments: start, signs of life, replacement, end."""
+"""The actors of a run's engines, or of its environments: start, checks, replacement, end."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ALIVE_S = 30.0
-"""Least seconds for an actor with nothing to do to show that it is neither stopped nor stuck."""
+"""Minimum seconds for an idle actor to answer, and so show that it is not stopped or stuck."""
 HTTP_CLIENT_MARGIN_S = 60.0
-"""Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
+"""Seconds that Ray waits beyond a server client's own limits, for work around its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimeouts:
-    """The limits of a client's waits."""
+    """The time limits of a client's waits."""
 
     start: Timeout
     generate: Timeout | None
-    """None: the actors keep a limit of their own."""
+    """None: the actors have their own limit."""
     sync_phase: Timeout
     """Limit of each phase of a sync."""
     stall: Timeout | None = None
-    """Limit without a token from an engine that owes some, or without any answer; None: no actor is
-    watched in a round."""
+    """Limit without a new token from an engine with open requests, or without any answer; None: no
+    actor is watched in a round."""
     join: Timeout | None = None
-    """Limit of the phase that joins the engines to the sender; None: as of any other."""
+    """Limit of the phase that joins the engines to the sender; None: `sync_phase`."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
-    """The end of the message of a round that is late: things to look at."""
+    """What to check if a round is late; the end of the error's message."""
     start_check: str = START_CHECK
     """The same for a start."""
     closed_s: float = CLOSED_S
-    """Seconds for all actors together to end in order."""
+    """Seconds for all actors together to end by themselves."""
 
     @classmethod
     def for_actors(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
@@ -69,7 +69,7 @@ class RolloutTimeouts:
     def for_servers(
         cls, section: ServerSection, timeouts: TimeoutsSection, *, watched: bool
     ) -> RolloutTimeouts:
-        """Return the limits over servers, whose clients keep that of each call and ask twice.
+        """Return the limits for servers, whose clients limit each call and try it twice.
 
         `watched`: servers that stall are given up, whatever calls they still have.
         """
@@ -93,7 +93,7 @@ class RolloutTimeouts:
     def for_ranks(
         cls, timeouts: TimeoutsSection, environment: EnvironmentSection | None
     ) -> RolloutTimeouts:
-        """Return the limits over learner ranks that generate, perhaps through an environment."""
+        """Return the limits for learner ranks that generate, perhaps through an environment."""
         if environment is None:
             return cls.for_actors(timeouts)
         return cls.for_environments(timeouts, environment.teacher)
@@ -102,13 +102,13 @@ class RolloutTimeouts:
     def for_environments(
         cls, timeouts: TimeoutsSection, teacher: TeacherSection | None
     ) -> RolloutTimeouts:
-        """Return the limits over environments: an engine, or a teacher, that is late is reported
-        first.
+        """Return the limits for environments. They are longer, so that the errors of a late engine
+        or teacher come first.
         """
         limits = cls.for_actors(timeouts)
         start, start_check = limits.start, limits.start_check
         if teacher is not None:
-            # It is waited for, and then asked about its vocabulary.
+            # An actor waits for the teacher, and then asks it about its vocabulary.
             waits = 1 + TRIES
             start = Timeout(
                 timeouts.start_s + waits * teacher.timeout_s,
@@ -126,7 +126,7 @@ class RolloutTimeouts:
 
 
 class Fleet:
-    """Owns actors with the methods of `EngineActor`, and starts others in place of lost ones."""
+    """A group of actors with the methods of `EngineActor`, in which lost actors are replaced."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class Fleet:
         """Take over the Ray actors.
 
         Args:
-            devices: rollout devices of each actor; empty: they are asked at the start.
-            asks_next_on_failure: an UnreachableError's requests are asked of the next actor, after
-                its own: for servers launched elsewhere.
-            replacements: starts new actors in place of those that are lost, and others take their
-                requests; None: a lost actor is an error.
+            devices: rollout devices of each actor; empty: the actors are asked at the start.
+            asks_next_on_failure: after an UnreachableError the next actor gets the requests, after
+                its own requests; for servers launched elsewhere.
+            replacements: starts new actors in place of lost actors, whose requests go to other
+                actors; None: a lost actor is an error.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -164,12 +164,12 @@ class Fleet:
         return list(zip(self.names, self.actors, strict=True))
 
     def watch(self) -> StallWatch | None:
-        """Return a new watch over a round of these actors; None: they are not watched."""
+        """Return a new watch over these actors in a round; None: they are not watched."""
         limit = self.timeouts.stall
         return None if limit is None else StallWatch(self.names, limit)
 
     def start(self) -> None:
-        """Start every actor at once and wait for all. One that is killed meanwhile is replaced.
+        """Start all actors at once and wait for them. Actors killed meanwhile are replaced.
 
         Raises:
             RolloutError: phase "start"; a LostStartError if another start may succeed.
@@ -186,8 +186,8 @@ class Fleet:
         while waiting:
             answer = next_ready(dict.fromkeys(waiting, deadline))
             if answer is None:
-                # Not replaced: a limit that is too short for the model is late as often as it is
-                # tried.
+                # Not replaced: if the limit is too short for the model, further attempts would be
+                # late too.
                 names = [self.names[index] for index in waiting.values()]
                 raise replace(call, error=LostStartError).timeout_error(names)
             index = waiting.pop(answer)
@@ -202,23 +202,23 @@ class Fleet:
         _require_several(processes)
 
     def lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
-        """Replace this actor. Raises the error if no actor, or no more of them, may be replaced."""
+        """Replace this actor. Raises the error if no more actors may be replaced."""
         if self._replacements is None:
             raise error
         self._replacements.lose(index, self.actors[index], error)
 
     def lose_dead(self, *, after_failed_sync: bool = False) -> None:
-        """Replace all actors that have ended, or do not answer though they have nothing to do."""
-        # Servers that are not replaced are asked too: what holds other weights is reported as that.
+        """Replace all actors that have ended, or do not answer although they are idle."""
+        # Servers that are not replaced are asked too: servers with other weights are reported.
         if self._replacements is not None or self.asks_next_on_failure:
             alive = [actor.check_alive.remote() for actor in self.actors]
             self.lose_silent(alive, after_failed_sync=after_failed_sync)
 
     def lose_silent(self, answers: Sequence[ObjectRef], *, after_failed_sync: bool = False) -> bool:
-        """Replace every actor whose answer fails or does not come; return whether there are any."""
+        """Replace every actor whose answer fails or does not come; return whether any did."""
         limit_s = ALIVE_S
         if after_failed_sync:
-            # An engine whose peer left a sync is in it for a phase at most.
+            # An engine whose peer left a sync stays in it for one phase at most.
             limit_s = max(limit_s, self.timeouts.sync_phase.seconds + POOL_MARGIN_S)
         if self.timeouts.stall is not None:
             limit_s = max(limit_s, self.timeouts.stall.seconds)
@@ -240,18 +240,18 @@ class Fleet:
         return is_lost
 
     def join(self) -> bool:
-        """Take the new actors over, once they are ready; return whether there are any."""
+        """Wait until the new actors are ready, and use them; return whether there are any."""
         joined = self._take_over()
         for index, num_devices in joined.items():
             if num_devices != self.devices[index]:
-                had = f"{self.devices[index]}, on which rounds and process groups are built"
-                why = f"came back with {num_devices} rollout devices and had {had}"
-                message = f"{why}; start it as before, and go on with `resume=RUN`"
+                had = f"{self.devices[index]}, which rounds and process groups depend on"
+                why = f"came back with {num_devices} rollout devices, but had {had}"
+                message = f"{why}; start it as before, and continue with `resume=RUN`"
                 raise RolloutError(message, actor=self.names[index], phase="start")
         return bool(joined)
 
     def _take_over(self) -> dict[int, int]:
-        """Wait for the actors that are being started, and put them in their places; return their
+        """Wait for the actors that are being started, and put them in their places. Return their
         rollout devices, by place.
         """
         joined = {} if self._replacements is None else self._replacements.join()
@@ -266,10 +266,10 @@ class Fleet:
         return [] if self._replacements is None else self._replacements.pop_done()
 
     def close(self) -> None:
-        """End all actors, and kill what is left of them after `closed_s`. Twice is harmless."""
+        """End all actors, and kill the rest after `closed_s`. A second call is harmless."""
         if self._replacements is not None:
             self._replacements.close()
-        # One that is loading does not listen.
+        # An actor that is still loading does not take calls.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
         for actor in self.actors:
@@ -277,13 +277,14 @@ class Fleet:
 
 
 def _require_several(processes: Sequence[str]) -> None:
-    """Raise ConfigError if two base_urls lead to the same server, which would take the second
-    one's sync for another run's.
+    """Raise ConfigError if two base_urls lead to the same server.
+
+    It would take the second sync for a sync of another run.
     """
     for index, process in enumerate(processes):
         first = processes.index(process)
         if process and first != index:
             raise ConfigError(
-                f"rollout_matching.vllm.server.servers[{index}].base_url: is the server of"
-                f" servers[{first}] by another name; list every server once"
+                f"rollout_matching.vllm.server.servers[{index}].base_url: is the same server as"
+                f" servers[{first}] under another name; list every server once"
             )

@@ -1,7 +1,7 @@
 """The driver's proxy of the learner: all ranks as one, on Ray or in a thread of this process.
 
-What the driver calls is a method of `LearnerClient`, which sends a function to every rank: an
-executor calls it there with the `LearnerRank`.
+The driver calls a method of `LearnerClient`, which sends a function to every rank. There an
+executor calls the function with the `LearnerRank`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ if TYPE_CHECKING:  # torch is imported by two of them
 T = TypeVar("T")
 
 WATCHDOG_SHARE = 0.9
-"""Share of timeouts.learn_s before which NCCL's watchdog ends no process."""
+"""Share of timeouts.learn_s before which NCCL's watchdog does not end processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerCall(RayCall):
-    """A call to learner ranks, whose own errors are raised as they are."""
+    """A call to learner ranks. Their own errors are raised unchanged."""
 
     watchdog_from: float = math.inf
     """Monotonic time from which NCCL's watchdog may end a rank that waits for a lost peer."""
@@ -73,7 +73,7 @@ class LearnerCall(RayCall):
         message = ended("its" if name == "the learner" else f"{name}'s", error)
         if time.monotonic() < self.watchdog_from:
             return LostLearnerError(message, phase=self.phase)
-        # On a GPU a lost peer is no exception: the watchdog ends the process that waits for it.
+        # On a GPU a lost peer raises no exception: the watchdog ends the waiting process.
         peer = "it may have lost a peer, which NCCL waits for no longer than timeouts.learn_s"
         return CollectiveError(f"{message}; {peer}: check the other ranks first", phase=self.phase)
 
@@ -82,17 +82,17 @@ class LearnerCall(RayCall):
 
 
 class RunObserver(Protocol):
-    """Shows what the clients do, as `Telemetry` does."""
+    """Interface that shows what the clients do, such as `Telemetry`."""
 
     def waits_for(self, what: str) -> AbstractContextManager[None]:
         """Show what the run waits for in the body."""
 
     def sync(self, report: SyncReport) -> None:
-        """Record a sync outside any step."""
+        """Record a sync outside of a step."""
 
 
 class Unobserved:
-    """Shows nothing."""
+    """An observer that shows nothing."""
 
     def waits_for(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
@@ -117,23 +117,24 @@ SHOWN = {
 
 
 class RankExecutor(Protocol):
-    """Runs tasks, functions of a `LearnerRank`: on each rank one at a time, in the order asked.
+    """Interface that runs tasks (functions of a `LearnerRank`), on each rank one at a time.
 
-    A task's other arguments may be references, in whose place it gets their values.
+    A rank runs tasks in the order of the calls. If a task's other arguments are references, the
+    task gets their values.
     """
 
     num_ranks: int
 
     def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:
-        """Return a reference to the task's result; the name is for who watches the processes."""
+        """Return a reference to the task's result; monitors of the processes show the name."""
 
     def ask_kept(
         self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
     ) -> tuple[object, object]:
-        """Return references to the task's list, which stays where it is, and to its length."""
+        """Return references to the task's list, which stays in its process, and to its length."""
 
     def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
-        """Run the task now, whatever the rank is doing."""
+        """Run the task at once, while the rank may run another task."""
 
     def put(self, value: object) -> object:
         """Return a reference to this value."""
@@ -146,7 +147,7 @@ class RankExecutor(Protocol):
 
 
 class RayRanks:
-    """Runs tasks on `LearnerActor`s, whose handles come in rank order."""
+    """An executor of tasks on `LearnerActor`s, whose handles are in rank order."""
 
     def __init__(self, actors: Sequence[ActorHandle]) -> None:
         self._actors = tuple(actors)
@@ -178,17 +179,17 @@ class RayRanks:
 
 
 class LearnerClient:
-    """The learner as the driver calls it: every method is of all ranks, and waits for the slowest.
+    """The driver's client of the learner: methods call all ranks and wait for the slowest.
 
-    Lists are in rank order. Learners raise their own errors here.
+    Lists are in rank order. Errors of the learner are raised unchanged.
     """
 
     offers_adapter = False
     """Whether the next offer is of an adapter."""
     falls_back = False
-    """Whether full weights follow on an adapter's sync that fails."""
+    """Whether full weights are sent after a failed sync of an adapter."""
     num_threads = 0
-    """Threads of torch in each rank's process, once they have started."""
+    """Number of torch threads in each rank's process, after the start."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class LearnerClient:
         timeouts: TimeoutsSection | None,
         observer: RunObserver = UNOBSERVED,
     ) -> None:
-        """`timeouts` None: nothing has a limit but an end, for a breakpoint may hold it up."""
+        """`timeouts` None: only an end has a limit, because a breakpoint may stop other calls."""
         self._ranks = ranks
         self._names = [f"rank {rank}" for rank in range(ranks.num_ranks)]
         if ranks.num_ranks == 1:
@@ -204,14 +205,14 @@ class LearnerClient:
         self._timeouts = timeouts
         self._observer = observer
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
-        # Starts its thread: an interruption of a later start would make the pool begin another.
+        # Start the thread now: if a later start is interrupted, the pool starts a second thread.
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner-client")
         self._has_backends = False
         self._closed_s = CLOSED_S
         self._updates_per_batch = 1
         self._num_rounds = 0
-        """Rounds of the step in progress that were learned."""
+        """Number of rounds of the current step that were learned."""
         self._patience_s = math.inf
         """Seconds of a call before NCCL's watchdog ends a rank that waits for a lost peer."""
 
@@ -228,11 +229,11 @@ class LearnerClient:
         Args:
             topologies: one for each rank.
             make_backend: makes the backend next to each rank; None: engines are elsewhere.
-            examples: those of the run's environment, if it has one.
-            limit: of the start, if there are limits; None: timeouts.start_s.
+            examples: example counts of the run's environment, if it has one.
+            limit: limit of the start, if there are limits; None: timeouts.start_s.
 
         Raises:
-            Exception: what a rank finds wrong with them.
+            Exception: a rank's error about model, data or backend.
         """
         self._has_backends = make_backend is not None
         self._closed_s = 2 * CLOSED_S if config.algorithm.uses_environment else CLOSED_S
@@ -259,9 +260,7 @@ class LearnerClient:
         return self._begin("next_requests", lambda learner: learner.next_requests(plan))
 
     def refill_requests(self, plan: StepPlan) -> PerRank:
-        """Return requests in the place of the step's groups without signal, once all were
-        accumulated.
-        """
+        """Return requests that replace the step's groups without signal, after `accumulate`."""
         return self._begin("refill_requests", lambda learner: learner.refill_requests(plan))
 
     def accumulate(self, done: PerRank) -> None:
@@ -269,7 +268,7 @@ class LearnerClient:
         self._on_rollouts("accumulate", done, lambda rank, own: rank.learner.accumulate(own))
 
     def finish_step(self) -> StepReport:
-        # Each update after the first learns the rows of all rounds again.
+        # Each update after the first trains on the rows of all rounds again.
         times = 1 + (self._updates_per_batch - 1) * self._num_rounds
         self._num_rounds = 0
         limit = self._limit("learn_s", times, why=" (training.updates_per_batch)")
@@ -288,17 +287,17 @@ class LearnerClient:
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Return rank 0's offer. Every rank takes part: a sharded model is gathered by all."""
+        """Return rank 0's offer. All ranks take part, because they gather a sharded model."""
         offers = self._all(
             "offer_weights",
             lambda rank: rank.learner.publisher.offer(again),
             self._limit("sync_phase_s"),
         )
-        assert offers[0] is not None, "rank 0 offers"
+        assert offers[0] is not None, "rank 0 makes the offer"
         return offers[0]
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        """Begin to send from rank 0, which keeps the limits of its two phases itself."""
+        """Begin to send from rank 0, which enforces the limits of its two phases itself."""
         sending = self._ranks.ask(
             0, "send_weights", lambda rank: rank.learner.publisher.send(offer)
         )
@@ -314,7 +313,7 @@ class LearnerClient:
         self._all("sync_done", lambda rank: rank.learner.publisher.done(noise), limit)
 
     def fall_back_to_full(self) -> None:
-        """Have every rank take part in offers of full weights from now on."""
+        """Make every rank take part in offers of full weights from now on."""
         self.offers_adapter = False
         limit = self._limit("sync_phase_s")
         self._all(
@@ -322,20 +321,20 @@ class LearnerClient:
         )
 
     def leave_groups(self) -> None:
-        """Have rank 0 leave its process groups, so that the next offer is of new ones."""
-        # After a send that waits for a receiver which will not come.
+        """Make rank 0 leave its process groups, so that the next offer creates new ones."""
+        # This runs after a send, which may wait for a receiver that never comes.
         limit = self._limit("sync_phase_s", len(SyncPhase))
         leaving = self._ranks.ask(0, "leave_groups", lambda rank: rank.learner.publisher.close())
         self._wait("leave_groups", limit, [leaving])
 
     def stop(self, *, timeout_s: float) -> int:
-        """End what the ranks are doing, and return the number of updates that their weights have.
+        """Stop the work of all ranks, and return the number of updates of their weights.
 
-        A rank leaves what it learns after its present row, and what it generates before the next
-        token. `timeout_s` is the configuration's timeouts.interrupt_s, for all ranks to be free.
+        A rank stops learning after the current row, and generating before the next token.
+        `timeout_s` is timeouts.interrupt_s, the limit for all ranks to stop.
         """
         ranks = range(self._ranks.num_ranks)
-        # Not waited for: the limit is one for both.
+        # These calls are not waited for, because one limit is for them and the next call.
         self._ask(
             lambda: [
                 self._ranks.ask_at_once(rank, lambda one: one.learner.stop()) for rank in ranks
@@ -352,7 +351,7 @@ class LearnerClient:
         return merge_reports(known)
 
     def answers_ahead(self) -> PerRank:
-        """Return references to the answers that a resumed run has of its first step."""
+        """Return references to the saved answers of a resumed run's first step."""
         asked = self._ask_all("answers_ahead", lambda rank: list(rank.learner.answers_ahead))
         return [[answers] for answers in asked]
 
@@ -365,16 +364,16 @@ class LearnerClient:
         background: bool = False,
         timeout_s: float | None = None,
     ) -> str | None:
-        """Save a full checkpoint: every rank takes part, rank 0 the most. Raises StorageError.
+        """Save a full checkpoint; all ranks take part. Raises StorageError.
 
         Args:
-            run: the driver's part of it, as JSON.
+            run: the driver's part of the checkpoint, as JSON.
             answers_ahead: the next step's first round, if it was generated already.
-            background: copy it, and write it during the next steps, until `finish_save`.
-            timeout_s: what is left of timeouts.interrupt_s when a run is being ended.
+            background: copy the state, and write it during the next steps, until `finish_save`.
+            timeout_s: the rest of timeouts.interrupt_s when a run is being ended.
 
         Returns:
-            Why it was not written in the background although that was wanted.
+            Why it was not written in the background, if `background` asked for that.
         """
         shares = answers_ahead or [[] for _ in self._names]
         return self._on_rollouts(
@@ -387,8 +386,8 @@ class LearnerClient:
     def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
         """Give the checkpoint in the background its name if all ranks have written it.
 
-        `wait`: until they have. Returns when they wrote it; nothing if no save was begun. None:
-        it is not all there. Raises StorageError, and writes it again when it is called again.
+        `wait`: wait until they have. Returns the times of writing (empty if no save was begun), or
+        None if it is incomplete. Raises StorageError; another call writes the checkpoint again.
         """
         limit = self._save_limit(timeout_s)
         written = self._all("finish_save", lambda rank: rank.learner.finish_save(wait=wait), limit)
@@ -396,8 +395,9 @@ class LearnerClient:
         return list(itertools.chain(*spans)) if len(spans) == len(written) else None
 
     def close(self) -> None:
-        """End what is next to the ranks in order, within `CLOSED_S` for an engine and as much for
-        an environment. Twice is harmless.
+        """End the ranks' backends, within `CLOSED_S` for an engine and as much for an environment.
+
+        A second call is harmless.
         """
         if self._has_backends:
             self._ranks.close(self._closed_s)
@@ -405,7 +405,7 @@ class LearnerClient:
     # If the ranks generate their own rollouts
 
     def generate(self, round_: PerRank, limit: Timeout) -> Future[PerRank]:
-        """Begin a round, in which each rank generates what it is going to learn.
+        """Begin a round, in which each rank generates the rollouts that it will learn.
 
         The future holds, for each rank, references to its rollouts.
         """
@@ -433,14 +433,14 @@ class LearnerClient:
         return self._threads.submit(collect)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin a sync of each rank's backend. The future holds the slowest one's report."""
+        """Begin a sync of each rank's backend. The future holds the report of the slowest."""
 
         def receive(rank: LearnerRank, offer: WeightOffer) -> SyncReport:
             return rank.receive_weights(offer)
 
-        # Once for all ranks: it may hold an adapter's files.
+        # Stored once for all ranks, because it may hold an adapter's files.
         asked = self._ask_all("receive_weights", receive, self._ranks.put(offer))
-        # A backend waits for no peer and keeps no limits of its own: this one is of the whole sync.
+        # A backend waits for no peer and has no limits itself: this limit is for the whole sync.
         limit = self._limit("sync_phase_s", len(SyncPhase))
         return self._threads.submit(
             lambda: SyncReport.of_slowest(self._wait("receive_weights", limit, asked))
@@ -448,7 +448,7 @@ class LearnerClient:
 
     def _begin(self, phase: str, draw: Callable[[Learner], list[Any]]) -> PerRank:
         """Begin a step, a refill or a report. Returns references to each rank's requests."""
-        # They are not waited for: the engines of the first round begin when theirs are ready.
+        # The requests are not waited for: an engine begins as soon as its own are ready.
         counts = self._all(phase, lambda rank: rank.begin(draw(rank.learner)))
 
         def send(rank: LearnerRank, first: int, stop: int) -> SentRequests:
@@ -456,7 +456,7 @@ class LearnerClient:
 
         def ask() -> PerRank:
             refs: PerRank = [[] for _ in counts]
-            # Part by part over all ranks, so that no rank's first requests wait for another's last.
+            # In parts over all ranks: no rank's first requests wait for another rank's last.
             for first in range(0, max(counts), REQUESTS_TOGETHER):
                 for rank, count in enumerate(counts):
                     stop = min(first + REQUESTS_TOGETHER, count)
@@ -499,23 +499,22 @@ class LearnerClient:
         return self._ask(lambda: [self._ranks.ask(rank, phase, task, *arguments) for rank in ranks])
 
     def _ask(self, ask: Callable[[], T]) -> T:
-        """Run `ask`, which calls several ranks, in the one thread that does so.
+        """Run `ask`, which calls several ranks, in the single thread for such calls.
 
-        No signal is handled there: an interruption between two ranks' calls would leave them in
-        different collectives. And what is asked after an interruption comes after it on every
-        rank.
+        No signal is handled in that thread: an interruption between two ranks' calls would leave
+        them in different collectives. Calls after an interruption come after it on every rank.
         """
         return self._asking.submit(ask).result()
 
     def _wait(self, phase: str, limit: Timeout | None, asked: Sequence[object]) -> list[Any]:
-        """Return the answers to what was `asked` of the first ranks, or raise the best error."""
+        """Return the answers to the calls of the first ranks, or raise the most useful error."""
         named = list(zip(self._names, asked, strict=False))
         shown = SHOWN.get(phase)
         with self._observer.waits_for(shown) if shown else nullcontext():
             return self._ranks.wait(self._call(phase, limit), named)
 
     def _call(self, phase: str, limit: Timeout | None) -> LearnerCall:
-        # The first rank to end normally failed itself: NCCL ends those that wait after learn_s.
+        # The rank that ends first usually failed itself: NCCL ends waiting ranks after learn_s.
         check = "its stack with `py-spy dump` or, on Ray, in the dashboard"
         watchdog_from = time.monotonic() + self._patience_s
         return LearnerCall(phase, limit, check, LearnerError, watchdog_from=watchdog_from)

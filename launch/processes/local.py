@@ -1,7 +1,7 @@
 """A run in one process and without Ray: `cluster=local`.
 
 The learner, and the engine next to it (`hf`, or vLLM's mode `colocate`), run in a thread. So a
-breakpoint works anywhere, and the results are those of the same run on Ray, to the bit.
+breakpoint works anywhere. Results are the same as on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ T = TypeVar("T")
 
 
 class ThreadRank:
-    """Runs tasks on the only rank, in a thread of this process. References are futures.
+    """An executor of tasks on the only rank, in a thread of this process. References are futures.
 
-    An interruption comes to the main thread. So it finds the learner between two rows, and never
+    Interruptions reach only the main thread. So the learner stops between two rows, and never
     inside an update.
     """
 
     num_ranks = 1
 
     def __init__(self) -> None:
-        # The shelf keeps nothing: here a picture that is shown again costs a look at its file.
+        # The shelf keeps nothing: here a repeated image only costs a look at its file.
         shelf = PictureShelf(_done, max_bytes=0)
         self.rank = LearnerRank(shelf, lambda boxes: [box.result() for box in boxes])
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
@@ -77,7 +77,7 @@ class ThreadRank:
         return [answer.result()]
 
     def close(self, timeout_s: float) -> None:  # noqa: ARG002
-        """End the thread, the backend and the learner: whatever one of them raises, the others."""
+        """End the thread, the backend and the learner, even if one of them raises an error."""
         learner = self.rank.loaded
         with ExitStack() as ends:
             if learner is not None:
@@ -103,9 +103,9 @@ class LocalRun:
         self._images = images
         self._start_up = start_up
         self._examples = examples
-        # As for a learner rank: weights are read from a folder, and nothing is asked of a hub.
+        # As for a learner rank: weights are read from a folder, and no hub is contacted.
         os.environ["HF_HUB_OFFLINE"] = "1"
-        # Nothing has a limit but a sync and an end: a breakpoint may hold it up.
+        # Only a sync and an end have time limits, because a breakpoint may stop anything else.
         self._learner = LearnerClient(ThreadRank(), None, observer)
         self._observer = observer
 
@@ -119,8 +119,8 @@ class LocalRun:
         """Load model, data and engine.
 
         Raises:
-            ConfigError, RecordError: what the learner finds wrong with model and data.
-            RolloutError: the engine does not come up.
+            ConfigError, RecordError: problems of model and data that the learner finds.
+            RolloutError: the engine does not start.
         """
         config = self._config
         placement = plan_placement(config, cluster_nodes(config.cluster, config.timeouts.start_s))

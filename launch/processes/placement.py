@@ -1,4 +1,4 @@
-"""The resources that a run asks of a cluster: a pure function of configuration and nodes."""
+"""The resources that a run requests from a cluster: a pure function of configuration and nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.weight_sync.transports import Device, Sharing, TransportKind, choose
 
 _ACTORS = "rollout_matching.vllm.actors"
 _HINTS = {"GPU": "0 on both sides runs on CPU", "CPU": "fractions are allowed"}
-"""By Ray's name of a resource: what its keys can be set to."""
+"""Hints on the values of a resource's keys, by Ray's name of the resource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Resources:
 
     @classmethod
     def of(cls, named: Mapping[str, float]) -> Resources:
-        """Read Ray's names for them. A node without GPUs does not mention any."""
+        """Read amounts by Ray's names. A node without GPUs has no entry for them."""
         return cls(named.get("CPU", 0.0), named.get("GPU", 0.0))
 
     @classmethod
@@ -54,9 +54,9 @@ class Placement:
     """The resources of each process of a run, before the cluster chooses nodes."""
 
     engines: tuple[Resources, ...]
-    """One for each rollout actor; none where the ranks generate, or servers do."""
+    """One for each rollout actor; empty if learner ranks or servers generate."""
     ranks: tuple[Resources, ...]
-    """One for each learner rank; none where nothing learns."""
+    """One for each learner rank; empty without a learner."""
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
     device: Device
@@ -65,7 +65,7 @@ class Placement:
 
     @property
     def bundles(self) -> list[Resources]:
-        """The resources that have to be on one node each: the engines first, then the ranks."""
+        """The resources of each process, which must be on one node: first engines, then ranks."""
         return [*self.engines, *self.ranks]
 
     @property
@@ -77,13 +77,13 @@ class Placement:
 def plan_placement(
     config: RunConfig, nodes: Sequence[Resources], *, learns: bool = True
 ) -> Placement:
-    """Return what the configuration asks of a cluster of these nodes.
+    """Return the resources that the configuration requests from a cluster of these nodes.
 
     Args:
-        learns: False: for its actors alone.
+        learns: False: only for the rollout actors.
 
     Raises:
-        ConfigError: too little on all nodes or on the largest, or GPUs on one side alone.
+        ConfigError: too few resources on all nodes or on the largest, or GPUs only on one side.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
     actors = config.rollout_matching.vllm.actors
@@ -103,11 +103,11 @@ def plan_placement(
         case EngineLocation.ACTORS:
             placement = _with_actors(actors, ranks, has_gpus)
         case EngineLocation.SERVERS:
-            # Servers live where the learner does: on GPUs or on CPUs.
+            # Servers use the same kind of device as the learner: GPUs or CPUs.
             device = ranks[0].device
             transport = choose_transport(device, device, Sharing.NOTHING)
             placement = Placement((), ranks, 1, device, transport)
-    # Each kind of problem only where the kind before it has none, which would be its reason.
+    # A kind of problem is only looked for if the kind before it, a possible cause, was not found.
     everything = Resources.sum(nodes)
     problems = (
         [*_too_large(actors, placement, nodes)]
@@ -132,8 +132,8 @@ def _with_actors(actors: ActorsSection, ranks: tuple[Resources, ...], has_gpus: 
     if ranks and ranks[0].device is not engine.device:
         raise ConfigError(
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
-            f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
-            " sides GPUs or neither"
+            f" ({_ACTORS}.gpus_per_actor), but weights travel between GPUs or between CPUs; give"
+            " both sides GPUs or neither"
         )
     transport = choose_transport(engine.device, engine.device, Sharing.NOTHING)
     engines = (engine,) * actors.num_actors
@@ -169,7 +169,7 @@ def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
 def _too_large(
     actors: ActorsSection, placement: Placement, nodes: Sequence[Resources]
 ) -> Iterator[str]:
-    """Name the processes that are larger than any node."""
+    """Yield a problem for each kind of process that is larger than any node."""
     for who, bundles in (("an actor", placement.engines), ("a learner rank", placement.ranks)):
         if not bundles or any(node.hold(bundles[0]) for node in nodes):
             continue
@@ -180,7 +180,7 @@ def _too_large(
             for kind, most in largest.items()
             if size[kind] > most
         }
-        if not found:  # neither alone is too much
+        if not found:  # neither resource by itself is too much
             both = f"{size['GPU']:g} GPU and {size['CPU']:g} CPU"
             found = {"GPU": (both, "no node of the cluster has both")}
         for kind, (asked, available) in found.items():
@@ -194,7 +194,7 @@ def _too_large(
 
 
 def _actor_size_key(actors: ActorsSection, kind: str) -> str:
-    """Return the key of the actors' resources, or of the engine's devices that decide them."""
+    """Return the key of the actors' resources, or the key of the devices that determine them."""
     resources = actors.gpus_per_actor if kind == "GPU" else actors.cpus_per_actor
     if resources is not None or actors.tensor_parallel_size == 1:
         return f"{_ACTORS}.{kind.lower()}s_per_actor"
@@ -202,7 +202,7 @@ def _actor_size_key(actors: ActorsSection, kind: str) -> str:
 
 
 def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
-    """Compare all processes together with all nodes."""
+    """Yield a problem if all processes together need more than all nodes have."""
     needed = Resources.sum(placement.bundles).named()
     for kind, hint in _HINTS.items():
         if needed[kind] <= available.named()[kind]:
@@ -220,7 +220,7 @@ def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
             parts.append(f"{who} of {size:g}")
             keys.append(f"learner.{kind.lower()}s")
         yield (
-            f"{placement.key}: {' and '.join(parts)} ask for {needed[kind]:g} {kind}, the cluster"
+            f"{placement.key}: {' and '.join(parts)} need {needed[kind]:g} {kind}, but the cluster"
             f" has {available.named()[kind]:g}; lower {placement.key.rpartition('.')[2]}, or"
             f" {' and '.join(keys)} ({hint}), or join a larger cluster with cluster.address"
         )
@@ -233,7 +233,7 @@ def _no_room_for_environments(
     if section is not None and section.num_actors * section.cpus_per_actor > available.cpus - rest:
         yield (
             f"environment.cpus_per_actor: {section.num_actors} environment actors of"
-            f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
+            f" {section.cpus_per_actor:g} CPU have no room next to the rest of the run, which takes"
             f" {rest:g} of the cluster's {available.cpus:g}; lower it (0 reserves nothing), or"
             " join a larger cluster with cluster.address"
         )

@@ -23,13 +23,13 @@ from shared.errors import ConfigError
 LISTEN_S = 5.0
 """Limit of a connection to the address."""
 ANSWER_S = 60.0
-"""Limit of the cluster's answer, once Ray is imported (timeouts.start_s)."""
+"""Limit of the cluster's answer, after Ray has been imported (timeouts.start_s)."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
 )
 _CHECK_CLUSTER = (
-    "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
+    "check `ray status` there, cluster.temp_dir and, if the cluster asks for a token,"
     " RAY_AUTH_MODE=token, or use local"
 )
 _GAVE_UP = 3
@@ -49,15 +49,15 @@ print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 
 
 def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
-    """Return CPUs and GPUs of each node that Ray has, or would find, and start nothing.
+    """Return CPUs and GPUs of each node that Ray has, or would find, without starting Ray.
 
     `start_s` is timeouts.start_s, the limit of importing Ray.
 
     Raises:
         ConfigError: no cluster at the address answers in time.
     """
-    # Asked from another process: `ray.init` waits for many minutes at an address where nothing
-    # answers, takes no limit, and cannot be interrupted.
+    # Asked from another process: if an address does not answer, `ray.init` waits for many minutes,
+    # has no time limit, and cannot be interrupted.
     address = cluster.address
     if address == "local":
         import torch
@@ -73,7 +73,7 @@ def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"cluster.address: Ray was not imported within timeouts.start_s = {start_s:g} s; end"
-            " what keeps this machine busy (`uptime`), or raise the key"
+            " other work on this machine (`uptime` shows its load), or raise the key"
         ) from error
     if done.returncode == _GAVE_UP:
         raise ConfigError(
@@ -87,21 +87,21 @@ def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
 
 
 class Session(NamedTuple):
-    """A connection to Ray, for the people who watch it."""
+    """Facts about a connection to Ray, for the run's user."""
 
     logs: Path
     """The folder of the logs of Ray's processes, on this node."""
     lines: tuple[str, ...]
-    """The dashboard's address, and who gets in."""
+    """Console lines about the dashboard's address, and about access to it."""
 
 
 def connect(cluster: ClusterSection, **options: object) -> Session:
     """Call `ray.init` at the configured address.
 
-    The processes of a cluster of the run's own do not hear a signal to this process's group, and
-    its sockets lie where only this user gets to.
+    The processes of the run's own cluster do not get signals to this process's group. The cluster's
+    sockets are in a folder that only this user can enter.
 
-    Raises ConfigError if that gives no cluster.
+    Raises ConfigError if no cluster is reached.
     """
     address = cluster.address
     if address == "local":
@@ -111,7 +111,7 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
-    # The learner in it has to outlive the signal: it saves the weights then.
+    # The learner must survive the signal, because it saves the weights then.
     place = starting_in_another_group() if address == "local" else nullcontext()
     try:
         with place, deaf_to_hangup():
@@ -119,16 +119,16 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
                 address=address, log_to_driver=False, logging_level="error", **options
             )
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
-        # Only the name of that class says that it is about a token.
+        # Only the name of this class says that a token is the problem.
         kind = f"{type(error).__name__}: " if isinstance(error, AuthenticationError) else ""
         raise _no_cluster(address, f"{kind}{error}") from error
     except Exception as error:
-        # Of no class of its own, and its 30 s cannot be changed.
+        # Ray has no class for this error, and its limit of 30 s cannot be changed.
         if "timed out during startup" not in str(error):
             raise
         raise ConfigError(
-            "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
-            " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
+            "cluster.address: Ray's own processes did not start within Ray's limit of 30 s;"
+            " end other work on this machine (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
     logs = Path(context.address_info["session_dir"]) / "logs"
     return Session(logs, tuple(who_gets_in(context.dashboard_url)))
@@ -148,19 +148,19 @@ def _private_ray_folder(cluster: ClusterSection) -> Path:
         private.chmod(0o700)
         if needs_ray_token(cluster):
             token.parent.mkdir(mode=0o700, exist_ok=True)
-            # At once and with mode 0600: another run may start at the same time.
+            # Created atomically and with mode 0600: another run may start at the same time.
             with tempfile.NamedTemporaryFile("w", dir=token.parent) as part:
                 part.write(secrets.token_hex(32))
                 part.flush()
                 with suppress(FileExistsError):
                     token.hardlink_to(part.name)
         elif token.exists() and token.stat().st_uid == os.getuid():
-            token.chmod(0o600)  # Ray's own follows the umask
+            token.chmod(0o600)  # a token that Ray wrote follows the umask
     except OSError as error:
         raise ConfigError(
-            f"cluster: {error.filename} cannot be written ({error.strerror}), and Ray's sockets and"
-            " token lie there; set cluster.temp_dir and HOME to folders of yours, or train in one"
-            " process (cluster=local)"
+            f"cluster: {error.filename} cannot be written ({error.strerror}), but Ray's sockets and"
+            " token are put there; set cluster.temp_dir and HOME to folders of yours, or train in"
+            " one process (cluster=local)"
         ) from error
     return folder
 
@@ -175,7 +175,7 @@ def who_gets_in(dashboard_url: str) -> list[str]:
         lines.append(f"dashboard http://{dashboard_url}{how}")
     if is_open:
         lines.append(
-            "warning   RAY_AUTH_MODE=disabled: whoever reaches Ray's ports can run code as this"
+            "warning   RAY_AUTH_MODE=disabled: anyone who reaches Ray's ports can run code as this"
             " user; unset it on a machine or in a network that others use"
         )
     return lines
@@ -183,7 +183,7 @@ def who_gets_in(dashboard_url: str) -> list[str]:
 
 @contextmanager
 def deaf_to_hangup() -> Iterator[None]:
-    """Have the processes that the body starts not hear that the terminal is closed.
+    """Make processes that the body starts ignore SIGHUP, the signal of a closed terminal.
 
     If this process leads the session, as under `ssh -t HOST COMMAND`, they share its group.
     """
@@ -196,17 +196,17 @@ def deaf_to_hangup() -> Iterator[None]:
 
 @contextmanager
 def starting_in_another_group() -> Iterator[None]:
-    """Have the processes that the body starts in a process group of their own, in this session.
+    """Put processes that the body starts into another process group of this session.
 
-    This process joins that group for the body, and then goes back to its own. The leader of a
-    session cannot leave its group: there, nothing is done.
+    This process joins that group during the body, and then returns to its own group. The leader of
+    a session cannot leave its group: then nothing is done.
     """
     group = os.getpgrp()
     if os.getsid(0) == os.getpid():
         yield
         return
-    # `cat` waits for the end of its input, and so ends with this process, too. One makes the new
-    # group. The other one keeps the old group from ending with this process's leaving it.
+    # `cat` waits for the end of its input, and so also ends with this process. The first one makes
+    # the new group. The second one keeps the old group alive while this process is not in it.
     leader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)
     keeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
@@ -218,8 +218,8 @@ def starting_in_another_group() -> Iterator[None]:
         leader.communicate()
         keeper.kill()
         keeper.communicate()
-        # The first signal that kills a process is the one that is told. Another one was sent to the
-        # old group meanwhile, and has missed this process.
+        # The return code has the first signal that killed the process. If it is not our SIGKILL, it
+        # was sent to the old group meanwhile, and this process has missed it.
         if keeper.returncode != -signal.SIGKILL:
             os.kill(os.getpid(), -keeper.returncode)
 
@@ -232,10 +232,10 @@ def connected_nodes() -> list[Resources]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`."""
+    """Raise ConfigError if no process accepts connections at `HOST:PORT` or `ray://HOST:PORT`."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return  # where a name such as `auto` leads, Ray alone knows
+        return  # only Ray can resolve a name such as `auto`
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_S).close()
     except TimeoutError as error:

@@ -1,5 +1,5 @@
-"""New actors in place of those that have ended or stalled, and servers that are waited for, within
-a budget (docs/recovery.md).
+"""Replaces actors that ended or stalled, and waits for lost servers, within a budget
+(docs/recovery.md).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 LOOK_S = 5.0
-"""Longest time between two looks at the same actor."""
+"""Longest time between two checks of the same actor."""
 START_CHECK = "the engine's log for what it is loading, and the machine's free memory"
-"""The end of the message of a start that is late: things to look at."""
+"""What to check if a start is late; the end of the error's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One actor that was lost, and how long its place was empty.
+    """One actor that was lost, and how long its replacement took.
 
     Example: `Replacement("actor-1", "generate on actor-1: its process has ended", 100.0, 131.5)`.
     """
@@ -41,13 +41,13 @@ class Replacement:
     actor: str
     reason: str
     lost_s: float
-    """Unix time at which it was found to be gone."""
+    """Unix time at which the loss was noticed."""
     started_s: float
-    """Unix time at which the new one was ready."""
+    """Unix time at which the new actor was ready."""
 
 
 class RestartBudget:
-    """The actors of a run that may still be replaced: `max_restarts` in any `restart_window_s`."""
+    """The restarts that a run may still make: `max_restarts` in any `restart_window_s`."""
 
     def __init__(
         self, section: ActorsSection, *, clock_s: Callable[[], float] = time.monotonic
@@ -67,10 +67,10 @@ class RestartBudget:
         return True
 
     def refusal(self, what: str) -> str:
-        """Return the end of an error where none is left; `what` then does not happen."""
+        """Return the end of an error if no restart is left; `what` says what does not happen."""
         section = self._section
         return (
-            f"{what}, for rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
+            f"{what}: rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
             f" in {section.restart_window_s:g} s (restart_window_s); find out why processes end"
         )
 
@@ -81,20 +81,19 @@ class _Starting:
 
     actor: ActorHandle
     answer: ObjectRef
-    """Reference to what its `start` returns."""
+    """Reference to the result of its `start`."""
     deadline: float
-    """End of the wait, by the monotonic clock."""
+    """End of the wait, on the monotonic clock."""
     reason: str
     lost_s: float
 
 
 class Replacements:
-    """The actors that are being started in place of a client's.
+    """The actors that are being started in place of lost actors of a client.
 
-    One that is itself the client of a server, which somebody else starts, is up when its server is.
-
-    Rounds use it from their thread, syncs from the driver's, never both at a time; `close` may come
-    at any moment.
+    If an actor is itself the client of a server, which is started elsewhere, it waits for the
+    server. Rounds use this object from their thread, and syncs from the driver's, never both at a
+    time; `close` may be called at any moment.
     """
 
     def __init__(
@@ -107,12 +106,12 @@ class Replacements:
         check: str = START_CHECK,
         servers: Sequence[str] | None = None,
     ) -> None:
-        """Keep what a new actor needs.
+        """Store how new actors are created.
 
         Args:
             create: `create(index, number)` makes the Ray actor of a place; its first actor was
                 number 1.
-            check: what to look at where a start is late.
+            check: what to check if a start is late.
             servers: URL of the server of each place; None: the actors have no servers.
         """
         self._create = create
@@ -135,13 +134,13 @@ class Replacements:
         *,
         before: _Starting | None = None,
     ) -> None:
-        """Kill the actor of this place and start another. Does nothing where that was done.
+        """Kill the actor of this place and start another, unless that was done already.
 
         Args:
-            before: the actor is a new one that did not start, in this attempt.
+            before: the attempt to start this actor, if it is a new actor that did not start.
 
-        Raises the error where the run is ending, and with what is to be said where the budget is
-        used up, or where a server did not come back in time.
+        Raises the error if the run is ending. Raises it with a remedy if the budget is used up, or
+        if a server did not come back in time.
         """
         with self._lock:
             if self._is_closed:
@@ -156,16 +155,16 @@ class Replacements:
                 if url is not None:
                     remedy = f"{remedy}; {_go_on(url)}"
                 raise _with_remedy(error, remedy) from error
-            # Ray's own words are of several lines.
+            # Ray's error texts have several lines.
             reason = " ".join(str(error).split())
             if before is not None:
                 reason = f"{before.reason}; then {reason}"
             what = f"another {self._names[index]} is being started in its place"
             if url is not None:
                 what = (
-                    f"{url} is waited for, as at the run's start"
-                    " (rollout_matching.vllm.server.timeout_s); start it unless somebody else does,"
-                    " and end it first where it still runs and its engine is stuck"
+                    f"the run waits for {url}, as at its start"
+                    " (rollout_matching.vllm.server.timeout_s); start it, unless it restarts by"
+                    " itself, and end it first if it still runs and its engine is stuck"
                 )
             _LOGGER.warning("%s; %s", reason, what)
             lost_s = time.time() if before is None else before.lost_s
@@ -177,9 +176,9 @@ class Replacements:
             )
 
     def join(self) -> dict[int, tuple[ActorHandle, int]]:
-        """Wait for all that are being started; return actors and their devices, by place.
+        """Wait for all actors that are being started; return actors and devices, by place.
 
-        One that fails to start is replaced again. Raises RolloutError where the budget is used up.
+        A failed start is repeated. Raises RolloutError if the budget is used up.
         """
         joined = {}
         while self._starting:
@@ -201,13 +200,13 @@ class Replacements:
         return joined
 
     def pop_done(self) -> list[Replacement]:
-        """Return those that have joined since the last call."""
+        """Return the replacements that have joined since the last call."""
         done = self._done
         self._done = []
         return done
 
     def close(self) -> None:
-        """Kill what is being started, and start nothing more. Twice is harmless."""
+        """Kill actors that are being started, and start no more. A second call is harmless."""
         with self._lock:
             self._is_closed = True
             for one in self._starting.values():
@@ -216,8 +215,8 @@ class Replacements:
 
 def _go_on(url: str) -> str:
     return (
-        f"end what is left of the server at {url}, start it, and go on with `resume=RUN`, or go on"
-        " with the others"
+        f"end the server at {url} if it still runs, start it, and continue with `resume=RUN`, or"
+        " continue with the others"
         " (`resume=RUN rollout_matching.vllm.server.servers=[...]`)"
     )
 
@@ -225,16 +224,16 @@ def _go_on(url: str) -> str:
 def _with_remedy(
     error: RolloutError | WeightSyncError, remedy: str
 ) -> RolloutError | WeightSyncError:
-    """Return the same error with more to say.
+    """Return the same error with a remedy.
 
-    A lost start becomes a plain error: it was made again as often as is permitted.
+    A LostStartError becomes a plain error, because no more attempts are permitted.
     """
     kind = RolloutError if isinstance(error, LostStartError) else type(error)
     return kind(f"{error.message}; {remedy}", actor=error.actor, phase=error.phase)
 
 
 def ended_error(name: str, error: RayError) -> RolloutError:
-    """Say why the actor of this name could not answer a call of `progress`."""
+    """Return the error of an actor that could not answer a call of `progress`."""
     translated = RayCall("generate", None, "its log", RolloutError).translate_error(name, error)
     assert isinstance(translated, RolloutError)
     return translated
@@ -242,19 +241,19 @@ def ended_error(name: str, error: RayError) -> RolloutError:
 
 @dataclass(slots=True)
 class _Watched:
-    """One actor as the watch has seen it."""
+    """The state of one actor, as last seen by the watch."""
 
     answer: ObjectRef
-    """Reference to what `progress` returns."""
+    """Reference to the result of `progress`."""
     alive_s: float
-    """The clock when its last answer was seen."""
+    """Time at which its last answer was seen."""
     moved_s: float
-    """The clock when it was last seen to sample a token, or to owe none."""
+    """Time at which it was last seen to sample a token, or to have no open requests."""
     progress: int | None = None
 
 
 class StallWatch:
-    """Looks for actors that have ended, are stopped, or owe tokens and sample none."""
+    """Finds actors that have ended, are stopped, or sample no tokens for their requests."""
 
     def __init__(
         self,
@@ -271,16 +270,16 @@ class StallWatch:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return min(LOOK_S, self._limit.seconds / 4)
 
     def look(self, actors: Sequence[ActorHandle]) -> dict[int, RolloutError]:
-        """Ask all actors how far they are, without waiting; return those to give up, and why."""
+        """Ask all actors for their progress, without waiting; return those to give up, and why."""
         now_s = self._clock_s()
         gap_s = now_s - self._looked_s
         self._looked_s = now_s
         if gap_s > 2 * self.interval_s:
-            # This process was stopped, for example: that time says nothing about the actors.
+            # This process was stopped, for example. The gap says nothing about the actors.
             for watched in self._watched.values():
                 watched.alive_s += gap_s
                 watched.moved_s += gap_s

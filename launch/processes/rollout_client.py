@@ -1,4 +1,4 @@
-"""A run's rollouts as the driver sees them: engines in processes of their own, or learner ranks."""
+"""The driver's clients of what generates rollouts: engines in other processes, or learner ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SendingLearner, SyncPhase
 
 
 class RolloutClient:
-    """Rounds and syncs over engines, and over environments that ask the engines.
+    """The client of engines, and of environments that call the engines: rounds and weight syncs.
 
-    Waiting happens in threads of the client: at most one round or one sync at a time, each bounded
-    by a timeout, and unblocked by the answers, by an actor's death, or by `close`.
+    The client waits in its own threads, for at most one round or one sync at a time. Every wait has
+    a timeout, and ends with the answers, an actor's death, or `close`.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class RolloutClient:
         learner: SendingLearner | None = None,
         observer: RunObserver = UNOBSERVED,
     ) -> None:
-        """`learner` has the weights of engines that take the place of lost ones; None: a round that
-        all engines lost is not asked again.
+        """`learner` has the weights for replacements of lost engines; None: a round is not repeated
+        if all engines are lost.
         """
         self.engines = engines
         self.version = 0
@@ -64,8 +64,8 @@ class RolloutClient:
         return self.engines.replaces_lost
 
     def start(self) -> None:
-        """Start every engine. Raises as `Fleet.start` does, and ConfigError if not every learner
-        rank could have a request in each round.
+        """Start every engine. Raises the errors of `Fleet.start`, and ConfigError if a round cannot
+        have a request of every learner rank.
         """
         self.engines.start()
         try:
@@ -76,9 +76,9 @@ class RolloutClient:
     def generate_through(
         self, environments: Fleet, *, group_size: int, in_one_round: bool = False
     ) -> None:
-        """Send rounds to environments from now on: a request is a group, of one example.
+        """Send rounds to environments from now on; a request is then a group of one example.
 
-        `in_one_round`: a step's, of all learner ranks, in one call of the only environment.
+        `in_one_round`: one call of the only environment has a step's requests of all ranks.
         """
         self.environments = environments
         size = replace(self._size, group_size=group_size, in_one_round=in_one_round)
@@ -89,21 +89,21 @@ class RolloutClient:
         return self._rounds.split(requests)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin one round, whose result is that of `Rounds.collect`."""
+        """Begin one round, with the result of `Rounds.collect`."""
         second_try = None
         if self._learner is not None:
             second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
         return Round(self.begin(round_), self._observer, second_try)
 
     def begin(self, round_: PerRank) -> Future[PerRank]:
-        """Begin one round, which is not asked again if it is lost."""
+        """Begin one round, which is not repeated if it is lost."""
         self._round = self._threads.submit(self._rounds.collect, round_)
         return self._round
 
     def wait_idle(self) -> None:
         """Wait for the round that is being generated, if there is one.
 
-        Raises its RolloutError, but not a LostRoundError: a lost round may be asked again.
+        Raises its RolloutError, but not a LostRoundError: a lost round may be repeated.
         """
         if self._round is not None:
             with suppress(LostRoundError), self._observer.waits_for("rollouts"):
@@ -132,7 +132,7 @@ class RolloutClient:
                 engines = self.engines.actors
                 answers = [actor.use_engines.remote(engines) for actor in environments.actors]
                 is_known = not environments.lose_silent(answers)
-                # If one has ended meanwhile, another takes its place, and all are asked again.
+                # If an actor has ended meanwhile, it is replaced, and all are asked again.
                 environments.join()
         return has_new_engine
 
@@ -152,7 +152,7 @@ class RolloutClient:
         return done if self.environments is None else done + self.environments.pop_replaced()
 
     def close(self) -> None:
-        """End the engines; pending waits fail. Twice is harmless."""
+        """End the engines; pending waits fail. A second call is harmless."""
         self.engines.close()
         self._threads.shutdown(wait=True)
 
@@ -160,8 +160,8 @@ class RolloutClient:
         shared_offer = ray.put(offer)
         self._sync_failed = True  # until it has succeeded
         check = "that the learner and every other engine are alive"
-        # Phase by phase over all engines: none begins to wait for bytes while another is still
-        # decoding, and a stopped process is known by its phase.
+        # Each phase is for all engines: no engine waits for bytes while another still decodes, and
+        # an error names the phase in which a process was stopped.
         for phase in SyncPhase:
             limit = self.engines.timeouts.sync_phase
             if phase is SyncPhase.RENDEZVOUS:
@@ -178,7 +178,7 @@ class RolloutClient:
 
 
 class RankRolloutClient:
-    """Learner ranks that generate what they learn (backend `hf`, or vLLM's mode `colocate`)."""
+    """The client of learner ranks that generate their rollouts (`hf`, or vLLM's `colocate`)."""
 
     replaces_lost = False
 
@@ -208,14 +208,14 @@ class RankRolloutClient:
     def generate(self, round_: PerRank) -> Round:
         """Begin one round. Fails with a rank's own error, or LearnerError if it is late."""
         limit = self._timeouts.generate
-        assert limit is not None, "only servers keep one themselves"
+        assert limit is not None, "only servers have their own limit"
         return Round(self._learner.generate(round_, limit), self._observer)
 
     def wait_idle(self) -> None:
-        """Return at once: a rank does what it is asked next after its part of the round."""
+        """Return at once: a rank begins its next task only after its part of the round."""
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        # Asked here and not in the thread: every rank takes part before rank 0 is asked to send.
+        # Called here and not in the thread: all ranks must get this call before rank 0 sends.
         receiving = self._learner.receive_weights(offer)
 
         def serve() -> SyncReport:

@@ -1,4 +1,4 @@
-"""Rounds: how a step is cut into them, who is asked for what, and the order of the answers."""
+"""Rounds: how a step is cut into them, which actor gets which part, and the answers' order."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoundSize:
-    """What the size of a round follows from.
+    """The settings that determine the size of a round.
 
     Example (2 engines of 1 device, decode_batch_size 2, one learner rank): a step of 6 requests is
-    split into rounds of 3 and 3; of each the first engine generates 2, the second 1.
+    split into rounds of 3 and 3. In each the first engine generates 2, and the second 1.
     """
 
     decode_batch_size: int = sys.maxsize
-    """Most rollouts that one device decodes at a time."""
+    """Maximum number of rollouts that one device decodes at a time."""
     learner_ranks: int = 1
     group_size: int = 1
-    """Rollouts of a request, which are of one example if they are an environment's."""
+    """Rollouts per request. For an environment they are of one example."""
     in_one_round: bool = False
     """Whether a step's rollouts, of all learner ranks, are scored together."""
 
     def chunk(self, devices: Sequence[int]) -> int:
-        """Return the most requests that each learner rank has in a round.
+        """Return the maximum number of requests of each learner rank in a round.
 
-        Raises ValueError if not every learner rank could have one.
+        Raises ValueError if a round cannot have a request of every learner rank.
         """
         if self.in_one_round:
             return sys.maxsize
@@ -62,7 +62,7 @@ class RoundSize:
 
 
 class LosableEngines(ReceivingEngines, Protocol):
-    """Engines that may all be lost in a round, and be replaced."""
+    """Interface of engines that may all be lost in a round, and be replaced."""
 
     version: int
 
@@ -71,7 +71,7 @@ class LosableEngines(ReceivingEngines, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SecondTry:
-    """Asks new engines, once, for a round that was lost."""
+    """A single repetition of a lost round, on new engines."""
 
     engines: LosableEngines
     learner: SendingLearner
@@ -83,10 +83,10 @@ class SecondTry:
     def answers(self, lost: LostRoundError) -> PerRank:
         """Send the round's weights to new engines, and wait for their answers.
 
-        Raises LostRoundError if the learner has no such weights any more, or for a second time.
+        Raises LostRoundError if the weights are no longer available, or if the round is lost again.
         """
         if self.engines.version != self.version:
-            why = ", and the weights that it was asked of are gone (max_staleness)"
+            why = ", and the weights of the round are no longer available (max_staleness)"
             raise _lost(lost, why) from lost
         self.observer.sync(sync_weights(self.learner, self.engines, again=True))
         try:
@@ -97,13 +97,13 @@ class SecondTry:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round in production."""
+    """A round that is being generated."""
 
     future: Future[PerRank]
-    """The answers of those that were asked first; a LostRoundError if all of them are lost."""
+    """The answers of the first attempt; a LostRoundError if all actors are lost."""
     observer: RunObserver = UNOBSERVED
     second_try: SecondTry | None = None
-    """None: there are no others to ask."""
+    """None: a lost round is not repeated."""
 
     @classmethod
     def answered(cls, answers: PerRank) -> Round:
@@ -113,7 +113,7 @@ class Round:
         return cls(future)
 
     def result(self) -> PerRank:
-        """Wait for the answers, if need be for those of others.
+        """Wait for the answers. If the round was lost, repeat it and wait for the new answers.
 
         The learner has to be idle: new engines may need its weights.
         """
@@ -127,28 +127,28 @@ class Round:
 
 
 def _lost(error: LostRoundError, why: str) -> LostRoundError:
-    message = f"{error.message}; all are lost{why}"
+    message = f"{error.message}; all actors of the round are lost{why}"
     return LostRoundError(message, actor=error.actor, phase=error.phase)
 
 
 @dataclass(frozen=True, slots=True)
 class _SentPart:
-    """A part of a round that an actor has been asked for."""
+    """A part of a round that was sent to an actor."""
 
     part: RoundPart
     deadline: float
-    """End of the wait, by the monotonic clock."""
+    """End of the wait, on the monotonic clock."""
     rollouts: ObjectRef
     """Reference to a `list[Rollout]`."""
     count: ObjectRef
-    """Reference to its length, by which the driver knows that they are ready."""
+    """Reference to the list's length, which is ready at the same time."""
 
 
 class Rounds:
-    """Asks actors for the parts of rounds, each round while no other is being generated."""
+    """Sends the parts of a round to actors, for one round at a time."""
 
     def __init__(self, size: RoundSize, engines: Fleet, environments: Fleet | None = None) -> None:
-        """`environments` are asked, if there are any, and ask the engines."""
+        """If there are `environments`, they get the requests, and call the engines."""
         self._size = size
         self._engines = engines
         self._asked = environments or engines
@@ -160,15 +160,15 @@ class Rounds:
     def collect(self, round_: PerRank) -> PerRank:
         """Generate one round.
 
-        Returns, for each learner rank, references to `list[Rollout]`s in position order: the
-        payload stays where it was made. Raises RolloutError naming the actor; LostRoundError if all
-        are lost while others are being started.
+        Returns, for each learner rank, references to `list[Rollout]`s in position order. The
+        rollouts stay in the process that made them. Raises RolloutError naming the actor, or
+        LostRoundError if all are lost while others are being started.
         """
         asked = self._asked
         gone = UnreachableError if asked.replaces_lost else None
         check = asked.timeouts.check
         call = RayCall("generate", asked.timeouts.generate, check, RolloutError, gone=gone)
-        # Environments outlive an engine's end, and would not tell of it.
+        # Environments do not end with an engine, and would not report its end.
         watches = {
             fleet: watch
             for fleet in dict.fromkeys((asked, self._engines))
@@ -193,7 +193,7 @@ class Rounds:
                 looked_s = time.monotonic()
                 for fleet, watch in watches.items():
                     for index, given_up in watch.look(fleet.actors).items():
-                        # Killed, it fails what it was asked for.
+                        # The actor is killed, and then its requests fail.
                         fleet.lose(index, given_up)
             if answer is None and time.monotonic() < min(deadlines.values()):
                 continue
@@ -211,7 +211,7 @@ class Rounds:
                 try:
                     self._pass_on(queue, sent.part, error)
                 except LostRoundError:
-                    # Others would continue a round that is going to be asked again.
+                    # Other actors would continue a round that will be repeated.
                     for count in waiting:
                         ray.cancel(count)
                     left = len(waiting)
@@ -231,19 +231,19 @@ class Rounds:
         ]
 
     def _pass_on(self, queue: RoundQueue, part: RoundPart, error: UnreachableError) -> None:
-        """Ask the next actor for what this one failed to answer. Raises the error if none is left,
-        as a LostRoundError if others are being started.
+        """Give a part that an actor failed to answer to the next one. Raises the error if no actor
+        is left, as a LostRoundError if others are being started.
         """
         asked = self._asked
         name = asked.names[part.engine]
         lost = LostRoundError(error.message, actor=error.actor, phase=error.phase)
         if error.actor != name:
-            # An environment's actor says that it reached no engine: another would reach none.
+            # An environment actor reports that it reached no engine: no other one would reach any.
             raise lost if self._engines.replaces_lost else error
         if asked.replaces_lost:
             asked.lose(part.engine, error)
         elif not asked.asks_next_on_failure:
-            # What a server answered and is wrong would be no better elsewhere.
+            # Without replacements, only requests to servers go to the next one.
             raise error
         engine = queue.failed(part)
         if engine is None:
@@ -260,7 +260,7 @@ class Rounds:
         sent = []
         for part in parts:
             objects, places = _objects_of(part, round_)
-            # The name is what Ray's dashboard shows.
+            # Ray's dashboard shows this name.
             task = f"generate {len(places)} for learner rank {part.rank}"
             method = self._asked.actors[part.engine].generate.options(num_returns=2, name=task)
             attempt = TRIES * part.num_failed
@@ -271,7 +271,7 @@ class Rounds:
     def _send_at_once(
         self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
     ) -> list[_SentPart]:
-        """Ask the only actor for the parts of all learner ranks in one call."""
+        """Send the parts of all learner ranks to the only actor in one call."""
         if not parts:
             return []
         of_parts = [_objects_of(part, round_) for part in parts]
@@ -292,16 +292,16 @@ def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[ObjectRef], rang
 
 
 class RoundQueue:
-    """The parts of one round that each engine still has to do, or is asked for. No Ray here.
+    """The waiting and running parts of one round, by engine. It does not use Ray.
 
-    No engine is asked for more than `decode_batch_size` per device at a time: what it takes over
-    from another waits for its own part.
+    No engine gets more than `decode_batch_size` requests per device at a time. Parts taken over
+    from another engine wait for its own part.
     """
 
     def __init__(
         self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int
     ) -> None:
-        """Take the requests of each learner rank, together `decode_batch_size` a device at most."""
+        """`sizes`: requests per learner rank, together at most `decode_batch_size` per device."""
         self._bounds = [decode_batch_size * count for count in devices]
         self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
         self._num_asked = [0] * len(devices)
@@ -309,11 +309,11 @@ class RoundQueue:
             self._waiting[part.engine].append(part)
         shares = [sum(len(part.requests) for part in waiting) for waiting in self._waiting]
         assert all(share <= bound for share, bound in zip(shares, self._bounds, strict=True)), (
-            f"a round of {shares} over engines that take {self._bounds}"
+            f"a round of {shares} exceeds the engines' limits {self._bounds}"
         )
 
     def take(self) -> list[RoundPart]:
-        """Return what can be asked for now; each part comes back by `answered` or `failed`."""
+        """Return the parts to send now. Each is returned by `answered` or `failed`."""
         taken = []
         for engine, waiting in enumerate(self._waiting):
             while (
@@ -328,13 +328,13 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Give the part to the next engine, after its own; return that, or None if all failed."""
+        """Queue the part for the next engine, and return that engine; None if all have failed."""
         self.answered(part)
         num_failed = part.num_failed + 1
         engine = (part.engine + 1) % len(self._waiting)
         if num_failed == len(self._waiting):
             return None
-        # An engine of fewer devices takes it in several parts.
+        # An engine with fewer devices gets it in several parts.
         size = self._bounds[engine]
         for first in range(0, len(part.requests), size):
             requests = part.requests[first : first + size]

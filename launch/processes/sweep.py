@@ -1,9 +1,9 @@
 """Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2
 training.learning_rate=1e-3,2e-3`.
 
-Hydra composes the trials; then each runs as a command of its own, so that one that fails does not
-end the others, and as many side by side as this machine's GPUs and CPUs permit. Their folders are
-`trial_N` in `telemetry.run_dir`; `trials.jsonl` there gets a line at the end of each.
+Hydra composes the trials. Each runs as a separate command, so that a failed trial does not end the
+others; as many run at a time as this machine's GPUs and CPUs permit. Their folders are `trial_N` in
+`telemetry.run_dir`. At its end each trial adds a line to `trials.jsonl` there.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Trial:
     """Its overrides without secrets."""
     folder: Path
     config: RunConfig | None
-    """None: it is refused. The trial itself reports why."""
+    """None: it is invalid. The trial itself reports why."""
 
     @property
     def end_s(self) -> float:
-        """Seconds that it has to end after the sweep was interrupted."""
+        """Seconds in which it must end after the sweep was interrupted."""
         return MARGIN_S + (self.config.timeouts.interrupt_s if self.config else 0.0)
 
 
@@ -82,7 +82,7 @@ class Running:
 
 
 _trials: list[Trial] = []
-"""What Hydra has composed so far."""
+"""The trials that Hydra has composed so far."""
 
 
 def is_sweep() -> bool:
@@ -91,7 +91,7 @@ def is_sweep() -> bool:
 
 
 def add_trial(composed: DictConfig, console: Console) -> None:
-    """Take the trial that Hydra is at into the sweep.
+    """Add Hydra's current trial to the sweep.
 
     Raises:
         ConfigError: there is a sweep in the folder already, and this one does not continue it.
@@ -118,7 +118,7 @@ def add_trial(composed: DictConfig, console: Console) -> None:
     if hydras.exists():
         hydras.write_text(redacted(hydras.read_text()))
     if config is not None:
-        # Two trials would make them at the same time.
+        # Made here, because two trials would make them at the same time.
         make_missing_demo_files(config, lambda line: _print(console, line))
     overrides = tuple(job.overrides.task)
     shown = tuple(redacted(override) for override in overrides)
@@ -129,7 +129,7 @@ def run_trials(console: Console) -> None:
     """Run the trials, if there are any, and print the results; exit status 1 if some failed.
 
     Raises:
-        KeyboardInterrupt: the trials that ran have been ended and recorded.
+        KeyboardInterrupt: the running trials have been ended and recorded.
     """
     if not _trials:
         return
@@ -174,7 +174,7 @@ def _run(waiting: deque[Trial], room: Room, console: Console) -> None:
                     status = one.process.returncode
                     line = f"trial     {one.trial.number}: ended with exit status {status}"
                     _print(console, line)
-        finally:  # there are some if the sweep is interrupted
+        finally:  # some are running if the sweep is interrupted
             for one in running.values():
                 one.process.send_signal(signal.SIGTERM)
             end_s = time.monotonic() + max((one.trial.end_s for one in running.values()), default=0)
@@ -224,7 +224,7 @@ def _record(one: Running, *, interrupted: bool) -> None:
         steps = read_steps(trial.folder / "metrics.jsonl")
         reports = read_steps(trial.folder / "evaluations.jsonl")
     except (OSError, RecordError) as error:
-        # One trial's files must not end the others.
+        # Damaged files of one trial must not end the others.
         line["error"] = str(error)
     else:
         if steps:
@@ -238,7 +238,7 @@ def _record(one: Running, *, interrupted: bool) -> None:
 
 
 class Room:
-    """What running trials leave free of this machine.
+    """The resources of this machine that running trials leave free.
 
     Example: of 8 GPUs two trials of 3 actors and a learner have 4 each, and a third waits.
     """
@@ -263,7 +263,7 @@ class Room:
         return cls(here, visible.split(",")[:count], limits[0] if limits else None)
 
     def take(self, trial: Trial) -> Share | None:
-        """Return what becomes the trial's own; None: it has to wait. One trial always runs."""
+        """Return the trial's share; None: it has to wait. One trial always runs."""
         needs = self._needs(trial)
         if self._num_running:
             if needs is None or not self._is_shared or self._num_running == self._limit:
@@ -279,14 +279,14 @@ class Room:
         return share
 
     def give_back(self, share: Share) -> None:
-        """Take the share of a trial that has ended."""
+        """Take back the share of a trial that has ended."""
         self._num_running -= 1
         self._is_shared = True
         self._cpus += share.cpus
         self._gpus = share.gpus + self._gpus
 
     def holds_several(self, trials: Sequence[Trial]) -> bool:
-        """Tell whether two trials that follow each other can run side by side."""
+        """Return whether two consecutive trials can run at the same time."""
         for pair in zip(trials, list(trials)[1:], strict=False):
             room = Room(self._here, self._gpus, self._limit)
             if all(room.take(trial) is not None for trial in pair):
@@ -294,7 +294,7 @@ class Room:
         return False
 
     def _needs(self, trial: Trial) -> Resources | None:
-        """Return what the trial needs of this machine; None: it runs without others."""
+        """Return the resources that the trial needs; None: no other trial may run with it."""
         config = trial.config
         if config is None or config.rollout_matching.servers is not None:
             return None
@@ -309,7 +309,7 @@ class Room:
         if config.environment is not None:
             cpus += config.environment.num_actors * config.environment.cpus_per_actor
         if not reserved.gpus:
-            # Torch computes with all cores otherwise.
+            # Otherwise torch computes with all cores.
             cpus = max(cpus, config.learner.cpu_threads or self._here.cpus)
         return Resources(cpus, float(math.ceil(reserved.gpus)))
 
@@ -334,7 +334,7 @@ def print_summary(folder: Path, num_trials: int) -> int:
         elif trial["exit_code"]:
             end = f"failed with exit status {trial['exit_code']}"
         elif "headline" in trial and trial["score"] is None:
-            end = f"no {trial['headline']}: too much of the last report failed"
+            end = f"no {trial['headline']}: too many rollouts of the last report failed"
         elif "headline" in trial:
             end = f"{trial['headline']} {trial['score']:.3f}"
         elif "loss" in trial:

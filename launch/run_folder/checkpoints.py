@@ -41,10 +41,10 @@ from shared.run_files import Span
 
 
 class Checkpoints:
-    """Asks the learner to save, and deletes what a newer checkpoint replaces.
+    """The checkpoints of a run: when they are saved, and when newer ones replace them.
 
     Periodic and best checkpoints are written in the background (`checkpoint.background`), one at a
-    time. Until one is complete nothing that it replaces is deleted, and the index does not change.
+    time. Until a new one is complete, older ones are not deleted, and the index does not change.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Checkpoints:
     ) -> None:
         """Continue with the checkpoints of a run that is resumed at `point`.
 
-        `clock_s` measures `checkpoint.save_minutes`, which begin now.
+        `clock_s` measures `checkpoint.save_minutes`, beginning now.
         """
         self._config = config
         self._learner = learner
@@ -68,20 +68,20 @@ class Checkpoints:
         self._saved_s = clock_s()
         """Time at which the run last continued after a save, or began."""
         self._complete: list[KeptCheckpoint] = []
-        """Those on the disk, including what is to be deleted."""
+        """Checkpoints on the disk, including those that will be deleted."""
         self._writing: KeptCheckpoint | None = None
-        """The one that the learner may be writing, from before it is asked to."""
+        """The checkpoint that the learner may be writing; set before the learner is asked."""
         self._has_given_reason = False
         """Whether it was logged why the run waits for its checkpoints."""
         self._rounds_ahead: dict[int, Future[PerRank] | None] = {}
-        """The rounds generated before their time, by the number of updates before them."""
+        """The rounds generated ahead, by the number of updates before them."""
         if point is not None:
             self._complete = self._found_on_disk(point)
-            # Nothing is deleted here: the run may continue from one that is not kept any more.
+            # Nothing is deleted here: the run may continue from a checkpoint to be deleted.
             telemetry.patience(lambda: write_index(self._run_dir, self._complete))
 
     def round_ahead(self, num_steps: int, handle: Future[PerRank] | None) -> None:
-        """Note what is generated for the next step already, before the update `num_steps`."""
+        """Record the round generated ahead for the next step, before the update `num_steps`."""
         self._rounds_ahead = {
             number: earlier
             for number, earlier in self._rounds_ahead.items()
@@ -90,15 +90,15 @@ class Checkpoints:
         self._rounds_ahead[num_steps] = handle
 
     def after_step(self, num_steps: int) -> None:
-        """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay.
+        """Save after `num_steps` updates if a save is due. Raises StorageError; older ones stay.
 
-        What is being written gets its name if all of it is there.
+        A checkpoint that is being written gets its name if it is complete.
         """
         self._finish(wait=False)
         section = self._config.checkpoint
         is_periodic = section.save_steps is not None and num_steps % section.save_steps == 0
-        # Counted from the end of the last save, or a slow disk would be written to after every
-        # step; and not while it is written to.
+        # Counted from the end of the last save: otherwise a slow disk would be written to after
+        # every step. Not due while a checkpoint is being written.
         is_due = (
             section.save_minutes is not None
             and self._writing is None
@@ -133,8 +133,8 @@ class Checkpoints:
 
     @contextmanager
     def saved_at_an_early_end(self) -> Iterator[None]:
-        """Save the last finished update if the body is interrupted, or a rollout, a sync or the
-        disk fails. However it ends, what is being written is waited for.
+        """Save the last update if the body is interrupted, or if a rollout, a sync or the disk
+        fails. In any case, wait for a checkpoint that is being written.
         """
         try:
             yield
@@ -144,55 +144,55 @@ class Checkpoints:
             raise
         except (RolloutError, WeightSyncError, StorageError) as error:
             if isinstance(error, StorageError):
-                self._telemetry.patience.limit_s = 0.0  # it has been waited for already
+                self._telemetry.patience.limit_s = 0.0  # the run has waited for the disk already
             self._save_last_update(RetentionReason.FAILED)
             raise
-        # After an error of the learner its weights are not to be trusted, or out of reach. But what
-        # is being written is a copy of an earlier update.
+        # After an error of the learner its weights may be wrong or out of reach. But a checkpoint
+        # that is being written is a copy of an earlier update.
         except Exception as error:
             if not isinstance(error, LostLearnerError | CollectiveError):
                 try:
                     limit_s = self._config.timeouts.interrupt_s
                     self._finish(wait=True, deadline=time.monotonic() + limit_s)
-                # Of any kind: it must not hide why the run ends.
+                # No error here must hide why the run ends.
                 except Exception as unsaved:
                     self._not_saved(unsaved)
             raise
 
     def _save_last_update(self, reason: RetentionReason) -> None:
-        """Save within `timeouts.interrupt_s`, or only record what becomes of a save under way."""
+        """Save within `timeouts.interrupt_s`, or only finish a save that has begun."""
         try:
             if self._config.checkpoint.save_on_interrupt or self._writing is not None:
                 self._save_within(self._config.timeouts.interrupt_s, reason)
-        # Of any kind: it must not hide why the run ends.
+        # No error here must hide why the run ends.
         except Exception as error:
             self._not_saved(error)
 
     def _save_within(self, limit_s: float, reason: RetentionReason) -> None:
         deadline = time.monotonic() + limit_s
-        # Not counted here: it may have finished an update that the driver has not heard of yet.
+        # The learner counts: it may have finished an update that the driver does not know of yet.
         num_updates = self._learner.stop(timeout_s=limit_s)
         saves_last = self._config.checkpoint.save_on_interrupt and num_updates > 0
-        # The second half is for the attempt that succeeds.
+        # The second half of the time is for the attempt that succeeds.
         patience = self._telemetry.patience
         patience_s = max(0.0, min(patience.limit_s, (deadline - time.monotonic()) / 2))
         writing = self._writing
         try:
-            # The last update is worth more than one before it, and so is the time.
+            # The last update is worth more than an earlier one, so the time is kept for it.
             patience.limit_s = 0.0 if saves_last else patience_s
             self._finish(wait=True, deadline=deadline)
         except StorageError as error:
             if not saves_last:
                 raise
-            # A complete one has a name; then only its index, or what it replaces, was refused.
+            # A complete checkpoint has its name: only the index or a deletion was refused.
             is_named = writing is not None and writing.folder.is_dir()
             outcome = (
-                "the last update is saved all the same"
+                "the last update is saved anyway"
                 if is_named
-                else "it is given up, and the last update is saved without it"
+                else "this checkpoint is given up, and the last update is saved instead"
             )
             self._telemetry.warn(f"{error}; {outcome}")
-        # The wait has taken its part of the time.
+        # The wait above has used a part of the time.
         patience.limit_s = min(patience_s, max(0.0, deadline - time.monotonic()) / 2)
         complete = [kept for kept in self._complete if kept.step == num_updates]
         if complete:
@@ -203,7 +203,7 @@ class Checkpoints:
         self._note_written([])  # again, if the index was refused above
 
     def _keep(self, new: KeptCheckpoint) -> None:
-        """Save the present weights as this checkpoint if it is to be kept and is not there yet."""
+        """Save the current weights as this checkpoint if it is worth keeping and does not exist."""
         known = [*self._complete, *([self._writing] if self._writing else [])]
         kept = retained([*known, new], self._config.checkpoint)
         if new.folder in {one.folder for one in kept} - {one.folder for one in known}:
@@ -213,9 +213,9 @@ class Checkpoints:
             self._settle()
 
     def _save_replaceable(self, new: KeptCheckpoint) -> None:
-        """Save the present weights, and return while they are written, if that can be."""
+        """Save the current weights, in the background if possible."""
         started_s = time.monotonic()
-        # Before it is asked for: an interruption in between must find it.
+        # Set before the learner is asked, so that an interruption in between finds it.
         self._writing = new
         background = self._config.checkpoint.background
         reason = self._save(new, background=background)
@@ -232,16 +232,16 @@ class Checkpoints:
     def _save_lasting(
         self, num_steps: int, reason: RetentionReason, deadline: float | None = None
     ) -> None:
-        """Save a checkpoint that no periodic or better one replaces, and wait for it."""
+        """Save a checkpoint that no later one replaces, and wait for it."""
         folder = folder_of(self._run_dir, num_steps, reason)
         self._writing = KeptCheckpoint(folder, num_steps, reasons=(reason,))
         self._save(self._writing, deadline)
         self._note_written([])
 
     def _finish(self, *, wait: bool, deadline: float | None = None) -> None:
-        """Record what is being written as complete, if it is; `wait`: until it is.
+        """Record the checkpoint being written as complete if it is; `wait`: wait until it is.
 
-        `deadline` is by the monotonic clock. Raises StorageError.
+        `deadline` is on the monotonic clock. Raises StorageError.
         """
         if self._writing is None:
             return
@@ -264,7 +264,7 @@ class Checkpoints:
         # At an early end the learner may not have been asked to save it, or may have failed.
         if new is not None and self._telemetry.patience(lambda: is_complete(new)):
             if not any(one.folder == new.folder and one.step == new.step for one in self._complete):
-                # The final one of a run that was resumed replaces the earlier one in its folder.
+                # The final checkpoint of a resumed run replaces the earlier one in its folder.
                 others = [one for one in self._complete if one.folder != new.folder]
                 self._complete = [*others, new]
                 self._telemetry.saved(new.folder, written)
@@ -272,7 +272,7 @@ class Checkpoints:
         self._writing = None
 
     def _settle(self) -> None:
-        """Write the index of what is kept, and delete the rest. Raises StorageError."""
+        """Write the index of the kept checkpoints, and delete the others. Raises StorageError."""
         kept = retained(self._complete, self._config.checkpoint)
         folders = {one.folder for one in kept}
         gone = [one.folder for one in self._complete if one.folder not in folders]
@@ -285,9 +285,9 @@ class Checkpoints:
     def _save(
         self, new: KeptCheckpoint, deadline: float | None = None, *, background: bool = False
     ) -> str | None:
-        """Save the present weights, and what a resumed run needs.
+        """Save the current weights, and the state that a resumed run needs.
 
-        `deadline` is by the monotonic clock. Returns why it was not in the background as wanted.
+        `deadline` is on the monotonic clock. Returns why the save could not be in the background.
         """
         handle = self._rounds_ahead.get(new.step)
         answers = None
@@ -295,7 +295,7 @@ class Checkpoints:
         if handle is not None:
             try:
                 answers = handle.result(timeout=_left_s(deadline))
-            # of any kind: the run ends for it, and the weights are worth saving without the round
+            # any error: it ends the run, and the weights are worth saving without the round
             except Exception:
                 is_lost = True
         state = RunState(
@@ -306,7 +306,7 @@ class Checkpoints:
             has_answers_ahead=answers is not None,
             lost_answers_ahead=is_lost,
         )
-        # All of it again: whatever could not be written, nothing is left of this checkpoint.
+        # The whole save is tried again, because a failed one leaves nothing of this checkpoint.
         return self._telemetry.patience(
             lambda: self._learner.save(
                 new.folder,
@@ -318,9 +318,9 @@ class Checkpoints:
         )
 
     def _found_on_disk(self, point: ResumePoint) -> list[KeptCheckpoint]:
-        """Return what the run had saved up to the point; put aside what is later or damaged.
+        """Return the checkpoints up to the point; rename those that are later or damaged.
 
-        A checkpoint that the index does not name is of a run that ended before it wrote the index.
+        If the index does not name a checkpoint, the run ended before it wrote the index.
         """
         for folder, reason in point.damaged.items():
             self._put_aside(folder, damaged_name(folder), f"is damaged ({reason})")
@@ -352,14 +352,14 @@ class Checkpoints:
     def _put_aside(self, folder: Path, aside: Path, why: str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         folder.replace(aside)
-        self._telemetry.note(f"resumed   {folder} {why}, and is {aside.name} now")
+        self._telemetry.note(f"resumed   {folder} {why}, and was renamed to {aside.name}")
 
     def _not_saved(self, error: Exception) -> None:
         self._telemetry.warn(f"the weights of this run could not be saved: {error}")
 
 
 def _left_s(deadline: float | None) -> float | None:
-    """Return the seconds until a time of the monotonic clock."""
+    """Return the seconds until a time on the monotonic clock."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
@@ -367,5 +367,5 @@ def _delete(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        remedy = "it is not kept any more: permit deleting it"
+        remedy = "it is no longer needed: permit deleting it"
         raise StorageError(str(folder), str(error), action="delete", remedy=remedy) from error

@@ -1,4 +1,4 @@
-"""The console of a command: what it shows at work, no terminal controls, and its loss."""
+"""The console of a command: progress, escaped terminal controls, and a console that is lost."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from rich.segment import Segment
 from rich.text import Text
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls but for newline and tab, changes of direction, separators, surrogates."""
+"""Controls except newline and tab, changes of text direction, separators, surrogates."""
 
 
 def escaped(text: str) -> str:
-    """Write what a terminal would obey as `\\x1b` or `\\u202e`; newlines and tabs stay."""
+    """Escape terminal controls, as `\\x1b` or `\\u202e`; newlines and tabs stay."""
     return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 class EscapedRecord(logging.LogRecord):
-    """What is logged, with terminal controls escaped: `logging.setLogRecordFactory`."""
+    """A log record with escaped terminal controls, for `logging.setLogRecordFactory`."""
 
     def __init__(self, *fields: Any, **more: Any) -> None:
         super().__init__(*fields, **more)
-        # False, too: callers give `exc_info=` a condition.
+        # It may also be False, because callers give `exc_info=` a condition.
         if self.exc_info and self.exc_info[0] is not None:
             self.exc_text = escaped(logging.Formatter().formatException(self.exc_info))
 
@@ -48,10 +48,10 @@ class EscapedRecord(logging.LogRecord):
 
 
 class _EscapingConsole(Console):
-    """Shows texts of others as they are: terminal controls in them are escaped."""
+    """A console that escapes terminal controls in all texts."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # Here, because `Text` drops some controls without a trace.
+        # Escaped here, because `Text` drops some controls silently.
         return super().render_str(escaped(text), **options)
 
     def render(
@@ -63,39 +63,39 @@ class _EscapingConsole(Console):
 
 
 def make_console(stderr: bool = False, **options: Any) -> Console:
-    """Return the console of a command: escapes what it prints, and knows no `:emoji:`.
+    """Return a command's console, which escapes terminal controls and does not expand `:emoji:`.
 
     Args:
         stderr: print to stderr instead of stdout.
-        options: of `rich.console.Console`.
+        options: options of `rich.console.Console`.
     """
     return _EscapingConsole(stderr=stderr, emoji=False, soft_wrap=True, **options)
 
 
 CONSOLE_LOG = "console.log"
-"""The file of a run's folder that takes the console's lines once the console is lost."""
+"""The file of a run's folder for the console's lines after the console is lost."""
 
 
 FULL_S = 60.0
-"""Longest wait until a non-blocking console takes more; then it is lost."""
+"""Longest wait in seconds for a full non-blocking console; after that it counts as lost."""
 
 
 class _ConsoleStream(io.TextIOWrapper):
-    """Standard output or error of this process, which a lost console does not end.
+    """Standard output or error, which continues in a file if the console is lost.
 
     When a write fails (a closed terminal, `| head`, a full disk), the file descriptor itself is
     moved to `CONSOLE_LOG`, so that libraries and child processes continue there, too.
     """
 
-    # Not a raw stream below the buffer: a signal between its write and its return doubles the line.
+    # Not a raw stream below the buffer: a signal between write and return would repeat the line.
 
     folder: ClassVar[Path | None] = None
     """The run's folder; until it is known, the lines of a lost console go to /dev/null."""
     lost: ClassVar[dict[int, str]] = {}
-    """Why a descriptor is not the console any more."""
+    """By descriptor: why it no longer writes to the console."""
 
     def write(self, text: str, /) -> int:
-        """Write as any text stream. What the buffer has taken already, `flush` brings further."""
+        """Write like any text stream. If that fails, `flush` writes what is in the buffer."""
         try:
             return super().write(text)
         except OSError:
@@ -103,12 +103,12 @@ class _ConsoleStream(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Empty the buffers, into the log or /dev/null if the console does not take them."""
+        """Write the buffers, to the log or to /dev/null if the console refuses them."""
         while True:
             try:
                 return super().flush()
             except OSError as error:
-                # A full pipe that another process has made non-blocking may be read again.
+                # A full pipe that another process has made non-blocking may have space later.
                 is_full = isinstance(error, BlockingIOError)
                 if is_full and select.select([], [self.fileno()], [], FULL_S)[1]:
                     continue
@@ -120,7 +120,7 @@ class _ConsoleStream(io.TextIOWrapper):
 def outlive_console() -> None:
     """Let this command continue if its standard output or error cannot be written.
 
-    Does nothing if the streams are not those that Python made, as in a test.
+    Does nothing to streams that Python did not create, as in a test.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -130,7 +130,7 @@ def outlive_console() -> None:
         if stream is None:  # closed before the start: `>&-`
             if not _is_open(descriptor):
                 os.dup2(null, descriptor)
-            elif descriptor != null:  # a file of this process has its number
+            elif descriptor != null:  # another file of this process has this number
                 descriptor = os.dup(null)
         if name != "stdin":
             if stream is None:
@@ -158,13 +158,13 @@ def keep_lost_console(folder: Path) -> None:
 
 
 def _move(descriptor: int, folder: Path | None, why: str) -> None:
-    """Let the descriptor write to the log in the folder, or else to /dev/null."""
+    """Redirect the descriptor to the log in the folder, or else to /dev/null."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     line = f"{now} the console could not be written ({why}); its lines continue here\n"
     path = Path(os.devnull) if folder is None else folder / CONSOLE_LOG
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError:  # the run waits for its disk and says so elsewhere; this is only its console
+    except OSError:  # other code waits for the run's disk and reports it; this is only the console
         file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, descriptor)
     os.close(file)
@@ -181,7 +181,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 class StartUp:
-    """The start of a command, which begins with this object."""
+    """The start-up of a command, timed from the creation of this object."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -189,7 +189,7 @@ class StartUp:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the body as a stage of the start, by a line when it is done, unless it fails."""
+        """Show the body as a stage of the start-up, and print a line if it succeeds."""
         began_s = time.monotonic()
         columns = (
             TextColumn("start     {task.description}", markup=False),
@@ -199,7 +199,7 @@ class StartUp:
         hidden = not self._console.is_terminal
         if hidden:
             self._console.print(f"start     {name} ...", markup=False, highlight=False)
-        # The streams stay as they are: Ray looks at this process's streams when it starts.
+        # The streams are not redirected, because Ray inspects them when it starts.
         with Progress(
             *columns,
             console=self._console,
@@ -209,11 +209,11 @@ class StartUp:
             redirect_stdout=False,
             redirect_stderr=False,
         ) as bar:
-            # Without a total, so that it pulses: how long an engine takes is unknown.
+            # Without a total, so that it pulses: the duration is unknown.
             bar.add_task(name, total=None)
             yield
         now_s = time.monotonic()
-        line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in all"
+        line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in total"
         self._console.print(line, markup=False, highlight=False)
 
     def note(self, line: str) -> None:
@@ -222,10 +222,10 @@ class StartUp:
 
 
 class StepBar:
-    """The bar below a run's lines, only on a terminal: steps, time left, and the present wait.
+    """The progress bar below a run's lines, only on a terminal.
 
-    Example: `step 26/160 ━━━━━━╺━━━━━━ 0:04:31 left, waits for rollouts`. The time left is that of
-    as many steps as the last ten minutes had; none before two steps have ended.
+    Example: `step 26/160 ━━━━━━╺━━━━━━ 0:04:31 left, waits for rollouts`. The estimate of the time
+    left is from the steps of the last ten minutes, as soon as two steps have ended.
     """
 
     def __init__(self, console: Console, max_steps: int) -> None:
@@ -248,14 +248,14 @@ class StepBar:
         self._is_waiting = False
 
     def go_on(self, step: int) -> None:
-        """Begin after `step` updates, which do not count for the time of an update."""
+        """Begin after `step` updates, which do not count for the time estimate."""
         self._first_step = step
 
     @contextmanager
     def waits_for(self, what: str) -> Iterator[None]:
-        """Show what the run waits for in the body, unless it is part of a wait that is shown.
+        """Show what the run waits for in the body, unless an outer wait is shown already.
 
-        The first time shows the bar.
+        The first call shows the bar.
         """
         if self._is_waiting:
             yield
@@ -277,6 +277,6 @@ class StepBar:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self._is_shown:
             self._bar.stop()

@@ -1,4 +1,4 @@
-"""The folder of a run: its only writer, what a resumption cuts off, the error that ended it."""
+"""The folder of a run: its lock, cutting its files for a resumed run, and the saved error."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class RunFolder:
     """A run's folder, locked until it is closed or this process ends."""
 
     def __init__(self, path: Path, resume: ResumeSection, *, resumes: bool) -> None:
-        """Create and lock it. For a new run, remove what a failed start has left there.
+        """Create and lock the folder. For a new run, remove the files of a failed start.
 
         Raises:
             ConfigError: the folder holds a run, or another process writes to it.
-            StorageError: it cannot be written.
+            StorageError: the folder cannot be written.
         """
         self.path = path
         problem = None if resumes else run_folder_problem(self.path, resume)
         if problem is not None:
             raise ConfigError(problem)
-        # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
+        # With `resume=auto`, a run that ended before its first checkpoint is started again.
         begun = (FAILED_CONFIG, CONFIG) if resume.is_auto else (FAILED_CONFIG,)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -62,15 +62,15 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def cut(self, step: int, *, reports_again: bool) -> int:
-        """Cut the files to what they were when `step` updates were done and nothing more was begun.
+        """Cut the files back to their state after `step` updates, before anything else began.
 
         Args:
-            reports_again: the report of the weights after these updates is made again.
+            reports_again: the report of the weights after these updates will be made again.
 
         Returns:
-            The last step whose metrics are there; 0 if no metrics are.
+            The last step whose metrics are in the files; 0 if there are no metrics.
 
-        Raises as `require_readable` does.
+        Raises the errors of `require_readable`.
         """
         folder = self.path
         require_readable(folder)
@@ -81,7 +81,7 @@ class RunFolder:
         last_report = step - int(reports_again)
         cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] <= last_report)
         for report in (folder / "evaluations").glob("step_*"):
-            # Not those of `rollmatch evaluate`, such as step_000020_val.
+            # Reports of `rollmatch evaluate` are kept, such as step_000020_val.
             name = re.fullmatch(r"step_(\d{6,})(\.partial)?", report.name)
             if name is not None and int(name[1]) > last_report:
                 shutil.rmtree(report)
@@ -95,7 +95,7 @@ class RunFolder:
         return last
 
     def leave_to_another_start(self) -> None:
-        """Let another start use the folder, because this one made nothing. Raises StorageError."""
+        """Let another start use the folder, because it has no results. Raises StorageError."""
         failed = self.path / FAILED_CONFIG
         try:
             (self.path / CONFIG).replace(failed)
@@ -105,7 +105,7 @@ class RunFolder:
     def keep_error(self, error: Exception, warn: Callable[[str], None]) -> Path | str:
         """Write the error with its traceback into a file, and return the file.
 
-        Returns the text itself if neither this folder nor the temporary one can be written.
+        Returns the text itself if neither this folder nor the temporary folder can be written.
         """
         story = redacted("".join(traceback.format_exception(error)))
         try:
@@ -114,7 +114,7 @@ class RunFolder:
         except StorageError as unwritten:
             warn(str(unwritten))
         try:
-            # Only a new name is safe in a folder to which everybody may write.
+            # Only a new file is safe in a folder that all users can write to.
             number, name = tempfile.mkstemp(".txt", f"rollmatch_{self.path.name}_error_")
             os.close(number)
             try:
@@ -131,7 +131,7 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Return an open file whose lock no other process has. Raises ConfigError, OSError."""
+    """Open and lock the folder's lock file. Raises ConfigError if another process holds it."""
     file = (folder / ".lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,15 +142,15 @@ def _locked(folder: Path) -> IO[bytes]:
             " or end it"
         ) from error
     except OSError as error:
-        # A network disk without locks: a second run in the folder is not noticed.
+        # A network disk without locks: a second run in the folder cannot be detected.
         _LOGGER.warning("%s cannot be locked (%s)", folder, error)
     return file
 
 
 def require_readable(folder: Path) -> None:
-    """Read all that a resumed run reads again, before anything is changed.
+    """Check that all files that a resumed run reads are readable, before anything is changed.
 
-    Raises OSError, ConfigError, and RecordError for a line that is damaged.
+    Raises OSError, ConfigError, and RecordError for a damaged line.
     """
     for name in ("metrics.jsonl", "plan.jsonl"):
         read_steps(folder / name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """A line of evaluations.jsonl, without most of the report's own metrics.
+    """A line of evaluations.jsonl, with only some of the report's metrics.
 
     Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71, class_f1=0.64)`.
     """
@@ -34,15 +34,15 @@ class EvaluationRecord:
     headline: str
     """Name of the report's main figure."""
     score: float | None
-    """Value of the main figure; None: too much of the report failed."""
+    """Value of the main figure; None if too many rollouts failed."""
     class_f1: float | None = None
-    """Of objects: `val/class_f1` of the report's metrics."""
+    """`val/class_f1` of a report about objects."""
     lenient_f1: float | None = None
-    """Of objects: `val/lenient_f1`."""
+    """`val/lenient_f1` of a report about objects."""
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """Read a line. Raises KeyError if it lacks a figure that every report has."""
+        """Read a line. Raises KeyError if a required figure is missing."""
         return cls(
             line["step"],
             line["weight_version"],
@@ -69,9 +69,9 @@ def line_of(
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Return the reports that a run has made so far, from its file; an empty list without one.
+    """Return a run's reports from evaluations.jsonl; an empty list without that file.
 
-    Raises OSError, and RecordError for a line that is damaged.
+    Raises OSError, and RecordError for a damaged line.
     """
     file = folder / "evaluations.jsonl"
     records = []
@@ -79,15 +79,15 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
         try:
             records.append(EvaluationRecord.of_line(line))
         except KeyError as error:
-            raise damaged_line(file, number, "is no held-out report") from error
+            raise damaged_line(file, number, "is not a held-out report") from error
     return records
 
 
 def write_held_out(
     evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
-    """Write the report's folder; return the report and the pictures in it. Raises StorageError."""
-    # The run's algorithm decides what all of its outcomes are.
+    """Write the report's folder; return the report and the images in it. Raises StorageError."""
+    # The run's algorithm decides the type of all outcomes.
     if config.algorithm.uses_environment:
         rewards = RewardReport(cast("Evaluation[EnvironmentRollout]", evaluation))
         patience(lambda: write_reward_report(folder, rewards))
@@ -107,7 +107,7 @@ def write_held_out(
 
 
 def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
-    """Compare the last of several reports with the one at the warm-up's end, or else the first."""
+    """Compare the last report with the report at the end of the warm-up, or else the first."""
     if len(records) < 2:
         return None
     name = "warm-up"
@@ -117,7 +117,7 @@ def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str |
         before = records[0]
     after = records[-1]
     if before.score is None or after.score is None:
-        lacking = "the last report" if after.score is None else f"that of the {name}"
+        lacking = "the last report" if after.score is None else f"the {name} report"
         return f"val {after.headline}: {lacking} has no score, too many of its rollouts failed"
     line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
     if before.class_f1 is not None and after.class_f1 is not None:

@@ -1,14 +1,14 @@
-"""The ledger of a run: one line per step of what decided it, in a chain of hashes.
+"""The ledger of a run: one line per step with all that determined it, in a chain of hashes.
 
-    rollmatch ledger RUN        says whether it is whole; exit status 1 if it is not
+    rollmatch ledger RUN        checks that it is complete; exit status 1 if it is not
 
-`ledger.jsonl` begins with a head, the digests and versions of configuration and code. A resumption
-with others writes a new one, after its step. Every line ends with `previous`, the hash of the line
-before it, and `hash`, the sha256 of its own bytes up to there. It has nothing of times and places,
-so runs that computed the same have the same bytes, interrupted or not.
+`ledger.jsonl` begins with a head: digests and versions of configuration and code. If a resumed run
+has others, it adds a new head after its step. Every line ends with `previous`, the hash of the line
+before it, and `hash`, the sha256 of the line's bytes up to there. The ledger has no times and no
+paths, so runs that computed the same have the same bytes, interrupted or not.
 
-The chain shows lines that were edited, removed or added. `metrics.jsonl` shows that its end was cut
-off. Nothing shows that all hashes were computed anew: to notice that, keep the last hash elsewhere.
+The chain reveals lines that were edited, removed or added. `metrics.jsonl` reveals a cut end. It is
+not detected if all hashes are computed anew: to detect that, keep the last hash elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ledger:
-    """Writes the lines, flushed as they come."""
+    """The writer of the ledger's lines, which are flushed at once."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Ledger:
         self._seed = config.training.seed
         head = head_of(config)
         heads = [line for line in lines if "versions" in line]
-        # Also after steps that were taken without a ledger.
+        # A new head is also needed after steps without a ledger.
         is_as_before = bool(heads) and head.items() <= heads[-1].items()
         if not is_as_before or lines[-1]["step"] != step:
             self._write({"step": step, **head})
@@ -91,17 +91,17 @@ class Ledger:
         self._file.close()
 
     def _write(self, content: Mapping[str, object]) -> None:
-        # The hash is of the line's own bytes: a check does not have to make the same JSON.
+        # The hash is of the line's bytes, so a check does not have to produce the same JSON.
         text = json.dumps({**content, "previous": self._previous})[:-1]
         self._previous = hashlib.sha256(text.encode()).hexdigest()
         self._file.write(f'{text}, "hash": "{self._previous}"}}\n')
 
 
 def head_of(config: RunConfig) -> dict[str, object]:
-    """Return what decides every step of a run: digest of the configuration, code, versions.
+    """Return what determines every step of a run: digests of configuration and code, versions.
 
-    An environment in the user's own file is code too; what it imports is not in its digest.
-    What may change without changing the run (`launch.run_folder.resume.MAY_CHANGE`) is not in it.
+    An environment in the user's own file is code too; its imports are not in the digest. Keys that
+    do not change the results (`launch.run_folder.resume.MAY_CHANGE`) are not in the digest.
     """
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
@@ -120,7 +120,7 @@ def head_of(config: RunConfig) -> dict[str, object]:
 
 @cache
 def _digest_of_code() -> str:
-    """Digest the project's own sources, changed since the commit or not."""
+    """Return a digest of the project's own sources, with changes since the commit."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in SOURCES for path in (_ROOT / folder).rglob("*.py")):
         content = path.read_bytes()
@@ -136,35 +136,34 @@ def _commit() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    # An environment with the installed package may lie in another project's checkout.
+    # An environment with the installed package may be in another project's checkout.
     folder, commit = done.stdout.splitlines()
     return commit if Path(folder).resolve() == _ROOT else None
 
 
 def cut_ledger(run: Path, step: int) -> None:
-    """Keep the lines up to this step, the last one in `metrics.jsonl`, if there are any.
+    """Keep the lines up to this step, which is the last step in `metrics.jsonl`.
 
-    A step's line is written before its metrics: if the metrics are missing, the line is written
-    again. So is the head after the step, by the run that continues. A file that cannot be read
-    is put aside. Raises OSError.
+    A step's line is written before its metrics. If the metrics are missing, the resumed run writes
+    the line again, and also a head after the step. An unreadable file is renamed. Raises OSError.
     """
     path = run / LEDGER
     try:
         cut_lines(path, lambda line: line["step"] + ("versions" in line) <= step)
     except (RecordError, KeyError, TypeError) as error:
         aside = path.with_name(f"{LEDGER}.damaged")
-        _LOGGER.warning("%s cannot be read (%s), and is %s now", path, error, aside.name)
+        _LOGGER.warning("%s cannot be read (%s), and is renamed to %s", path, error, aside.name)
         path.replace(aside)
 
 
 def check_ledger(run: Path) -> str | None:
-    """Name the first line of a run's ledger that does not fit; None if all do, or without a ledger.
+    """Return a problem of a run's ledger; None if it is complete or does not exist.
 
     Raises OSError, and RecordError if `metrics.jsonl` is damaged.
     """
     path = run / LEDGER
     try:
-        # What follows the last line's end was being written when the run was killed.
+        # Text after the last newline was being written when the run was killed.
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return None
@@ -174,7 +173,7 @@ def check_ledger(run: Path) -> str | None:
         place = f"{path} line {number}"
         text, _, rest = line.rpartition(b', "hash": ')
         if rest != f'"{hashlib.sha256(text).hexdigest()}"}}'.encode():
-            return f"{place}: its hash does not fit; the line was edited"
+            return f"{place}: its hash does not match; the line was edited"
         entry = json.loads(line)
         if entry["previous"] != previous:
             return f"{place}: it does not follow the line before it; lines were removed or edited"
@@ -186,41 +185,41 @@ def check_ledger(run: Path) -> str | None:
     metrics = read_lines(run / "metrics.jsonl")
     if metrics and (step is None or step < metrics[-1]["step"]):
         return (
-            f"{path}: it ends at step {step or 0}, and metrics.jsonl at {metrics[-1]['step']}; its"
+            f"{path}: it ends at step {step or 0}, but metrics.jsonl at {metrics[-1]['step']}; its"
             " end was cut off, or telemetry.ledger was off"
         )
     return None
 
 
 def require_same_step(run: Path, point: ResumePoint, report: StepReport) -> None:
-    """Require that a checkpoint is of the step that the run's ledger has a line of, if it has one.
+    """Check that a checkpoint belongs to this run, by the ledger's line of its step.
 
     Args:
-        report: the learner's, of the last step of the checkpoint that it has taken.
+        report: the learner's report of the last step in the checkpoint that it has loaded.
 
     Raises:
-        ConfigError: they are of two runs, or one was changed.
+        ConfigError: ledger and checkpoint are of different runs, or one was changed.
     """
     path = run / LEDGER
     try:
         lines = [line for line in read_lines(path) if "channel" in line]
     except RecordError:
-        return  # `cut_ledger` puts it aside
+        return  # `cut_ledger` renames the file
     for line in lines:
         if line.get("step") == point.step == report.number:
             names = [name for name, sha in report.digests.items() if line.get(name) != sha]
             if not names:
                 return
-            problem = f"its {', '.join(names)} of step {point.step} are not those in {path}"
+            problem = f"its {', '.join(names)} of step {point.step} differ from {path}"
             break
     else:
         if report.number == point.step:
             return  # the run ended before the line was written
         problem = f"the learner's part is of step {report.number}, the driver's of {point.step}"
     raise ConfigError(
-        f"resume.run: {point.checkpoint} is not of this run, or one of the two was changed:"
-        f" {problem}; restore the run's folder from another copy, or resume another checkpoint"
-        " (checkpoints.json lists them)"
+        f"resume.run: {point.checkpoint} is not of this run, or the checkpoint or the ledger was"
+        f" changed: {problem}; restore the run's folder from another copy, or resume another"
+        " checkpoint (checkpoints.json lists them)"
     )
 
 
@@ -236,10 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         problem = check_ledger(Path(words[0]))
         lines = [] if problem else read_lines(Path(words[0]) / LEDGER)
-    whole = "whole, and without a line yet"
+    whole = "complete, without a line yet"
     if lines:
         first, last = lines[0]["step"] + 1, lines[-1]["step"]
-        whole = f"whole, steps {first} to {last}, last hash {lines[-1]['hash']}"
+        whole = f"complete, steps {first} to {last}, last hash {lines[-1]['hash']}"
     print(escaped(problem or whole))
     sys.exit(int(problem is not None))
 

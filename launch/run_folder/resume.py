@@ -2,7 +2,7 @@
 
     resumed -> (the learner loads its part) -> driver.train from `step` on
 
-A checkpoint is full if it has `run_state/`. Its `run.json` is the driver's part.
+A checkpoint is full if it has `run_state/`. The file `run.json` there is the driver's part.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from shared.schedule import RunSchedule
 MAY_CHANGE = {
     "training.max_steps": "the run becomes longer or shorter; a decaying learning rate follows it",
     "rollout_matching.rollout_backend": "engines of another kind generate",
-    "rollout_matching.vllm": "engines elsewhere, of another number, with other limits",
+    "rollout_matching.vllm": "other engines generate, in another number, with other limits",
     "rollout_matching.decode_batch_size": "a step is cut into other rounds",
-    "rollout_matching.offload": "the learner's tensors wait elsewhere",
+    "rollout_matching.offload": "the learner's tensors are kept elsewhere",
     "rollout_matching.logprob_tolerance": "a check's limit",
     "environment.num_actors": "environments run in other processes",
     "environment.cpus_per_actor": "environments run in other places",
@@ -46,7 +46,7 @@ MAY_CHANGE = {
     "environment.teacher.token_env": "its server's token is in another variable",
     "learner.gpus": "the ranks run elsewhere",
     "learner.cpus": "the ranks run elsewhere",
-    "model.activation_offload": "activations wait elsewhere",
+    "model.activation_offload": "activations are kept elsewhere",
     "model.path": "the files may have moved; weights that are not trained are compared",
     "data.train": "the file may have moved; its content is compared",
     "data.val": "the file may have moved; its content is compared",
@@ -54,15 +54,15 @@ MAY_CHANGE = {
     "timeouts": "waits end at other times",
     "telemetry": "other files are written",
     "checkpoint": "other checkpoints are kept",
-    "resume": "of this start alone",
+    "resume": "applies only to this start",
 }
-"""Keys, or sections, that may differ between a run and its resumption, and what happens then. Any
-other changes what is computed, and is refused unless `resume.allow` names it."""
+"""Keys, or sections, that may change when a run is resumed, with the effect. A change of any other
+key changes the results, and is refused unless `resume.allow` names the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The full checkpoint from which a run continues.
+    """The full checkpoint that a resumed run continues from.
 
     Example: `ResumePoint(run / "checkpoints/step_000120", RunState(120, ...))`.
     """
@@ -70,7 +70,7 @@ class ResumePoint:
     checkpoint: Path
     state: RunState
     damaged: Mapping[Path, str] = field(default_factory=dict)
-    """Damaged checkpoints, and what is wrong with each. They are put aside when all processes have
+    """Damaged checkpoints, and what is wrong with each. They are renamed after all processes have
     started."""
 
     @property
@@ -78,7 +78,7 @@ class ResumePoint:
         return self.state.step
 
     def is_complete(self, config: RunConfig) -> bool:
-        """Return whether nothing of the run is left to do, not even its last report."""
+        """Return whether the run is finished, including its last report."""
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
@@ -94,16 +94,16 @@ class ResumePoint:
         steps = f"{self.step} of {config.training.max_steps} steps"
         lines = [f"resume    {run} after {steps}, from {self.checkpoint.name}"]
         lines += [
-            f"warning   {folder} is damaged ({reason}); the run goes on without it, and it becomes"
-            f" {damaged_name(folder).name}"
+            f"warning   {folder} is damaged ({reason}); the run continues without it, and renames"
+            f" it to {damaged_name(folder).name}"
             for folder, reason in self.damaged.items()
         ]
         if self.is_complete(config):
-            lines.append("complete  nothing is left to do; raise training.max_steps to go on")
+            lines.append("complete  nothing is left to do; raise training.max_steps to continue")
         if self.state.lost_answers_ahead:
             lines.append(
                 "warning   a round that was generated ahead was lost with the run; its answers are"
-                " generated again, by newer weights than in a run that was not interrupted"
+                " generated again, with newer weights than in a run that was not interrupted"
             )
         return lines
 
@@ -117,19 +117,19 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     folders = (path, path.parent, path.parent.parent)
     # A checkpoint has a config.json too, for its model.
     run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), path)
-    # Each start has to insist again.
+    # `resume.allow` has to be given again at each start.
     changes: dict[str, object] = {"resume.allow": []}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if override.is_delete() or not override.is_force_add():
             raise ConfigError(
-                f"resume.run: the run in {run} goes on with its own configuration; leave"
+                f"resume.run: the run in {run} continues with its own configuration; leave"
                 f" {override.input_line} out, and change single keys as section.key=value"
             )
         if key == "telemetry.run_dir":
             raise ConfigError(
-                f"telemetry.run_dir: resume.run goes on in the run's own folder, {run}; leave the"
-                " key out, and to go on elsewhere copy the folder and resume the copy"
+                f"telemetry.run_dir: resume.run continues in the run's own folder, {run}; leave the"
+                " key out, or copy the folder and resume the copy"
             )
         changes[key] = override.value()
     changes |= {"resume.run": str(path), "telemetry.run_dir": str(run)}
@@ -137,11 +137,10 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
-    """Find the checkpoint from which the run continues; None for a new run.
+    """Find the checkpoint to continue from; None for a new run.
 
-    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` if
-    there is none yet. With `auto`, which may run unwatched, a damaged checkpoint is not taken if an
-    older one is sound.
+    In the returned configuration `resume.run` is the checkpoint, or still `auto` without one. With
+    `auto`, which may run unattended, a damaged checkpoint is skipped if an older one is undamaged.
 
     Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
     """
@@ -158,21 +157,21 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if damaged and not states:
         reasons = "; ".join(f"{folder.relative_to(run)}: {damaged[folder]}" for folder in damaged)
         raise ConfigError(
-            f"resume.run: no checkpoint of {run} is sound ({reasons}), and auto would begin the run"
-            " anew over them; restore one, choose another telemetry.run_dir, or move them"
+            f"resume.run: all checkpoints of {run} are damaged ({reasons}), and auto would replace"
+            " them by a new run; restore one, choose another telemetry.run_dir, or move them"
         )
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
             raise ConfigError(
-                f"resume.run: {others[0]} is no full checkpoint, so auto cannot go on from it and"
-                " would begin the run anew over it; choose another telemetry.run_dir, or move it"
+                f"resume.run: {others[0]} is not a full checkpoint, so auto cannot continue from it"
+                " and would replace it by a new run; choose another telemetry.run_dir, or move it"
             )
         return config, None
     if is_auto or path.resolve() == run.resolve():
         if not states:
             raise ConfigError(
-                f"resume.run: {run} has no full checkpoint, so nothing is lost but time; start a"
-                " new run, and save more often (checkpoint.save_steps, save_minutes)"
+                f"resume.run: {run} has no full checkpoint to continue from; start a new run, and"
+                " save more often (checkpoint.save_steps, save_minutes)"
             )
         checkpoint = newest(states)
     else:
@@ -180,10 +179,10 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     state = states.get(checkpoint)
     if state is None:
         raise ConfigError(
-            f"resume.run: {checkpoint} is no full checkpoint of {run}; give the run's folder, or"
+            f"resume.run: {checkpoint} is not a full checkpoint of {run}; give the run's folder, or"
             f" one of {names(run, states)}"
         )
-    # With `auto` it has been looked into.
+    # With `auto` it was checked above.
     reason = None if is_auto else wrong_name(checkpoint, state) or damage(checkpoint)
     if reason is not None:
         raise ConfigError(
@@ -193,8 +192,8 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     problems = list(_changes(state, config))
     if state.step > config.training.max_steps:
         problems.append(
-            f"training.max_steps: is {config.training.max_steps}, and {checkpoint} has"
-            f" {state.step} steps behind it; raise it, or resume an earlier checkpoint"
+            f"training.max_steps: is {config.training.max_steps}, but {checkpoint} was saved after"
+            f" {state.step} steps; raise it, or resume an earlier checkpoint"
         )
     if problems:
         raise ConfigError(problems)
@@ -204,7 +203,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
 
 
 def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
-    """Name what has changed since the checkpoint and must not."""
+    """Yield a problem for each key that has changed since the checkpoint but must not."""
     before = {**leaves(_with_new_keys(state.config)), **leaves({"versions": state.versions})}
     now = {**leaves(config.model_dump(mode="json")), **leaves({"versions": installed_versions()})}
     allowed = (*MAY_CHANGE, *config.resume.allow)
@@ -212,22 +211,22 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
         was, is_now = before.get(key), now.get(key)
         if was != is_now and not _is_in(key, allowed):
             yield (
-                f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r}, which"
-                " changes what is computed; leave it as it was, or insist with"
+                f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r} now, which"
+                " changes the results; leave it as it was, or permit the change with"
                 f" 'resume.allow=[{key}]'"
             )
 
 
 def _with_new_keys(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Add the keys that are younger than the checkpoint, whose defaults compute what it did."""
+    """Add keys that are newer than the checkpoint, with defaults that keep its results."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
     except ValidationError:
-        return config  # of a version with other keys: each that differs is named
+        return config  # of a version with other keys: each key that differs is reported
 
 
 def deciding(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the values, by dotted keys, that decide what is computed: all but `MAY_CHANGE`."""
+    """Return the values, by dotted keys, that determine the results: all except `MAY_CHANGE`."""
     return {key: value for key, value in leaves(config).items() if not _is_in(key, MAY_CHANGE)}
 
 

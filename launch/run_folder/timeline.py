@@ -11,14 +11,14 @@ from shared.run_files import Patience, RunFile, Span, damaged_line, read_line, r
 
 
 class TraceWriter:
-    """Writes spans as they come, in the JSON array form of the Trace Event Format.
+    """A writer of spans in the JSON array form of the Trace Event Format.
 
     There is one thread per track; times are in microseconds. The format does not need the closing
     bracket, so the file of a killed run opens as well.
     """
 
     def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
-        """Begin the file or, with "ab", continue what `cut_timeline` has left of it.
+        """Begin the file or, with "ab", continue it after `cut_timeline`.
 
         `patience` is for `RunFile`. Raises StorageError.
         """
@@ -60,10 +60,10 @@ def _name_event(kind: str, thread: int, name: str) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a timeline, one a line; none without such a file.
+    """Return the events of a timeline, one per line; an empty list without the file.
 
-    The last line of a killed run may be half. Raises OSError, and RecordError for a line that is
-    damaged.
+    The last line of a killed run may be incomplete. Raises OSError, and RecordError for a damaged
+    line.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -86,7 +86,7 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
             and (event["name"] != "thread_name" or isinstance(args.get("name"), str))
             and all(isinstance(time, int) for time in times)
         ):
-            raise damaged_line(path, number, "is no event of this timeline")
+            raise damaged_line(path, number, "is not an event of this timeline")
         events.append(event)
     return events
 
@@ -97,9 +97,9 @@ def _tracks_in(path: Path) -> dict[str, int]:
 
 
 def cut_timeline(path: Path, last: str) -> None:
-    """Keep what was over when the span whose name begins with `last` ended, if the file is there.
+    """Keep the spans that ended no later than the span whose name begins with `last`.
 
-    Without such a span nothing is kept. The closing bracket goes. Raises as `read_timeline` does.
+    Without it no span is kept. Removes the closing bracket. Raises the errors of `read_timeline`.
     """
     if path.exists():
         events = read_timeline(path)

@@ -1,12 +1,12 @@
-r"""Turns a stock Qwen-VL or InternVL checkpoint into one with the 1,000 coord tokens.
+r"""Adds the 1,000 coordinate tokens to a stock Qwen-VL or InternVL checkpoint.
 
     rollmatch add-coord-tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
 
-It writes an ordinary checkpoint. The same arguments give the same bytes.
+The result is a standard checkpoint. The same arguments give the same bytes.
 
-Tensor names end in their shape: C the 1,000 bins, D hidden size, F frequencies, V rows of an
-embedding, W waves.
+Suffixes of tensor names are their shape: C the 1,000 bins, D hidden size, F frequencies, V rows of
+an embedding, W waves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
 
 ROW_MULTIPLE = 128
-"""Of the rows of an embedding that had to grow: tensor-parallel engines split them."""
+"""Enlarged embeddings have a multiple of this many rows, for tensor-parallel engines."""
 NUM_FREQUENCIES = 32
 NUM_WAVES = 2 * NUM_FREQUENCIES
 
@@ -57,26 +57,26 @@ CoordInit = Literal["spread", "mean"]
 
 class AddOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
-    """Folder of the stock checkpoint. It is read, not changed."""
+    """Folder of the stock checkpoint. It is only read."""
     out: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct-coord"])]
-    """Folder to make. It must not exist."""
+    """Folder to create. It must not exist."""
     init: CoordInit = "spread"
-    """First embeddings: spread (the digits' mean, neighbours near each other) or mean (of all)."""
+    """Initial embeddings: `spread` (digits' mean, neighbours similar) or `mean` (of all tokens)."""
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to it; null: as the checkpoint has it. Of InternVL whole tiles
-    count."""
+    """Smaller images are enlarged to this size; null: the checkpoint's value. InternVL uses
+    whole tiles."""
     max_pixels: PositiveInt | None = None
-    """Larger images are reduced to it; null: as the checkpoint has it, often more than a row holds.
-    """
+    """Larger images are reduced to this size; null: the checkpoint's value, often too large
+    for a packed row."""
 
 
 def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
-    """Mix cosines and sines over the axis of bins, low frequencies strongest: [C, D].
+    """Return mixed cosines and sines over the axis of bins, [C, D]; low frequencies dominate.
 
-    Near bins get near rows. With 1,000 independent rows a model first has to learn that 499 lies
-    beside 500, bin by bin.
+    Neighbouring bins get similar rows. With 1,000 independent rows, a model first has to learn
+    for each bin that 499 is next to 500.
     """
     position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
     frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
@@ -89,10 +89,11 @@ def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
 def coord_rows(
     rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
 ) -> torch.Tensor:
-    """Make the first rows of the coord tokens, float32 [C, D], from the rows of real tokens.
+    """Return the initial rows of the coordinate tokens, float32 [C, D].
 
-    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
-    a number like any other, beside its neighbours. mean: the mean of all tokens, for every bin.
+    spread: the digits' mean plus waves, whose size is the digits' distance from their mean. So each
+    coordinate token is like a digit, and similar to its neighbours. mean: the mean of all tokens,
+    for every bin.
     """
     if init == "mean":
         return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
@@ -104,11 +105,11 @@ def coord_rows(
 
 
 def make_coord_model(options: AddOptions) -> list[str]:
-    """Write the checkpoint and return lines about it.
+    """Write the checkpoint and return lines to print.
 
     Raises:
-        ConfigError: every problem that shows before the weights are read.
-        StorageError: a full disk.
+        ConfigError: all problems found before the weights are read.
+        StorageError: the checkpoint cannot be written.
     """
     config, processor, warnings = _read_stock(options)
     lines = [f"warning   {warning}" for warning in warnings]
@@ -126,7 +127,7 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 
 def _read_stock(options: AddOptions) -> tuple[PretrainedConfig, ProcessorMixin, list[str]]:
-    """Read configuration and processor of the stock checkpoint, and what to know of its weights."""
+    """Return configuration and processor of the stock checkpoint, and warnings about weights."""
     remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
@@ -175,7 +176,7 @@ def _token_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterato
     vocabulary = tokenizer.get_vocab()
     num_present = sum(token in vocabulary for token in COORD_TOKENS)
     if num_present == NUM_BINS:
-        yield f"model: {folder} has the coord tokens already; use it as model.path"
+        yield f"model: {folder} already has the coord tokens; use it as model.path"
     elif num_present:
         yield (
             f"model: {folder} has {num_present} of the {NUM_BINS} coord tokens; give the stock"
@@ -189,13 +190,13 @@ def _token_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterato
 
 
 def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
-    """Return the fewest and the most pixels of an image."""
+    """Return the minimum and maximum pixels of an image."""
     resize = pictures.resize
     return options.min_pixels or resize.min_pixels, options.max_pixels or resize.max_pixels
 
 
 def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
-    """Write the limits of an image into its processor."""
+    """Set the pixel limits in the processor. Returns a line to print."""
     pictures = pictures_of(processor)
     image_processor = processor.image_processor
     low, high = _pixel_limits(pictures, options)
@@ -208,7 +209,7 @@ def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
     most = high // side**2
     image_processor.min_patches = few
     image_processor.max_patches = most
-    # What the processor does in any case, and engines read here.
+    # The processor always crops, but engines read this setting.
     image_processor.crop_to_patches = True
     tile = processor.image_seq_length
     if most == 1:
@@ -234,13 +235,13 @@ def _make(
     coord_ids = _checked_ids(tokenizer)
     yield (
         f"tokens    {NUM_BINS:,} coord tokens, ids {coord_ids[0]} to {coord_ids[-1]}; each is one"
-        " token, inside JSON quotes too"
+        " token, also inside JSON quotes"
     )
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
     yield _limit_pixels(processor, options)
     base = BaseFiles.read(options.model)
-    # Tokenizer and processor are not as they were.
+    # Tokenizer and processor have changed, so their files are not copied.
     kept = {name: base.files[name] for name in base.files if name == "generation_config.json"}
     save_as_published(
         model,
@@ -251,44 +252,44 @@ def _make(
     )
     processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
-    # Check what was written, not what was meant to be.
+    # Check the written files.
     assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the coord tokens' ids by bin, which are consecutive, and tokens in JSON too."""
+    """Return the coordinate tokens' ids by bin. Raises ConfigError if they cannot be used."""
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
     if ids != list(range(ids[0], ids[0] + NUM_BINS)):
         raise ConfigError(
             f"model: its tokenizer gives coord tokens the ids {ids[0]} to {ids[-1]}, which are not"
-            f" {NUM_BINS} in a row; give the stock checkpoint"
+            f" {NUM_BINS} consecutive ids; give the stock checkpoint"
         )
     quoted = codec.encode("[" + ", ".join(f'"{token}"' for token in COORD_TOKENS) + "]")
     if [token_id for token_id in quoted if codec.coord_bin(token_id) is not None] != ids:
         raise ConfigError(
-            "model: its tokenizer splits coord tokens inside JSON quotes; give a byte-level BPE"
-            " tokenizer as Qwen's is"
+            "model: its tokenizer splits coord tokens inside JSON quotes; give a checkpoint with"
+            " a byte-level BPE tokenizer like Qwen's"
         )
     return ids
 
 
 def _make_room(model: PreTrainedModel, num_stock_tokens: int, num_tokens: int) -> str:
-    """Give the model as many rows as there are tokens."""
-    # Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first.
+    """Add rows for new tokens to the embeddings. Returns a line to print."""
+    # Qwen's embeddings have more rows than the tokenizer has tokens; unused rows are taken first.
     embeddings = model.get_input_embeddings()
     num_rows = embeddings.weight.shape[0]
     is_tied = model.get_output_embeddings().weight is embeddings.weight
     free = f"{num_rows - num_stock_tokens} of {num_rows} embedding rows had no token"
     if num_tokens <= num_rows:
-        return f"rows      {free}: enough, none were added"
+        return f"rows      {free}: enough, no rows were added"
     wanted = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
     model.resize_token_embeddings(wanted, mean_resizing=False)
     assert (len(_embeddings(model)) == 1) == is_tied
     assert model.config.get_text_config().vocab_size == wanted
     with torch.no_grad():
         for weight in _embeddings(model):
-            # Rows without a token can be sampled: they are like no token in particular.
+            # Rows without a token can be sampled too, so they get the mean of all tokens.
             weight[num_rows:] = weight[:num_stock_tokens].float().mean(dim=0).to(weight.dtype)
     return f"rows      {free}, {NUM_BINS} are needed: now {wanted}, a multiple of {ROW_MULTIPLE}"
 
@@ -308,15 +309,15 @@ def _initialise(
             weight[coord_ids[0] : coord_ids[-1] + 1] = rows.to(weight.dtype)
     how = "the mean of all tokens"
     if options.init == "spread":
-        how = f"the digits' mean and waves around it, seed {options.seed}"
+        how = f"the digits' mean plus waves, seed {options.seed}"
     head = "the head tied to it"
     if len(weights) > 1:
-        head = "of the head, which has weights of its own"
+        head = "of the head, which has separate weights"
     return f"init      {options.init} ({how}), of the embedding and {head}"
 
 
 def _embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the input embedding and, where it is not the same tensor, the head."""
+    """Return the input embedding, and the head if it is a separate tensor."""
     embeddings = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     return [embeddings] if head is embeddings else [embeddings, head]

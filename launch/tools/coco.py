@@ -1,14 +1,14 @@
-r"""Turns COCO annotations into records, and an evaluation's predictions into COCO results.
+r"""Converts COCO annotations to records, and predictions of an evaluation to COCO results.
 
     rollmatch coco import annotations=instances.json images=FOLDER out=data/train.jsonl
     rollmatch coco export predictions=RUN/.../predictions.jsonl \
         categories=data/train.categories.json out=results.json
 
-`import` writes, beside `train.jsonl`, `train.categories.json` for the way back, and
-`train.import.json`, which counts what was left out or altered, and why: every annotation is in
-exactly one of `boxes`, `polygons` and `skipped`. The records appear when the ordinary loader has
-read them. `export` leaves out points and objects whose name is no category's, and counts them.
-Neither overwrites. `--help` behind `import` or `export` lists the keys.
+`import` writes two files next to `train.jsonl`: `train.categories.json` for the export, and
+`train.import.json`, which counts what was left out or changed, by reason. It counts each annotation
+in one of `boxes`, `polygons` and `skipped`. The records appear after the training loader has read
+them. `export` leaves out and counts points, and objects without a category of their name. Existing
+files are not overwritten. `rollmatch coco import --help` lists the keys of `import`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExportOptions(Section):
 class _Metadata(FileEntry):
     image_id: int
     exif_orientation: Annotated[int, Field(ge=1, le=8)] = 1
-    """The orientation by which the import turned the annotations; 1: it did not."""
+    """EXIF orientation that the import applied to the annotations; 1: none."""
 
 
 class _PredictionRow(FileEntry):
@@ -68,11 +68,11 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
     """Read a report's `predictions.jsonl`, one image per line.
 
     Raises:
-        RecordError: names file, line and field, or an image that is predicted twice.
+        RecordError: a line is malformed, or an image occurs twice.
     """
     remedy = (
-        "only an evaluation of data that an import wrote can be exported: import the annotations"
-        " again (launch.tools.import_data), and evaluate those records (data.val=...)"
+        "only evaluations of imported data can be exported: import the annotations"
+        " again (rollmatch import-data), and evaluate those records (data.val=...)"
     )
     found: dict[int, ImagePredictions] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
@@ -90,7 +90,7 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
 
 
 def export_coco(options: ExportOptions) -> CocoResults:
-    """Write the results, and return them.
+    """Write the COCO results and return them.
 
     Raises:
         RecordError: an input file is malformed.
@@ -110,11 +110,11 @@ def export_coco(options: ExportOptions) -> CocoResults:
 
 
 def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) -> None:
-    """Bring results into the frame of annotations that are relative to stored pictures."""
+    """Turn results back if the annotations refer to stored images."""
     turned = {image.image_id: image for image in predictions if image.orientation != 1}
     for result in results.results:
         if image := turned.get(result["image_id"]):
-            # A quarter turn is undone by the one the other way, every other turn by itself.
+            # Orientations 6 and 8 undo each other; every other orientation undoes itself.
             back = {6: 8, 8: 6}.get(image.orientation, image.orientation)
             shown = SourceObject("", result["bbox"], result["segmentation"])
             stored = shown.upright(back, image.width, image.height)
@@ -132,14 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unknown = exported.unknown_names
             print(f"results   {len(exported.results)} objects in {options.out}")
             names = escaped(counted(unknown))
-            print(f"skipped   {sum(unknown.values())} objects of no category: {names}")
+            print(f"skipped   {sum(unknown.values())} objects without a category: {names}")
             if exported.num_points:
                 points = f"{exported.num_points} points"
-                print(f"skipped   {points}, which COCO results have no place for")
+                print(f"skipped   {points}, which COCO results cannot hold")
         elif command in ("-h", "--help"):
             print(__doc__)
         else:
-            raise ConfigError(f"{command!r} is no command; write `import` or `export` first")
+            raise ConfigError(f"{command!r} is not a command; write `import` or `export` first")
 
 
 if __name__ == "__main__":

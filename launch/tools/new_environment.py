@@ -1,6 +1,6 @@
-"""Writes an environment to begin with: `rollmatch new-environment NAME [--out FOLDER]`.
+"""Writes files for a new environment: `rollmatch new-environment NAME [--out FOLDER]`.
 
-Three files: `NAME.py`, which works as it stands, its test, and an experiment that trains it.
+There are three files: `NAME.py`, a working environment; its test; and an experiment that trains it.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ FILES = {
     "environment_test.py.txt": "test_NAME.py",
     "environment.yaml.txt": "experiment/NAME.yaml",
 }
-"""Templates, and where in the folder each goes."""
+"""Templates, with the path of each in the folder."""
 
 
 def write_environment(name: str, folder: Path) -> list[Path]:
     """Write the files and return their paths.
 
     Raises:
-        ConfigError: the name is no module's or is taken, or a file is there already.
+        ConfigError: the name is not a module name or is taken, or a file exists.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"NAME: {name!r} is no name of a module; use letters, digits and _")
+        raise ConfigError(f"NAME: {name!r} is not a module name; use letters, digits and _")
     if name in sys.stdlib_module_names:
         raise ConfigError(
-            f"NAME: {name} is a module of Python, which it would hide; choose another"
+            f"NAME: {name} would hide the Python module of this name; choose another name"
         )
     if name in environment_names():
-        raise ConfigError(f"NAME: there is an environment {name} already; choose another")
-    # Absolute: training finds the file from any folder.
+        raise ConfigError(f"NAME: an environment {name} already exists; choose another name")
+    # Absolute, so that training finds the file from any folder.
     paths = [folder.resolve() / path.replace("NAME", name) for path in FILES.values()]
     if there := [str(path) for path in paths if path.exists()]:
-        raise ConfigError(f"--out: {', '.join(there)} is there already; name another folder")
+        raise ConfigError(f"--out: {', '.join(there)} already exists; give another folder")
     values = {"NAME": name, "PATH": json.dumps(str(paths[0]))}
     for template, path in zip(FILES, paths, strict=True):
         text = (TEMPLATES / template).read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # All at once: a name may have PATH in it.
+        # One pass, because a name may contain PATH.
         text = re.sub("NAME|PATH", lambda found: values[found[0]], text)
         path.write_text(text, encoding="utf-8")
     return paths
@@ -57,7 +57,7 @@ def write_environment(name: str, folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("rollmatch new-environment", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="of the environment, and of its module")
+    parser.add_argument("name", metavar="NAME", help="name of the environment and its module")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: here")
     options = parser.parse_args(arguments)
     with explained(make_console(stderr=True)):

@@ -1,12 +1,11 @@
-"""Writes the `tokenizer.json` that a Rex-Omni checkpoint needs and does not come with.
+"""Writes the `tokenizer.json` that Rex-Omni checkpoints need and lack.
 
     rollmatch rex-omni model=models/Rex-Omni
 
-Rex-Omni has the last 1,000 tokens of Qwen's vocabulary renamed to `<0>` to `<999>`, and its
-checkpoint says so in `tokenizer_config.json` alone. The tokenizers of transformers 5, and with them
-vLLM's, do not rename a token of the vocabulary for it: they give `<0>` another id and move every
-token behind it, without a word. The file written here has them renamed in the vocabulary itself.
-Nothing else in the folder changes.
+Rex-Omni renames the last 1,000 tokens of Qwen's vocabulary to `<0>` to `<999>`, but only in
+`tokenizer_config.json`. The tokenizers of transformers 5, which vLLM also uses, do not rename
+tokens of the vocabulary. Without an error, they give `<0>` another id and shift all tokens after
+it. The written file has the new names in the vocabulary. No other file changes.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ SOURCES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 
 class RexOmniOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["/models/Rex-Omni"])]
-    """Folder of the checkpoint, which gets the file."""
+    """Folder of the checkpoint, to which the file is written."""
 
 
 def write_tokenizer(folder: Path) -> str:
     """Write the file and return a line about it.
 
     Raises:
-        ConfigError: there is one, a file that it is made of is missing or damaged, or the tokenizer
-            that is read back gives a token another id than `tokenizer_config.json` does.
+        ConfigError: the file exists, a source file is missing or damaged, or the written tokenizer
+            has other ids than `tokenizer_config.json`.
     """
     remedy = "give the folder of a downloaded Rex-Omni checkpoint"
     problems = list(checkpoint_problems(folder, key="model", remedy=remedy))
     if not problems and (folder / FILE).exists():
-        problems = [f"model: {folder} has a {FILE} already; use it as model.path"]
+        problems = [f"model: {folder} already has a {FILE}; use the folder as model.path"]
     absent = [name for name in SOURCES if not (folder / name).is_file()]
     if not problems and absent:
         problems = [f"model: {folder} has no {' and no '.join(absent)}; {remedy}"]
@@ -66,7 +65,7 @@ def write_tokenizer(folder: Path) -> str:
         added[token_id]["content"] if token_id in added else token: token_id
         for token, token_id in vocabulary.items()
     }
-    # Text that was written in a renamed token is written in its parts.
+    # Text of a renamed token is encoded as its parts.
     kept = [pair for pair in merges if not renamed & {*pair, "".join(pair)}]
     whole = Qwen2Tokenizer(vocab=vocabulary, merges=kept).backend_tokenizer.to_str()
     content: dict[str, Any] = json.loads(whole)
@@ -81,8 +80,8 @@ def write_tokenizer(folder: Path) -> str:
     if moved:
         (folder / FILE).unlink()
         raise ConfigError(
-            f"model: {folder} cannot have a {FILE} in which {moved[0]} and"
-            f" {len(moved) - 1} others keep their ids; {remedy}"
+            f"model: the {FILE} of {folder} would change the ids of {moved[0]} and"
+            f" {len(moved) - 1} other tokens, and is not written; {remedy}"
         )
     return f"saved     {folder / FILE}: {len(renamed):,} tokens of the vocabulary renamed"
 

@@ -1,8 +1,8 @@
-"""`rollmatch serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP.
+"""`rollmatch serve model=FOLDER [port=8000] ...`: serves one vLLM engine over HTTP.
 
-It serves `rollout_matching.vllm.mode: server` (spec: server mode). It prints its URL when it is
-ready. Ctrl-C and SIGTERM end it and the engine's processes within seconds; when its engine has died
-or is stuck, it ends with a message.
+Runs use it with `rollout_matching.vllm.mode: server` (spec: server mode). It prints its URL when it
+is ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If the engine
+dies or is stuck, the server ends with a message.
 """
 
 from __future__ import annotations
@@ -49,68 +49,69 @@ if TYPE_CHECKING:
 
 ALIVE_CHECK_S = 0.5
 SERVER_SHUTDOWN_S = 2
-"""Time for answers under way, and for an engine that is being made, when the server has to end."""
+"""At the end of the server: time for open answers, and for an engine that is starting."""
 FAMILY_SHUTDOWN_S = 3.0
-"""Time for an engine's processes to end when they are told to."""
+"""Time for an engine's processes to end after SIGTERM."""
 
 
 class ServeOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["outputs/demo/model"])]
-    """Checkpoint folder: the run's model.path, or a copy of it."""
+    """Checkpoint folder: the run's model.path or a copy of it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port of the routes; 0: any free one, which is printed."""
+    """Port to listen on; 0: any free port, which is printed."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address to listen on. Others than this machine's own need token_env."""
+    """Address to listen on. Addresses that other machines can reach need token_env."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Environment variable with the bearer token that callers must send; null: see token."""
     token: Literal["file", "none"] = "file"
-    """Where token_env is null: file: a new token, in a file that this user's runs on this machine
-    find; none: every user of this machine may ask for rollouts and send weights."""
+    """Used if token_env is null. file: write a new token to a file, which runs of this user on this
+    machine find. none: every user of this machine may request rollouts and send weights."""
     lease_s: PositiveFloat = LEASE_S
-    """Seconds without a call of the run that sends weights after which another run may."""
+    """Seconds without a call of the run that sends weights, after which another run may send."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engine computes; auto: on GPUs where there are some."""
+    """Device of the engine; auto: GPUs if there are any."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices of the engine."""
+    """Number of devices of the engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights: the run's model.dtype."""
+    """Number type of the weights: the run's model.dtype."""
     max_model_len: PositiveInt = 4096
-    """Longest prompt + response in tokens: at least the run's global_max_length."""
+    """Maximum tokens of prompt and response: at least the run's global_max_length."""
     max_num_seqs: PositiveInt = 32
-    """Sequences decoded at a time: at least the run's decode_batch_size for each device."""
+    """Maximum sequences decoded at once: at least the run's decode_batch_size per device."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
+    """Bytes of the key-value cache; null: as much as gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = DEDICATED_MEMORY_UTILIZATION
     """Fraction of the device's memory the engine may use, if kv_cache_memory_bytes is null."""
     enforce_eager: bool = False
-    """No compilation and no graph capture: a quicker start, a slower decode."""
+    """Do not compile or capture graphs: the start is faster, decoding is slower."""
     transport: Literal["auto", "nccl", "rollmatch_gloo"] = "auto"
-    """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
+    """Transport of weights; auto: nccl on GPUs, rollmatch_gloo on CPU."""
     enable_lora: bool = False
-    """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""
+    """Allow weight syncs of only an adapter: the run's rollout_matching.vllm.enable_lora."""
     max_lora_rank: PositiveInt = 16
-    """The largest rank of such an adapter."""
+    """Maximum rank of an adapter."""
     max_images_per_prompt: PositiveInt = 1
-    """Most images of one request."""
+    """Maximum images of one request."""
     image_root: ConfigPath | None = None
-    """Folder of images that requests may name by path; null: images come as data alone."""
+    """Folder of images that requests may name by path; null: requests must contain the images."""
     max_requests: PositiveInt = 1024
-    """Most requests of one call."""
+    """Maximum requests of one call."""
     max_request_bytes: PositiveInt = 64 * 2**20
-    """Largest body of one call, and largest image file."""
+    """Maximum bytes of the body of one call, and of an image file."""
     max_image_pixels: PositiveInt = IMAGE_PIXELS
-    """Largest image, decoded: width times height."""
+    """Maximum pixels of a decoded image: width times height."""
     stall_s: PositiveFloat | None = 120.0
-    """Seconds without a token or any other answer from the engine after which the server ends, but
-    for those in which a sync waits for others; null: never. Longer than any step of the engine."""
+    """Seconds without an answer from the engine, after which the server ends; null: never. Must be
+    longer than any step of the engine. Time in which a weight sync waits for others does not count.
+    """
     seed: int = 0
-    """Of the engine; every request brings its own."""
+    """Seed of the engine. Each request has its own seed."""
 
 
 def settings_of(options: ServeOptions) -> EngineSettings:
-    """Return the settings of the engine. Raises ConfigError with every problem."""
+    """Return the settings of the engine. Raises ConfigError with all problems."""
     problems: list[str] = []
-    remedy = "give the run's model.path, or a copy of it"
+    remedy = "give the run's model.path or a copy of it"
     no_model = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     problems += no_model
     if options.image_root is not None and not options.image_root.is_dir():
@@ -119,25 +120,27 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         )
     if options.token_env is None and not is_loopback(options.host):
         problems.append(
-            f"host: {options.host} lets other machines ask for rollouts and send weights; keep"
-            " 127.0.0.1, or set token_env=NAME, an environment variable with their token"
+            f"host: {options.host} lets other machines request rollouts and send weights; keep"
+            " 127.0.0.1, or set token_env=NAME, an environment variable with a token"
         )
     if options.token_env is not None and options.token == "none":
-        problems.append(f"token: is none, and token_env names {options.token_env}; remove one")
+        problems.append(
+            f"token: `none` contradicts token_env={options.token_env}; remove one of them"
+        )
     if options.token_env is not None and not os.environ.get(options.token_env):
         unset = f"the environment variable {options.token_env} is not set"
-        problems.append(f"token_env: {unset}; export a token in it")
+        problems.append(f"token_env: {unset}; export it with a token")
     device = device_here() if options.device == "auto" else Device(options.device)
     transport = choose_transport(device, device, Sharing.NOTHING)
     if options.transport not in ("auto", transport):
         problems.append(
-            f"transport: {options.transport} does not lead to an engine on {device}; write auto,"
+            f"transport: {options.transport} cannot reach an engine on {device}; write auto,"
             f" or {transport}"
         )
     if options.enable_lora and options.max_lora_rank > LORA_RANKS[-1]:
         problems.append(
-            f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank"
-            f" {LORA_RANKS[-1]} at most; lower it"
+            f"max_lora_rank: is {options.max_lora_rank}, but vLLM serves adapters up to rank"
+            f" {LORA_RANKS[-1]}; lower it"
         )
     if not no_model:
         of_family = family_problems(
@@ -168,8 +171,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
 
 
 def device_here() -> Device:
-    """Return CUDA where there is a visible GPU."""
-    # By the driver's files: torch has to be imported under the engine's environment.
+    """Return CUDA if there is a visible GPU, else CPU."""
+    # Looks at the driver's files: torch must be imported later, with the engine's environment.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
     return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
 
@@ -182,16 +185,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
-    """Serve an engine with these settings until a signal.
+    """Serve an engine with these settings until a signal arrives.
 
     Raises:
         KeyboardInterrupt: after the signal.
         ConfigError: the port is taken, or the files lack tensors of the model.
         RolloutError: the engine did not start, has died, or is stuck.
     """
-    # Bound before the engine loads: a port that is taken is known at once.
+    # Bound before the engine loads, so that a taken port is reported at once.
     listening = _listen(options)
-    # Taken out of the environment, which the engine's processes inherit.
+    # Removed from the environment, because the engine's processes inherit it.
     token = None if options.token_env is None else os.environ.pop(options.token_env)
     host, port = listening.getsockname()[:2]
     file = token_file(host, port) if token is None and options.token == "file" else None
@@ -211,9 +214,9 @@ def _serve_at(
     options: ServeOptions,
     settings: EngineSettings,
 ) -> None:
-    """Serve on a bound socket. `file`: the one that holds the token. Raises as `serve` does."""
+    """Serve on a bound socket; `file` holds the token. Raises like `serve`."""
     host, port = listening.getsockname()[:2]
-    # Before anything imports torch or vllm.
+    # Must be set before torch or vllm is imported.
     os.environ.update(engine_environment(settings))
     from launch.checks.weights import weight_warnings
     from rollout_actors.server.app import make_app
@@ -245,7 +248,7 @@ def _serve_at(
         image_token_id=image_token_id(settings.model_path),
         lease=Lease(options.lease_s),
     )
-    # By another name only a page in a browser of this machine would call it.
+    # Only a web page in a browser of this machine would use another host name.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(
         f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True
@@ -253,7 +256,7 @@ def _serve_at(
     if file is not None:
         print(f"token     in {file}, where runs of this user on this machine find it", flush=True)
     elif token is None:
-        why = "every user of this machine may ask for rollouts and send weights"
+        why = "every user of this machine may request rollouts and send weights"
         print(f"warning   token=none: {why}", flush=True)
     try:
         app = make_app(service, token=token, only_from=only_from)
@@ -261,7 +264,7 @@ def _serve_at(
         interrupted = asyncio.run(_run(app, service, watch, listening))
     finally:
         if not service.is_up:
-            # Its thread waits for these.
+            # The engine's thread waits for these processes.
             _end_family()
         engine.close(CLOSED_S if service.is_up else SERVER_SHUTDOWN_S)
         _end_family()
@@ -276,14 +279,14 @@ def _listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose"
-            " another port, 0 for any free one"
+            " another port, or 0 for any free port"
         ) from error
 
 
 async def _run(
     app: FastAPI, service: RolloutService, watch: EngineWatch, listening: socket.socket
 ) -> bool:
-    """Serve until a signal, and then return True. Raises RolloutError as `serve`."""
+    """Serve until a signal, then return True. Raises RolloutError like `serve`."""
     import uvicorn
 
     from rollout_actors.server.connections import PromptProtocol, open_many_files
@@ -295,7 +298,7 @@ async def _run(
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            """Leave signals alone: uvicorn would raise them again in the midst of the ending."""
+            """Do not handle signals: uvicorn would raise them again during the shutdown."""
             yield
 
     config = uvicorn.Config(
@@ -335,7 +338,7 @@ async def _start(service: RolloutService, url: str) -> None:
         await service.start()
     except (RolloutError, ConfigError, OSError):
         raise
-    # vLLM reports anything that it does not like about a model or a machine as any exception.
+    # vLLM raises exceptions of any type for problems of a model or machine.
     except Exception as error:
         raise RolloutError(
             f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start"
@@ -345,11 +348,11 @@ async def _start(service: RolloutService, url: str) -> None:
 
 
 def _end_family() -> None:
-    """End the engine's processes that are left: one that is starting has others of vLLM's too."""
+    """End remaining processes of the engine, including those of an engine that is starting."""
     family = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            # Python's own helper tidies up and ends by itself when all the others have ended.
+            # Python's resource tracker cleans up and exits when all other processes have ended.
             if "resource_tracker" not in " ".join(process.cmdline()):
                 process.terminate()
                 family.append(process)
@@ -364,8 +367,8 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Python's own end would wait for threads of vLLM, some of which notice nothing for half a
-        # minute, or crash in them. What an engine's thread starts until then ends with this process
+        # The normal exit of Python waits for threads of vLLM, which may take half a minute, or
+        # crashes in them. Processes that an engine's thread still starts end with this process
         # (`rollout_actors.engine.vllm_plugin`).
         sys.stdout.flush()
         sys.stderr.flush()

@@ -236,7 +236,7 @@ def teacher_log_ratios(example: TrainingExample) -> list[float]:
 
 
 def require_teacher(example: TrainingExample) -> list[float]:
-    """Return the teacher's log-probabilities, [L]. Raises ValueError if there are none."""
+    """Return the teacher's log-probabilities, [L]. Raises ValueError if it has none."""
     if example.teacher_logprobs is None:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"

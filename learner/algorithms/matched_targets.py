@@ -225,7 +225,7 @@ class _Draft:
 
     def add_separators(self, parsed: ParsedRollout, choices: Sequence[int]) -> None:
         """Supervise the decision to continue with each of a prefix's matched objects."""
-        # `choices` are the offsets at which the answer could have ended instead: the comma before
+        # `choices` are the offsets where the answer could have ended instead: the comma before
         # an entry, or the first character of the first entry. If `},` is one token, the whole token
         # is supervised, although its `}` closes the object before.
         for choice in choices:
@@ -237,7 +237,7 @@ class _Draft:
             self._roles[desc][is_separator] = TokenRole.NEUTRAL
 
     def correct_name(self, parsed: ParsedRollout, number: int, name: str, num_prefix: int) -> None:
-        """Teach `name` at the first token at which the object's sampled name differs from it."""
+        """Teach `name` at the first token of the object's sampled name that differs."""
         # The context of a token is the sampled text before it, so later tokens of the correct name
         # cannot be taught. No token is taught if the tokenizer would write the sampled text
         # differently, or at or after position `num_prefix`, where the appended text begins.

@@ -10,7 +10,7 @@ Example: `rollouts_per_example` 2, rewards 1 and 0. In the first rollout the sec
 extends the first: one example, one segment, and its sampled tokens have the advantage 0.5. In the
 second rollout the calls do not extend each other: two segments with -0.5.
 
-With `environment.refill_rounds` a step has further rounds, in which rollouts of another example
+With `environment.refill_rounds` a step has further rounds: rollouts of another example
 replace a group without signal (equal rewards). The new position is the old one plus the round times
 the step's rollouts, so the seeds are new. The example of a place depends only on the seed, the step
 and the round. It does not depend on other places or on the number of ranks.
@@ -150,7 +150,7 @@ class Trajectories(Algorithm):
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
-        """Return all examples in the order in which refill rounds of a step draw them.
+        """Return all examples in the order of a step's refill rounds.
 
         The order is a permutation that depends on the run's seed and the step. Examples that the
         step has `drawn` come last. Place `g` of `G` gets number `(round - 1) G + g`, modulo

@@ -34,7 +34,7 @@ QUICK_S = 1.0
 _REST = "rest"
 
 Fingerprint = list[int]
-"""Size in bytes, and the times at which contents and inode last changed, in ns."""
+"""Size in bytes, and the last change of contents and inode (times in ns)."""
 
 
 def fingerprint(path: Path) -> Fingerprint | None:

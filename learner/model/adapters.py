@@ -1,7 +1,7 @@
-"""Low-rank adapters (peft) inside the learner's model: put in, merged out of place, written down.
+"""Low-rank adapters (peft) in the learner's model: injecting, merging out of place, and exporting.
 
-The layers are exchanged in place and the model keeps its class and its attribute paths, so nothing
-else of the learner knows of adapters.
+Layers are replaced in place, and the model keeps its class and attribute paths. So no other part
+of the learner depends on adapters.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shared.errors import ConfigError
 from shared.model_families import ModelPart, find_part
 from shared.weight_sync.offer import AdapterFiles
 
-# peft takes seconds to import, and a learner without an adapter does without it.
+# Importing peft takes seconds, and a learner without an adapter does not need it.
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from transformers import PreTrainedModel
 
 NAME = "default"
-"""What peft calls the one adapter."""
+"""peft's name of the only adapter."""
 NO_BITSANDBYTES = (
-    "model.adapter.quantize: bitsandbytes, which holds weights in 4 bits, is not installed; run"
+    "model.adapter.quantize: the package bitsandbytes is not installed; run"
     " `pip install 'rollmatch[qlora]'`, or remove the key"
 )
 
@@ -48,15 +48,16 @@ def apply_adapter(
     token_ids: Sequence[int] = (),
     parts: Sequence[ModelPart] = (ModelPart.LANGUAGE_MODEL,),
 ) -> None:
-    """Adapt the linear layers of these parts that `section` names and freeze the rest.
+    """Add adapters to the linear layers that `section` names in these parts; freeze the rest.
 
-    The first weights leave the model's function as it is. There is no dropout. Raises ConfigError
-    for a name that no linear layer of the parts has, and for a part of which none is named.
+    The initial adapter does not change the model's function. There is no dropout. Raises
+    ConfigError for a name that no linear layer of the parts has, and for a part without any named
+    layer.
 
     Args:
-        seed: the first weights follow from it alone, on any device.
-        token_ids: their rows in the embedding, and in a head with weights of its own, are trained
-            too; a head that is tied to the embedding stays so.
+        seed: determines the initial adapter weights, on any device.
+        token_ids: tokens whose rows in the embedding (and in an untied head) are trained too; a
+            tied head stays tied.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -71,7 +72,7 @@ def apply_adapter(
         rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(section.target_modules))})"
     )
     if tuple(parts) != (ModelPart.LANGUAGE_MODEL,):
-        # Each by its path: a convolution of the tower may have the name of its linear layers.
+        # List paths: a convolution of the tower may have the same name as its linear layers.
         targets = [
             path
             for of_part in paths.values()
@@ -79,11 +80,11 @@ def apply_adapter(
             if _name(path) in section.target_modules
         ]
     has_own_head = model.lm_head.weight is not model.get_input_embeddings().weight
-    # peft gives a tied head the embedding's rows by itself.
+    # peft itself gives a tied head the embedding's rows.
     embeddings = (f"{prefix}.embed_tokens", *(("lm_head",) if has_own_head else ()))
     config = LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,  # declared int, and only ever divided by the rank
+        lora_alpha=section.alpha,  # declared int, but only divided by the rank
         lora_dropout=0.0,
         bias="none",
         use_dora=section.kind == "dora",
@@ -96,12 +97,12 @@ def apply_adapter(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if section.quantize is not None:
-            model.is_loaded_in_4bit = True  # peft asks for it before it adapts such layers
+            model.is_loaded_in_4bit = True  # peft requires it to adapt such layers
         inject_adapter_in_model(config, model, NAME)
     if section.quantize is not None:
         del model.is_loaded_in_4bit
         for layer in adapted_layers(model).values():
-            # As over weights in full, where they are of the model's number type.
+            # The same number type as for adapters of unquantized weights.
             for matrix in (layer.lora_A[NAME], layer.lora_B[NAME]):
                 matrix.to(layer.base_layer.compute_dtype)
 
@@ -109,10 +110,10 @@ def apply_adapter(
 def quantize_layers(
     model: PreTrainedModel, parts: Sequence[ModelPart], device: torch.device
 ) -> None:
-    """Hold the linear layers of these parts in 4 bits (NF4, by bitsandbytes), in place.
+    """Quantize the linear layers of these parts to 4 bits (NF4, by bitsandbytes), in place.
 
-    Every 64 weights share a float32 scale. One layer is packed after the other on `device`, which
-    so never holds the whole in full. Raises ConfigError where bitsandbytes is missing.
+    Every 64 weights share a float32 scale. Layers are packed one by one on `device`, which
+    therefore never holds the unquantized model. Raises ConfigError if bitsandbytes is missing.
     """
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -132,8 +133,8 @@ def quantize_layers(
         held.bias = layer.bias
         packed = Params4bit(layer.weight.data, compress_statistics=False, quant_type="nf4")
         held.weight = packed.to(device)
-        # Else some CPUs would put the packed weights into another order, which syncs do not read,
-        # where the model generates.
+        # Otherwise, on some CPUs, generating would reorder the packed weights, and weight syncs
+        # could not read them.
         held.support_avx512bf16_for_cpu = False
         model.set_submodule(path, held)
 
@@ -155,7 +156,7 @@ def _name(path: str) -> str:
 
 
 def stored_as(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size]:
-    """Return the number type and the shape of what `in_full` returns."""
+    """Return the number type and the shape of the tensor that `in_full` returns."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.dtype, parameter.shape
@@ -163,7 +164,7 @@ def stored_as(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size]:
 
 
 def in_full(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's values, detached: those that weights in 4 bits are computed as."""
+    """Return a parameter's values, detached and dequantized if they are stored in 4 bits."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()
@@ -179,21 +180,21 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def embeddings_with_trained_rows(model: nn.Module) -> dict[str, TrainableTokensLayer]:
-    """Return the embedding and the head, by their path, where some of their rows are trained."""
+    """Return, by path, the embedding and head if some of their rows are trained."""
     return _peft_layers(model, ("trainable_tokens", "TrainableTokensLayer"))
 
 
 def _peft_layers(model: nn.Module, *kinds: tuple[str, str]) -> dict[str, Any]:
-    # A layer of peft's comes with its module.
+    # If a model has a layer of peft, the layer's module is already imported.
     modules = [(sys.modules.get(f"peft.tuners.{tuner}"), kind) for tuner, kind in kinds]
     types = tuple(getattr(module, kind) for module, kind in modules if hasattr(module, kind))
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, types)}
 
 
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
-    """Return the one matrix that does what the layer does, [out, in].
+    """Return the merged matrix of an adapted layer, [out, in].
 
-    It is peft's own merge to the bit, and the layer stays as it is.
+    The result equals peft's own merge bit for bit. The layer is not changed.
     """
     with torch.no_grad():
         weight = in_full(layer.base_layer.weight)
@@ -201,16 +202,16 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
         if NAME not in layer.lora_magnitude_vector:
             return weight + delta.to(weight.dtype)
         magnitude = layer.lora_magnitude_vector[NAME]
-        norm = magnitude.get_weight_norm(weight, delta, scaling=1)  # the delta is scaled already
+        norm = magnitude.get_weight_norm(weight, delta, scaling=1)  # the delta is already scaled
         factor = (magnitude.weight / norm).view(-1, 1)
         merged: torch.Tensor = (factor * (weight + delta)).to(weight.dtype)
         return merged
 
 
 def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
-    """Return the whole matrix with the trained rows in their places, [vocabulary, hidden].
+    """Return the whole matrix including the trained rows, [vocabulary, hidden].
 
-    The layer stays as it is. Where the model is sharded, all ranks call it at once.
+    The layer is not changed. If the model is sharded, this is a collective.
     """
     with torch.no_grad():
         weight = _whole(layer.base_layer.weight)
@@ -221,11 +222,11 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make a model compute what it does without its adapter and without trained rows."""
+    """Disable the model's adapter and its trained rows inside the block."""
     layers = (*adapted_layers(model).values(), *embeddings_with_trained_rows(model).values())
     try:
         for layer in layers:
-            # Not by peft's `enable_adapters`, which has the adapter's tensors lose their gradient.
+            # peft's `enable_adapters` is not used: it turns off the adapter's `requires_grad`.
             layer._disable_adapters = True
         yield
     finally:
@@ -234,26 +235,26 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_files(model: PreTrainedModel) -> AdapterFiles | None:
-    """Return the adapter as it is now; None where the model has none.
+    """Return the current adapter; None if the model has none.
 
-    Where the model is sharded, all ranks call it at once.
+    If the model is sharded, this is a collective.
     """
     if not adapted_layers(model):
         return None
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    # The prefix is that of peft's wrapper, which this model does without.
+    # peft's file format has the prefix of peft's wrapper, which this model does not have.
     tensors = {
         f"base_model.model.{name}": _whole(tensor).detach().contiguous().cpu()
         for name, tensor in state.items()
     }
     config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
-    # sorted: of sets, which JSON does not have
+    # `default=sorted` turns sets into lists, because JSON has no sets
     text = json.dumps(config, sort_keys=True, default=sorted)
     return AdapterFiles(safetensors.torch.save(tensors), text)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor of which this rank may hold a part; then it is a collective."""
+    """Return the full tensor. If this rank holds a shard of it, this is a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,9 @@
-"""Attention of packed rows by their segments (`model.attention: auto`).
+"""Attention for packed rows, segment by segment (`model.attention: auto`).
 
-transformers gives a packed row a mask of every token with every token, which shuts out the flash
-kernels: time and memory then grow with the square of the row, not of its segments. Here the layers
-are given the segments' borders in the mask's place. What is no packed row, as in `generate` with
-its padding and cache, is computed by transformers' own sdpa.
+transformers gives a packed row a full attention mask, which the flash kernels do not support. Time
+and memory then grow with the square of the row's length instead of the segments' lengths. Here the
+layers get the segments' borders instead of the mask. Other inputs, such as padding and cache in
+`generate`, use transformers' sdpa.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SEGMENT_ATTENTION = "rollmatch_flash"
-"""The name by which transformers knows this attention.
+"""The name under which this attention is registered in transformers.
 
-"flash" in it makes vision towers hand over all images in one call with their borders.
+The word "flash" in it makes vision towers pass all images in one call with their borders.
 """
 
 
@@ -29,27 +29,27 @@ SEGMENT_ATTENTION = "rollmatch_flash"
 class RowBorders:
     """The borders of the segments of one row.
 
-    Example: `RowBorders(tensor([0, 3, 5]), 3)` are a segment of 3 tokens and one of 2.
+    Example: `RowBorders(tensor([0, 3, 5]), 3)` stands for a segment of 3 tokens and one of 2.
     """
 
     starts: torch.Tensor
-    """int32 [S + 1] on the row's device: where each segment begins, then the row's length."""
+    """int32 [S + 1] on the row's device: the start of each segment, then the row's length."""
     longest: int
-    """Tokens of the longest one."""
+    """Number of tokens of the longest segment."""
 
 
 def register_segment_attention() -> None:
-    """Make this attention known to transformers. Twice is harmless."""
+    """Register this attention in transformers. It can be called more than once."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
     AttentionMaskInterface.register(SEGMENT_ATTENTION, segments_or_mask)
 
 
 def attend_by_segments(model: PreTrainedModel) -> None:
-    """Have transformers' `model` and its vision tower compute attention as this module does."""
+    """Configure `model` and its vision tower to use this module's attention."""
     register_segment_attention()
     config = model.config
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        # Not by `set_attn_implementation`, which would take the name for a package to load.
+        # `set_attn_implementation` is not used: it would treat the name as a package to load.
         part._attn_implementation = SEGMENT_ATTENTION
 
 
@@ -60,18 +60,18 @@ def segments_or_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> RowBorders | torch.Tensor | None:
-    """Return what every layer is given as its mask: a packed row's segments, else sdpa's mask.
+    """Return the attention mask of all layers: borders for a packed row, else sdpa's mask.
 
-    `mask_function` says whether one token sees another: `f(batch, head, query, key)`, by indices.
+    `mask_function(batch, head, query, key)` says, by indices, whether one token sees another.
     """
-    # transformers calls this once in each forward, and forbids `allow_is_causal_skip` without a
-    # padding mask where it has found a packed row.
+    # transformers calls this once per forward. If it has detected a packed row, it passes
+    # `allow_is_causal_skip=False` and no padding mask.
     is_packed = (
         not options.get("allow_is_causal_skip", True)
         and options.get("attention_mask") is None
         and q_length == options["kv_length"]
     )
-    # A window, or a mask of somebody's own, is no matter of borders.
+    # Borders cannot represent a sliding window or a custom mask.
     has_borders = options.get("local_size") is None and not options.get("use_vmap", False)
     if not is_packed or not has_borders or options["batch_size"] != 1:
         mask: torch.Tensor | None = sdpa_mask(
@@ -80,7 +80,7 @@ def segments_or_mask(
         return mask
     zero = torch.zeros((), dtype=torch.int64, device=device)
     later = torch.arange(1, q_length, device=device)
-    # A token that does not see the one before it begins a segment.
+    # A token that does not see the token before it starts a segment.
     begins = ~mask_function(zero, zero, later, later - 1)
     ends = later.new_tensor([q_length])
     starts = torch.cat([zero[None], later[begins], ends]).to(torch.int32)
@@ -100,17 +100,17 @@ def segment_attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention of one layer: `transformers.AttentionInterface`.
+    """Compute the attention of one layer (`transformers.AttentionInterface`).
 
     Args:
-        query: [B, H, T, D]; `key` and `value` [B, G, T, D], where G divides H.
-        cu_seq_lens_q: of a vision tower, `RowBorders.starts`; `max_length_q` is `longest`.
+        query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
+        cu_seq_lens_q: `RowBorders.starts` of a vision tower; `max_length_q` is its `longest`.
 
     Returns:
-        [B, T, H, D], and no weights.
+        [B, T, H, D], and None instead of attention weights.
     """
     if cu_seq_lens_q is not None:
-        assert max_length_q is not None, "transformers' vision towers give both"
+        assert max_length_q is not None, "transformers' vision towers pass both arguments"
         segments = RowBorders(cu_seq_lens_q, max_length_q)
     elif isinstance(attention_mask, RowBorders):
         segments = attention_mask
@@ -127,7 +127,7 @@ def segment_attention(
         )
         return result
     causal = bool(module.is_causal) if is_causal is None else is_causal
-    # The flash kernel takes 16 bits only.
+    # The flash kernel supports only 16-bit types.
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         attended = attend_in_one_call(query, key, value, segments, scaling=scaling, causal=causal)
         return attended, None
@@ -151,7 +151,7 @@ def attend_in_one_call(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by one flash kernel over all segments. Not run on a GPU."""
+    """Compute all segments with one call of the flash kernel. Not run on a GPU."""
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -164,5 +164,5 @@ def attend_in_one_call(
         window_size=(-1, 0) if causal else (-1, -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(attended, torch.Tensor), "the log-sum-exp was not asked for"
+    assert isinstance(attended, torch.Tensor), "the log-sum-exp was not requested"
     return attended[None]

@@ -1,4 +1,4 @@
-"""The learner's weights under the names of an ordinary checkpoint, for syncs and for disk."""
+"""The learner's weights under a checkpoint's usual names, for weight syncs and for saving."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
 ADAPTER_FOLDER = "adapter"
-"""Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
+"""Subfolder of a checkpoint that contains only the adapter, in peft's format."""
 FILE_SIZE = "50GB"
-"""Of weights in one file, at most: transformers' own."""
+"""Maximum size of a weight file, the same as in transformers."""
 
 
 class WeightSource(Protocol):
-    """Named tensors, the same names in the same order every time.
+    """A source of named tensors, always with the same names in the same order.
 
-    What it yields must not change between an offer and the end of its sync.
+    The tensors must not change between an offer and the end of its weight sync.
     """
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
@@ -48,10 +48,10 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """A model's parameters as the checkpoint that they amount to, merged and unpacked."""
+    """A model's weights as in a checkpoint, with adapters merged and 4-bit weights unpacked."""
 
-    # Merged out of place: adding a product and taking it off again would change the learner's own
-    # weights by its rounding.
+    # Merged out of place: adding and subtracting a product would change the learner's weights by
+    # rounding errors.
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class CheckpointWeights:
         embeddings = embeddings_with_trained_rows(self._model)
         for path, name, parameter in self._parameters():
             adapted = path.removesuffix(".base_layer.weight")
-            # Another parameter of an adapted layer, such as its bias, is as it was.
+            # Other parameters of an adapted layer, such as its bias, are not merged.
             if adapted != path and adapted in layers:
                 yield name, merged_weight(layers[adapted])
             elif adapted != path and adapted in embeddings:
@@ -80,11 +80,11 @@ class CheckpointWeights:
                 yield name, in_full(parameter)
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Yield each parameter's path in the model, its name in the checkpoint, and itself."""
-        # Tied parameters appear once, under their first name, by which engines' loaders know them.
+        """Yield each parameter's path in the model, its checkpoint name, and the parameter."""
+        # Tied parameters appear once, under their first name, which the engines' loaders expect.
         for path, parameter in self._model.named_parameters():
-            # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds
-            # beside it is in the merged weight.
+            # Remove peft's names: `base_layer` is dropped, and the adapter's own tensors are part
+            # of the merged weight.
             if ".lora_" not in path and ".trainable_tokens_" not in path:
                 name = path.replace(".token_adapter.", ".").replace(".base_layer.", ".")
                 yield path, name, parameter
@@ -92,7 +92,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """An ordinary checkpoint: it loads in transformers and vLLM without this project.
+    """The content of a checkpoint that loads in transformers and vLLM without this project.
 
     It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
     """
@@ -100,17 +100,17 @@ class CheckpointContent:
     model: PreTrainedModel
     base: BaseFiles
     weights: Mapping[str, torch.Tensor]
-    """Those of `CheckpointWeights`; on the meta device they are not written, which tries the rest.
-    """
+    """The tensors of `CheckpointWeights`. If they are on the meta device, only the other files are
+    written, as a test."""
     adapter: AdapterFiles | None = None
-    """The model's, if it has one."""
+    """The model's adapter, if it has one."""
     fresh: FreshTokens | None = None
-    """Tokens that an adapter on this checkpoint has to train."""
+    """Tokens that an adapter on this checkpoint must train."""
 
     def write_weights(self, folder: Path) -> None:
-        """Write all of it to the disk, as often as it is called; beside a step, too."""
+        """Write the whole checkpoint to disk. It can be called again, and during a step."""
         if self.adapter is not None:
-            # Beside merged weights, which load where nobody knows of adapters.
+            # In addition to the merged weights, which load without support for adapters.
             self.adapter.save(folder / ADAPTER_FOLDER)
         if self.fresh is not None:
             self.fresh.save(folder)
@@ -119,7 +119,7 @@ class CheckpointContent:
 
 
 def turned_in_files(model: nn.Module) -> tuple[str, ...]:
-    """Return the ends of names whose last two dimensions change places in `model`'s files."""
+    """Return the suffixes of tensor names that are stored transposed in `model`'s files."""
     config = getattr(model, "config", None)
     return TURNED_IN_FILES.get(getattr(config, "model_type", ""), ())
 
@@ -131,17 +131,17 @@ def save_as_published(
     base: BaseFiles,
     **text_config: Any,
 ) -> None:
-    """Write weights as the family's own files have them, for any reader, and the files of `base`.
+    """Write weights in the layout of the model family's published files, and the files of `base`.
 
     Args:
-        weights: those of `CheckpointWeights`.
-        text_config: as of `BaseFiles.write`.
+        weights: the tensors of `CheckpointWeights`.
+        text_config: as in `BaseFiles.write`.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     has_head = "lm_head.weight" in weights
     base.write(folder, dtype=dtype, has_head=has_head, text_config=text_config)
-    # Where tensors are turned, transformers would turn them back, and vLLM, which takes every file
-    # for one of the hub, would read them wrongly.
+    # For families with transposed tensors, transformers would transpose them back, and vLLM, which
+    # expects the layout of the hub's files, would read them wrongly.
     if not turned_in_files(model):
         weights = revert_weight_conversion(model, dict(weights))
     if not any(tensor.is_meta for tensor in weights.values()):
@@ -151,10 +151,10 @@ def save_as_published(
 
 
 def require_same_config(folder: Path, base: BaseFiles) -> None:
-    """Require that transformers reads in `folder` what it reads in the base.
+    """Check that transformers reads the same configuration from `folder` as from the base.
 
-    Number types and what is tied may differ, as `BaseFiles.write` has them. Raises ConfigError with
-    the keys that differ.
+    Number types and tied weights may differ (see `BaseFiles.write`). Raises ConfigError with the
+    keys that differ.
     """
     original = folder / "base"
     original.mkdir()
@@ -165,7 +165,7 @@ def require_same_config(folder: Path, base: BaseFiles) -> None:
     if differing := sorted(key for key in given if saved.get(key) != given[key]):
         raise ConfigError(
             f"model.path: transformers would read {', '.join(differing)} of its config.json"
-            " differently from the run's checkpoints; write them there as transformers 5 does"
+            " differently from the run's checkpoints; rewrite config.json with transformers 5"
             " (load the configuration and save it with save_pretrained)"
         )
 
@@ -179,11 +179,11 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flush(*paths: Path) -> None:
-    """Have these files on the disk: a name must not outlive a power failure without them.
+    """Flush these files to disk, so that a power failure cannot leave a named checkpoint without
+    them, and give them their folder's permissions.
 
-    They get the permissions of their folder, those that safetensors wrote too.
-    Folders are left out. A rank gives its own files alone: another's come and go meanwhile, and
-    what another node has in its memory only that node can write.
+    Folders are skipped. A rank passes only its own files: other ranks' files may appear and vanish
+    meanwhile, and only the node that wrote a file can flush it.
     """
     for path in paths:
         if path.is_file():

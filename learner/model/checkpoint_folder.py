@@ -1,6 +1,6 @@
-"""A checkpoint's folder without its weights: is it one, and the files that a save copies from it.
+"""A checkpoint's folder: its validation, and the small files that every save copies from it.
 
-Imports nothing heavy.
+This module does not import torch or transformers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json
 
 
 def open_as_folder(*files: Path) -> None:
-    """Permit reading and writing these files to whom their folder permits it.
+    """Give these files the read and write permissions of their folder.
 
-    Packages that write under another name first (safetensors, tempfile) leave them to their owner
-    alone, whatever the umask is.
+    Packages that write to a temporary name first (safetensors, tempfile) permit access only to the
+    owner, whatever the umask is.
     """
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
@@ -36,24 +36,24 @@ def open_as_folder(*files: Path) -> None:
 def checkpoint_problems(
     folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL
 ) -> tuple[str, ...]:
-    """Return why `folder`, which `key` names, is no checkpoint; empty where it is one."""
+    """Return why `folder`, the value of `key`, is not a checkpoint; empty if it is one."""
     if (folder / "adapter_config.json").is_file():
-        # transformers would load the base model that it names, whatever else the folder holds.
+        # transformers would load the base model named in it and ignore the folder's weights.
         problem = (
             f"{key}: {folder} holds an adapter (adapter_config.json); merge it into its base model"
-            " and give that folder, or remove the file if the folder's weights are merged ones"
+            " and give that folder, or remove the file if the folder's weights are already merged"
         )
         return (problem,)
     if (folder / "config.json").is_file():
         text = (folder / "config.json").read_text(encoding="utf-8")
-        # Told before transformers asks a terminal whether it may run that code.
+        # Checked before transformers asks on the terminal whether it may run the model's code.
         other_forms = tuple(
             f"{key}: {folder} is a {kind} model, which {form}"
             for kind, form in IN_OTHER_FORMS.items()
             if re.search(rf'"model_type": *"{kind}"', text)
         )
         return other_forms or tuple(
-            f"{key}: {folder / name} is no JSON object; fetch or copy it again"
+            f"{key}: {folder / name} is not a JSON object; download or copy it again"
             for name in _JSON_OBJECTS
             if (folder / name).is_file() and not _is_json_object(folder / name)
         )
@@ -63,19 +63,19 @@ def checkpoint_problems(
         at_revision = f" --revision {revision}" if revision else ""
         download = f".venv/bin/hf download {repo}{at_revision} --local-dir models/{name}"
         problem = (
-            f"{key}: there is no folder {named}, and this command fetches no models of a hub; if"
-            f" {named} is one, download it (`{download}`) and set {key}=models/{name}, else"
-            f" {remedy}"
+            f"{key}: there is no folder {named}, and this command does not download models; if"
+            f" {named} is a model of a hub, download it (`{download}`) and set"
+            f" {key}=models/{name}, else {remedy}"
         )
         return (problem,)
     return (f"{key}: {folder} holds no checkpoint (no config.json); {remedy}",)
 
 
 def no_chat_template(folder: Path, *, key: str = "model.path") -> str:
-    """Word the problem of a checkpoint that no conversation can be written for."""
+    """Return the message for a checkpoint without a chat template."""
     return (
         f"{key}: {folder} has no chat template (no chat_template.jinja, and no chat_template in"
-        " tokenizer_config.json), by which messages become a prompt; choose the Instruct or chat"
+        " tokenizer_config.json), but prompts are made with it; choose the Instruct or chat"
         " version of the model, or copy that version's chat_template.jinja into the folder"
     )
 
@@ -88,19 +88,20 @@ def _is_json_object(file: Path) -> bool:
 
 
 def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -> set[int]:
-    """Return the ids that end an answer by `generation_config.json` and `config.json`.
+    """Return the token ids that end an answer, from `generation_config.json` and `config.json`.
 
-    Each may name one id or several (`"eos_token_id": [2, 0]`). An engine that ignored one would
-    sample on, and the learner would learn what follows. Engines of others read `config.json` only
-    if the other file names none; then it decides here too. Otherwise it only adds control tokens:
-    it may still hold the default of its class, an id that is a word of this tokenizer.
+    Each file may name one id or several (`"eos_token_id": [2, 0]`). If an engine ignored one of
+    them, it would continue sampling, and the learner would train on the surplus text. Stock engines
+    read `config.json` only if `generation_config.json` names no id, and so does this function. If
+    both name ids, those of `config.json` count only if they are control tokens: it may contain the
+    default of its class, which can be an ordinary word of this tokenizer.
 
     Args:
         num_tokens: size of the vocabulary; every id is below it.
         special_ids: ids of the tokenizer's control tokens.
 
     Raises:
-        ConfigError: a value is no id of the vocabulary.
+        ConfigError: a value is not a token id of the vocabulary.
     """
     named = _eos_ids(folder / "generation_config.json")
     file = folder / ("generation_config.json" if named else "config.json")
@@ -108,14 +109,14 @@ def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -
     for value in named or others:
         if not isinstance(value, int) or not 0 <= value < num_tokens:
             raise ConfigError(
-                f"model.path: {file} has eos_token_id {value!r}, which is no id of its tokenizer of"
-                f" {num_tokens} tokens; correct the file"
+                f"model.path: {file} has eos_token_id {value!r}, which is not an id of its"
+                f" tokenizer of {num_tokens} tokens; correct the file"
             )
     return {*(named or others), *(value for value in others if value in special_ids)}
 
 
 def _eos_ids(file: Path) -> list[Any]:
-    """Return the values of `eos_token_id`, also of a `text_config`; none without the file."""
+    """Return all values of `eos_token_id`, including a `text_config`; empty without the file."""
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found: list[Any] = []
     for section in (content, content.get("text_config") or {}):
@@ -125,11 +126,9 @@ def _eos_ids(file: Path) -> list[Any]:
 
 
 def hub_id(folder: Path) -> str | None:
-    """Return `OWNER/NAME`, or `OWNER/NAME@REVISION`, where the path is written so and hardly means
-    a folder.
-    """
+    """Return the hub id `OWNER/NAME` or `OWNER/NAME@REVISION`; None if the path is not one."""
     below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    # Where not even a folder OWNER is there.
+    # If a folder OWNER exists, the path probably means a folder.
     is_hub_id = (
         not below.is_absolute()
         and len(below.parts) == 2
@@ -158,20 +157,20 @@ _COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The small files of the checkpoint that a run began with, read once.
+    """The small files of the initial checkpoint of a run, read once.
 
-    Saves repeat them, whatever happens to the folder meanwhile, and do not depend on what
-    transformers is willing to write.
+    Every save writes them again, even if the folder has changed since, and without transformers'
+    own way of saving them.
     """
 
     config_text: str
-    """`config.json`, which is JSON."""
+    """The text of `config.json`, which is valid JSON."""
     files: Mapping[str, bytes]
     """The files of tokenizer, processor and generation, by their path in the folder."""
 
     @classmethod
     def read(cls, folder: Path) -> BaseFiles:
-        """Read them. Raises OSError, and ValueError for a `config.json` that is no JSON."""
+        """Read the files. Raises OSError, and ValueError if `config.json` is not JSON."""
         paths = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
         names = sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
         copied = [name for name in names if any(fnmatch(name, one) for one in _COPIED)]
@@ -182,12 +181,12 @@ class BaseFiles:
     def write(
         self, folder: Path, *, dtype: str, has_head: bool, text_config: Mapping[str, Any]
     ) -> None:
-        """Write all of them as they were, but for keys of `config.json`.
+        """Write all files unchanged, except for some keys of `config.json`.
 
         Args:
             dtype: number type of the weights.
-            has_head: whether they hold a head, which is not to be tied to the embedding then.
-            text_config: values that the language model's section gets.
+            has_head: whether the weights contain a head, which is then not tied to the embedding.
+            text_config: values to set in the language model's section.
 
         Raises OSError.
         """
@@ -210,7 +209,7 @@ class BaseFiles:
 
 
 def _with_values(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of config.json, and its own sections, with these values of present keys."""
+    """Return a section of config.json with new values for its existing keys, recursively."""
     return {
         key: _with_values(value, values)
         if key.endswith("_config") and isinstance(value, dict)
@@ -220,8 +219,8 @@ def _with_values(section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _older_rope(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys in which transformers 4 reads the parameters of the rotary embedding."""
-    # It does not know `rope_parameters`, and silently computes with a base of 10,000.
+    """Return the keys from which transformers 4 reads the rotary embedding's parameters."""
+    # It ignores `rope_parameters` and silently uses a base of 10,000.
     rope = section.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
@@ -240,31 +239,31 @@ def weight_problems(
     surplus: Sequence[str],
     shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> Iterator[str]:
-    """Name the tensors with which a checkpoint's files are not what its configuration describes.
+    """Yield the differences between the tensors in a checkpoint's files and its configuration.
 
     Args:
-        missing: those that the model has and the files do not.
-        surplus: those that the files have and the model does not.
-        shapes: names whose shapes differ, with that in the files and that of the model.
+        missing: tensors that only the model has.
+        surplus: tensors that only the files have.
+        shapes: name, shape in the files and shape in the model of tensors whose shapes differ.
     """
     unmerged = [name for name in surplus if _UNMERGED.search(name)]
     if missing:
         also = f", and hold {listed(surplus)} that it does not have" if surplus else ""
         yield (
-            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; they would"
-            f" start as random numbers. {_COMPLETE}"
+            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; the missing"
+            f" tensors would be random numbers. {_COMPLETE}"
         )
     elif unmerged:
         yield (
             f"{key}: the files of {folder} hold {listed(unmerged)} of an adapter that is not"
-            " merged, which would be left out; merge it (peft's merge_and_unload) and save again"
+            " merged and would be ignored; merge it (peft's merge_and_unload) and save again"
         )
     if shapes:
         name, has, needed = shapes[0]
         yield (
             f"{key}: the files of {folder} hold {listed([one[0] for one in shapes])} in another"
             f" shape than config.json describes ({name}: {list(has)} in the files, {list(needed)}"
-            " in the model); give the config.json and the weights of one model"
+            " in the model); use config.json and weights of the same model"
         )
 
 
@@ -277,7 +276,7 @@ _COMPLETE = (
 
 
 def listed(names: Sequence[str]) -> str:
-    """Count tensors and name the first, such as `1 tensor (lm_head.weight)`."""
+    """Return the number and the first names of tensors, such as `1 tensor (lm_head.weight)`."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     plural = "" if len(names) == 1 else "s"
     return f"{len(names)} tensor{plural} ({', '.join(names[:_LISTED])}{more})"

@@ -1,7 +1,7 @@
-"""Linear attention of packed rows by their segments (Qwen3.5).
+"""Linear attention for packed rows (Qwen3.5): each segment is computed separately.
 
-transformers' gated delta net reads a row as one sequence: its convolution and its state run on from
-a segment into the next, silently. Here each segment of a packed row begins without a past.
+transformers' gated delta net reads a row as one sequence, so its convolution and state silently
+leak from one segment into the next. Here each segment starts with an empty state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 
 class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
-    """The same layer, which is told the segments of a packed row."""
+    """The same layer with an additional argument: the segment lengths of a packed row."""
 
     def forward(
         self,
@@ -24,7 +24,7 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
         segment_lengths: list[int] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Compute [1, T, E] segment by segment; None: as one sequence, or a batch of such."""
+        """Compute [1, T, E] segment by segment. If `segment_lengths` is None, compute sequences."""
         forward = super().forward
         if segment_lengths is None:
             whole: torch.Tensor = forward(hidden_states, **options)
@@ -34,12 +34,12 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 def keep_segments_apart(model: PreTrainedModel) -> None:
-    """Have every gated delta net of transformers' `model` compute packed rows by their segments."""
+    """Change all gated delta nets of `model` in place to compute packed rows by segments."""
     for module in model.modules():
         if type(module) is Qwen3_5GatedDeltaNet:
-            # The class and not the attribute `forward`, so that copies of the model are right too.
+            # Exchange the class instead of the attribute `forward`: copies of the model keep it.
             module.__class__ = SegmentedDeltaNet
-    # What the language model is called with beside its own arguments, it hands to its layers.
+    # The language model passes additional keyword arguments to its layers.
     model.get_decoder().register_forward_pre_hook(_tell_segments, with_kwargs=True)
 
 
@@ -49,12 +49,12 @@ def _tell_segments(
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions: torch.Tensor | None = options.get("position_ids")
-    # As transformers decides where attention has to look for segments.
+    # The same conditions under which transformers' attention looks for segments.
     is_whole = options.get("attention_mask") is None and options.get("past_key_values") is None
     if positions is None or positions.shape[-2] != 1 or not is_whole:
         return arguments, options
     if positions.ndim == 3 and len(positions) == 3:
-        # M-RoPE alone says nothing of segments; the first row of four does.
+        # The three M-RoPE rows do not show segments. With four rows, the first row shows them.
         return arguments, options
     text_T = positions.reshape(-1, positions.shape[-1])[0]
     begins = (text_T.diff() != 1).nonzero()[:, 0] + 1

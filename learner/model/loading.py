@@ -1,4 +1,4 @@
-"""The checkpoint in the learner's process: model, processor, token codec."""
+"""Loads a checkpoint into the learner's process: model, processor and token codec."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PatchProjection(nn.Conv3d):
-    """The patch embedding of a vision tower, computed as the one matrix product that it is.
+    """The patch embedding of a vision tower, computed as one matrix product.
 
-    transformers writes it as a `Conv3d`, for which cuDNN has no usable bfloat16 backward.
+    transformers implements it as a `Conv3d`, for which cuDNN has no usable bfloat16 backward.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -73,44 +73,44 @@ class PatchProjection(nn.Conv3d):
 
 
 def project_patches_as_matrix(model: nn.Module) -> None:
-    """Exchange, in place, the forward of every patch embedding in `model`; there may be none."""
+    """Replace the forward of every patch embedding in `model`, in place, if there are any."""
     for module in model.modules():
         if type(module) is nn.Conv3d:
-            # A patch embedding is given patches of the kernel's size, so it must cut none itself.
+            # Its input consists of patches of the kernel's size, so it must not cut patches itself.
             assert module.stride == module.kernel_size, "a patch embedding's patches do not overlap"
-            # The class and not the attribute `forward`, so that copies of the model are right too.
+            # Exchange the class instead of the attribute `forward`: copies of the model keep it.
             module.__class__ = PatchProjection
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokens:
-    """A checkpoint without its weights: enough to ask a model and to read its answers."""
+    """A checkpoint without its weights: enough to make requests and to parse answers."""
 
     processor: ProcessorMixin | PreTrainedTokenizerBase
-    """What is saved with the weights; of a text model its tokenizer."""
+    """The processor; for a text model its tokenizer."""
     tokenizer: PreTrainedTokenizerBase
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
-    """Vision placeholders: sampled, they would stand for features that are not there."""
+    """Vision placeholders. They must not be sampled, because no image features belong to them."""
     stop_token_ids: tuple[int, ...]
-    """Ids that end an answer: the end of a turn, which is taught, then the checkpoint's others."""
+    """Ids that end an answer: first the end of a turn, which is taught, then the other ids."""
     base: BaseFiles
-    """Configuration, tokenizer and processor as the checkpoint's folder has them."""
+    """The original configuration, tokenizer and processor files of the checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
     model: PreTrainedModel
-    """transformers' image-text-to-text or causal model, in training mode; it has no dropout."""
+    """An image-text-to-text or causal model of transformers, in training mode, without dropout."""
     device: torch.device
     coord_ids_C: torch.Tensor
-    """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
+    """int64 [1000]: the token id of each bin; [0] if there are no coordinate tokens."""
     fresh_tokens: FreshTokens | None
-    """Tokens that stay fresh in this run's checkpoints; None where the embeddings are trained."""
+    """Tokens that stay untrained in this run's checkpoints; None if the embeddings are trained."""
 
     @property
     def rope_index(self) -> RopeIndex | None:
-        """M-RoPE positions as `learner.collate` asks for them; None of a model without."""
+        """The function that computes M-RoPE positions; None for a model without M-RoPE."""
         if self.model.config.model_type in TEXT_MODEL_TYPES + TILED_MODEL_TYPES:
             return None
         rope_index: RopeIndex = self.model.model.get_rope_index
@@ -124,7 +124,7 @@ def model_type_problem(
     key: str = "model.path",
     types: tuple[str, ...] = VISION_MODEL_TYPES,
 ) -> str | None:
-    """Return why the checkpoint in `folder`, which `key` names, is of none of these types."""
+    """Return the problem if the checkpoint in `folder` (value of `key`) has another type."""
     kind = model_config.model_type
     if kind in types:
         return None
@@ -133,10 +133,10 @@ def model_type_problem(
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
-    """Load what surrounds the weights of `model.path`.
+    """Load processor, tokenizer and small files of `model.path`, without the weights.
 
-    Raises ConfigError when the folder is no checkpoint of a kind that the run trains, or its
-    tokenizer lacks the coord tokens that the run is about.
+    Raises ConfigError if the folder is not a checkpoint of a type that the run can train, or if its
+    tokenizer lacks coordinate tokens that the run needs.
     """
     path = Path(config.model.path)
     is_grounding = not config.algorithm.uses_environment
@@ -151,8 +151,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         raise ConfigError(problem)
     if packed := model_config.to_dict().get("quantization_config"):
         raise ConfigError(
-            f"model.path: {path} holds packed weights (quantization_config:"
-            f" {packed.get('quant_method')} in config.json), which are not trained; choose the"
+            f"model.path: {path} holds quantized weights (quantization_config:"
+            f" {packed.get('quant_method')} in config.json), which cannot be trained; choose the"
             " model in full precision"
         )
     is_text = model_config.model_type in TEXT_MODEL_TYPES
@@ -193,7 +193,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 def _prompt_problems(
     data: DataSection, environment: EnvironmentSection | None, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Yield why the run's own texts cannot be asked; rows are checked as they are encoded."""
+    """Yield problems of the prompt texts in the configuration. Rows are checked when encoded."""
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
     texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
     if environment is not None:
@@ -209,52 +209,52 @@ def _prompt_problems(
 
 def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
-    # transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves
-    # them all, and the model has learned other ids.
+    # Rex-Omni's file intends to rename tokens of the vocabulary. Instead, transformers moves all of
+    # them to other ids than the model has learned.
     config = path / "tokenizer_config.json"
     written = json.loads(config.read_text()) if config.is_file() else {}
     for token_id, token in written.get("added_tokens_decoder", {}).items():
         read = tokenizer.convert_tokens_to_ids(token["content"])
         if read != int(token_id):
             raise ConfigError(
-                f"model.path: {config} says that {token['content']} is token {token_id}, and"
-                f" transformers reads it as {read}; of a Rex-Omni checkpoint `rollmatch"
-                f" rex-omni model={path}` writes the tokenizer.json that is missing, any other"
-                " needs a tokenizer.json of its own"
+                f"model.path: {config} says that {token['content']} is token {token_id}, but"
+                f" transformers reads it as {read}; for a Rex-Omni checkpoint write the missing"
+                f" tokenizer.json with `rollmatch rex-omni model={path}`, for any other checkpoint"
+                " add its tokenizer.json"
             )
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training: what is frozen has no gradient.
+    """Load `model.path` for training. Frozen parameters do not require a gradient.
 
-    Sets torch's seed and thread count for this process. Raises ConfigError for what cannot be read
-    or trained.
+    Set torch's seed and thread count for this process. Raises ConfigError if the checkpoint cannot
+    be read or trained.
     """
     tokens = load_tokens(config)
     path = Path(config.model.path)
     fresh = FreshTokens.of(path)
     if fresh is not None and fresh.ids.stop > len(tokens.tokenizer):
         raise ConfigError(
-            f"model.path: {path / FILE} names tokens that are not there (count: {fresh.count} ids"
-            f" from {fresh.first_id} on, of a tokenizer of {len(tokens.tokenizer)}); {REMEDY}"
+            f"model.path: {path / FILE} names tokens that do not exist (count: {fresh.count} ids"
+            f" from {fresh.first_id}, but the tokenizer has {len(tokens.tokenizer)}); {REMEDY}"
         )
     torch.manual_seed(config.training.seed)
-    # The results of a reduction depend on the number of threads: it is part of the configuration of
-    # a repeatable run, never left to Ray's default of one.
+    # Results of reductions depend on the number of threads. For repeatable runs it is configured,
+    # not left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention = "sdpa" if config.model.attention == "auto" else config.model.attention
     # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
     dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
     model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
     if config.model.is_quantized:
-        # By way of host memory, which has the whole model in full.
+        # From host memory, which holds the whole unquantized model.
         quantize_layers(model, config.adapted_parts, device)
     model = model.to(device)
     project_patches_as_matrix(model)
     if config.model.attention == "auto":
         attend_by_segments(model)
     if model.config.model_type in HYBRID_MODEL_TYPES:
-        # Imported for such a model alone: it brings transformers' module of the family.
+        # Imported only for such a model: it imports transformers' module of the family.
         from learner.model.linear_attention import keep_segments_apart
 
         keep_segments_apart(model)
@@ -273,17 +273,17 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     freeze_parts(model, config.training.parts)
     model.train()
     if config.model.gradient_checkpointing:
-        # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the
-        # first one's does not where parts are frozen.
+        # Not reentrant: the reentrant kind computes no gradient for a layer whose input requires
+        # none, such as the first layer if parts are frozen.
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False},
-            # Without an accelerator they are in host memory, and none of it can be pinned.
+            # Without an accelerator, activations are in host memory, which cannot be pinned.
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     if any(dropout) or model.config.get_text_config().attention_dropout:
         raise ConfigError(
-            f"model.path: {path} has dropout, which engines do not have; set it to 0 in config.json"
+            f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
         )
     return LoadedModel(
         **{one.name: getattr(tokens, one.name) for one in fields(tokens)},
@@ -297,28 +297,28 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 def load_complete(
     folder: Path, *, key: str = "model.path", **options: Any
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Load a checkpoint's model by transformers, and require that its files hold all weights.
+    """Load a checkpoint's model with transformers, and check that its files hold all weights.
 
-    A head in the files that is another matrix than the embedding is the model's head, although
-    `config.json` may tie the two; the model's configuration says so then. vLLM does the same.
+    If the files contain a head that differs from the embedding, it is used even if `config.json`
+    ties the two, and the loaded model's configuration is set to untied. vLLM does the same.
 
     Args:
-        options: of `from_pretrained`; with `device_map={"": "meta"}` it reads the files' headers
-            and no weights.
+        options: options of `from_pretrained`. With `device_map={"": "meta"}` only the files'
+            headers are read.
 
     Returns:
-        The model, and the names of tensors in the files that it does not have.
+        The model, and the names of tensors in the files that the model does not have.
 
     Raises:
-        ConfigError: `key`: files are missing or damaged, or their tensors are not the model's.
+        ConfigError: files are missing, damaged or do not fit the model; it begins with `key`.
     """
     try:
         is_text = "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs
         kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-        # Shapes that differ are named below, with what is missing.
+        # Different shapes are reported below, together with missing tensors.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = kind.from_pretrained(folder, **options)
-    # RuntimeError: a tensor that cannot be converted to the model's.
+    # RuntimeError: a tensor cannot be converted to the model's layout.
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise _cannot_load(folder, error, key) from error
     missing, surplus, shapes = (
@@ -335,6 +335,6 @@ def load_complete(
 
 def _cannot_load(path: Path, error: Exception, key: str = "model.path") -> ConfigError:
     return ConfigError(
-        f"{key}: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote,"
-        " of a model with the tokens of the run"
+        f"{key}: {path} cannot be loaded ({error}); give a folder written by save_pretrained,"
+        " with a model that has the tokens of the run"
     )

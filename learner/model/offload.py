@@ -1,7 +1,7 @@
-"""Moves off the learner's device while the engine beside it works there
+"""Moves the learner's tensors to host memory while the engine in its process generates
 (`rollout_matching.offload`).
 
-Values are moved bit for bit, and are back before anything of the learner runs, also behind an
+Values do not change. They are moved back before any code of the learner runs, even after an
 exception. Not run on a GPU.
 """
 
@@ -25,18 +25,18 @@ SECTION = "rollout_matching.offload"
 def require_offload(
     rollouts: RolloutMatchingSection, learner: LearnerSection, device: torch.device
 ) -> None:
-    """Raise ConfigError if offload is asked for and cannot be had."""
+    """Raise ConfigError if offload is configured but not possible."""
     if not offloads(rollouts):
         return
     problems = []
     if device.type == "cpu":
         problems.append(
-            f"{SECTION}.enabled: the learner runs on the CPU already; set it to false, or lower"
+            f"{SECTION}.enabled: the learner already runs on the CPU; set it to false, or lower"
             " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
     if learner.is_sharded:
         problems.append(
-            f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be moved away; set it to"
+            f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be offloaded; set it to"
             " false, set learner.parallel: ddp, or rollout_matching.vllm.mode: actors"
         )
     if problems:
@@ -44,13 +44,13 @@ def require_offload(
 
 
 def offloads(rollouts: RolloutMatchingSection) -> bool:
-    """Return whether anything is to be moved away: only mode `colocate` has it."""
+    """Return whether tensors are offloaded, which only mode `colocate` supports."""
     return rollouts.offload.enabled and rollouts.backend_name == "colocate"
 
 
 @contextmanager
 def offloaded_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Keep the optimizer's state in host memory, and put it back on `device` afterwards."""
+    """Keep the optimizer's state in host memory inside the block, then move it to `device`."""
     try:
         optimizer.move_to(CPU)
         yield
@@ -61,12 +61,12 @@ def offloaded_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[
 
 @contextmanager
 def offloaded_model(model: nn.Module) -> Iterator[None]:
-    """Keep parameters, their gradients so far, and buffers in host memory; then put each back.
+    """Keep parameters, gradients and buffers in host memory inside the block, then move them back.
 
-    The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds
-    it still; their memory on the device is let go.
+    The tensors stay the same objects, so references to them (the optimizer, tied layers) remain
+    valid. Their memory on the device is freed.
     """
-    # Each once, tied ones too.
+    # Each tensor once, including tied ones.
     tensors: list[torch.Tensor] = []
     for parameter in model.parameters():
         tensors.append(parameter)
@@ -96,10 +96,10 @@ def offloaded(
     with_model: bool,
     reference: nn.Module | None = None,
 ) -> Iterator[None]:
-    """Move away what the configuration names; the model only where `with_model`.
+    """Offload the tensors that the configuration names, the model only if `with_model` is true.
 
-    A `reference` of its own goes where models go. On a GPU the memory is given back to the driver,
-    because the engine is another process.
+    A separate `reference` model is offloaded if models are. On a GPU the freed memory is returned
+    to the CUDA driver, because the engine is another process.
     """
     if not offloads(rollouts):
         yield
@@ -123,9 +123,9 @@ def _room_on(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise LearnerError(
-            f"what {SECTION} moved away does not fit back onto {device} beside the engine"
+            f"the tensors of {SECTION} do not fit on {device} again, next to the engine"
             f" ({error}); lower rollout_matching.vllm.gpu_memory_utilization, set"
-            " rollout_matching.vllm.sleep: true, or generate elsewhere (rollout_backend: hf,"
+            " rollout_matching.vllm.sleep: true, or use another backend (rollout_backend: hf,"
             " vllm.mode: actors)",
             phase="offload",
         ) from error

@@ -1,4 +1,4 @@
-"""The optimizer updates of a step: one, or `training.updates_per_batch`."""
+"""The optimizer: AdamW on float32 master weights, with gradients summed over the ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CPU = torch.device("cpu")
 
 
 class MasterWeights:
-    """One float32 tensor per parameter, on which the optimizer works.
+    """One float32 master tensor per parameter, which the optimizer updates.
 
-    A parameter in float32 is its own master, unless masters are kept on another device.
+    A float32 parameter is its own master, unless masters are kept on another device.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], kept_on: torch.device | None = None
     ) -> None:
-        """`kept_on`: where all masters and their gradients are; None: with their parameters."""
-        # A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is
-        # lost when it is added, and so is a row's gradient in the sum of many. So after every
-        # backward a parameter's gradient is added to its master's, in float32, and dropped.
+        """`kept_on`: device of all masters and their gradients; None: the parameters' devices."""
+        # bfloat16 has 8 significant bits: adding an update below 1/512 of a weight does not change
+        # it, and small gradients of rows are lost in a sum. So after each backward, a parameter's
+        # gradient is added to its master's gradient in float32, and then dropped.
         self.masters: list[torch.Tensor] = []
         """In the order of `parameters`."""
         self._copies: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -50,15 +50,15 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the parameters, to the nearest."""
+        """Copy the masters into the parameters, rounded to the nearest value."""
         if self._copies:
             parameters, masters = zip(*self._copies, strict=True)
             torch._foreach_copy_(parameters, masters)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the masters that are no parameters, with their gradients so far."""
+        """Move the masters (those that are not parameters) and their gradients to a device."""
         for _, master in self._copies:
-            # A gradient has to be where its tensor is.
+            # A gradient must be on the same device as its tensor.
             gradient = master.grad
             master.grad = None
             master.data = master.data.to(device)
@@ -66,7 +66,7 @@ class MasterWeights:
 
 
 def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    # Pinned where a GPU's weights come from it.
+    # Pinned host memory if the parameter is on a GPU.
     is_away = parameter.is_cuda and device.type == "cpu"
     master = parameter.detach().to(device, torch.float32, copy=True)
     if is_away:
@@ -75,13 +75,13 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     def add(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after a gradient was accumulated"
-        # Waits: the GPU's memory is free again, and the host's has the gradient, when it returns.
+        # A blocking copy: afterwards the gradient's GPU memory can be freed.
         gradient = gradient.to(device)
         if master.grad is None:
             master.grad = gradient.float()
         else:
             master.grad.add_(gradient)
-        # Else the next row's gradient would be added to this one in bfloat16.
+        # Otherwise the next row's gradient would be added to this one in bfloat16.
         parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)
@@ -90,28 +90,28 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The numbers of one update.
+    """The metrics of one update.
 
     Example: the first of three updates that were not finite gives `UpdateResult(nan, 1e-5, {}, 1)`.
     """
 
     grad_norm: float
-    """Before clipping. Not finite where the update was skipped."""
+    """Gradient norm before clipping. Not finite if the update was skipped."""
     learning_rate: float
-    """Rate of parts without one of their own."""
+    """Learning rate of parts without a separate rate."""
     part_learning_rates: dict[ModelPart, float]
-    """Rates of the trained parts that have one of their own."""
+    """Learning rates of trained parts with a separate rate."""
     num_skipped_in_a_row: int = 0
-    """Up to and including this update."""
+    """Number of consecutive skipped updates, up to and including this one."""
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradient was not finite: nothing has changed but the step's number."""
+        """Whether the gradient was not finite, so that the weights were not changed."""
         return self.num_skipped_in_a_row > 0
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return the metrics of a step's updates by name; a norm that is not finite is left out."""
+    """Return the metrics of a step's updates by name, without norms that are not finite."""
     last = updates[-1]
     metrics = {"optim/learning_rate": last.learning_rate}
     for part, rate in last.part_learning_rates.items():
@@ -125,28 +125,27 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _ParameterGroup:
-    """Parameters that are updated alike: one of AdamW's parameter groups."""
+    """The key of one of AdamW's parameter groups, whose parameters have equal settings."""
 
     part: ModelPart
     decays: bool
-    """Matrices do. Norms and biases do not: to pull a scale towards zero is no regularisation."""
+    """Whether weight decay applies. Pulling norms and biases towards zero does not regularize."""
     is_embedding: bool = False
-    """Whether moments keep 32 bits though others have 8."""
+    """Whether the moments keep 32 bits even if others have 8 bits."""
 
 
 class Optimizer:
-    """AdamW with a schedule over what has a gradient; `update` is called at the end of a step.
+    """AdamW with a learning-rate schedule. `update` is called at the end of a step.
 
-    DTensors (FSDP2) are updated like any others: each rank its part. `training.optimizer` says
-    where its tensors are, and in how many bits. The two that are not the default were not run on a
-    GPU.
+    Each rank updates its own shards of DTensors (FSDP2). `training.optimizer` chooses the device
+    and the bits of the moments. The two values other than the default were not run on a GPU.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
         self._ranks = ranks
         self._config = config
-        # Of a word that a step does not have nothing is known of its gradient's size, so an
-        # embedding's moments keep their 32 bits, as in Hugging Face's Trainer.
+        # A step says nothing about the gradients of tokens that it does not contain, so an
+        # embedding's moments keep 32 bits, as in Hugging Face's Trainer.
         embeddings = {
             id(module.weight)
             for module in model.modules()
@@ -179,34 +178,34 @@ class Optimizer:
         }
         self.optimizer: torch.optim.AdamW | AdamW8bit
         if config.optimizer == "adamw_bnb_8bit":
-            # Imported for a run that asks for it alone: bitsandbytes is an extra.
+            # Imported only if a run uses it: bitsandbytes is an optional dependency.
             from learner.model.optimizer_8bit import AdamW8bit
 
             for values, group in zip(of_groups, groups, strict=True):
                 values["optim_bits"] = 32 if group.is_embedding else 8
             self.optimizer = AdamW8bit(of_groups, **arguments)
         else:
-            # On a GPU, or for one: one kernel, and no temporary as large as the weights.
+            # For parameters on a GPU: one kernel, without temporary copies of the weights.
             fused = self._is_fused or None
             self.optimizer = torch.optim.AdamW(of_groups, **arguments, fused=fused)
         self.num_skipped = 0
-        """Updates in a row that were skipped, up to the last."""
+        """Number of consecutive skipped updates, up to the last update."""
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The float32 tensors that are updated: the trained parameters, or their masters."""
+        """The float32 tensors that are updated: the trained parameters or their master weights."""
         return self._weights.masters
 
     def update(self, step: int, denominator: int) -> UpdateResult:
-        """Sum the gradients over ranks, divide, clip, update, and drop the gradients.
+        """Sum the gradients over ranks, divide, clip, update the weights, and drop the gradients.
 
-        A gradient that is not finite updates nothing: weights, masters and moments stay as they
-        are. All ranks see the same sum, and so do the same. Raises LearnerError after more than
-        `training.max_nonfinite_updates` of them in a row.
+        If the gradient is not finite, the update is skipped: weights and moments do not change. All
+        ranks have the same sum and decide alike. Raises LearnerError after more than
+        `training.max_nonfinite_updates` consecutive skipped updates.
 
         Args:
-            step: counts from 0, as the schedule of the learning rate does.
-            denominator: the samples of the step.
+            step: step number, from 0, for the learning-rate schedule.
+            denominator: number of samples (or segments, or tokens) of the step.
         """
         config = self._config
         gradients = self._gradients()
@@ -215,7 +214,7 @@ class Optimizer:
             torch._foreach_div_(gradients, denominator)
         limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.masters, limit)
-        # Every rank holds a part of a norm over DTensors: the whole is a collective.
+        # Over DTensors each rank has only a part of the norm; `full_tensor` is a collective.
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         part_rates = {}
         for group, arguments in zip(self._groups, self.optimizer.param_groups, strict=True):
@@ -240,10 +239,10 @@ class Optimizer:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's masters and moments, as `load_tensors` takes them.
+        """Return this rank's masters and moments by name, for `load_tensors`.
 
         Example: `model.norm.weight/master`, `model.norm.weight/exp_avg`, `.../exp_avg_sq`,
-        `.../step`. A parameter that no row has reached yet has no moments.
+        `.../step`. A parameter without any gradient so far has no moments.
         """
         tensors = {}
         for name, master in zip(self._names, self.masters, strict=True):
@@ -254,9 +253,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put masters, moments and parameters back to what `tensors` returned.
+        """Restore masters, moments and parameters from the result of `tensors`.
 
-        Raises ConfigError where these are of other parameters.
+        Raises ConfigError if the tensors belong to other parameters or another optimizer.
         """
         saved: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
@@ -272,9 +271,9 @@ class Optimizer:
         if differing := [name for name in here | there if here.get(name) != there.get(name)]:
             name = differing[0]
             raise ConfigError(
-                f"resume.run: {name} has the shape {here.get(name, 'none')} on this rank, and"
+                f"resume.run: {name} has the shape {here.get(name, 'none')} on this rank, but"
                 f" {there.get(name, 'none')} in the checkpoint; resume with the same model, trained"
-                " parts and learner ranks"
+                " parts and number of learner ranks"
             )
         for (name, part), master in zip(parts.items(), self.masters, strict=True):
             values = saved[name]
@@ -284,8 +283,8 @@ class Optimizer:
             if ("exp_avg" in values) != isinstance(self.optimizer, torch.optim.AdamW):
                 raise ConfigError(
                     f"resume.run: the checkpoint has other moments of {name} ({', '.join(values)})"
-                    f" than training.optimizer: {self._config.optimizer}; resume with that of the"
-                    " run (adamw_torch and adamw_offload have the same)"
+                    f" than training.optimizer: {self._config.optimizer}; resume with the run's"
+                    " optimizer (adamw_torch and adamw_offload have the same moments)"
                 )
             if not isinstance(self.optimizer, torch.optim.AdamW):
                 self.optimizer.restore_state(master, values)
@@ -293,7 +292,7 @@ class Optimizer:
                 state = self.optimizer.state[master]
                 for kind, moment in values.items():
                     if kind == "step":
-                        # On the device, where the kernel is fused.
+                        # On the parameter's device if the kernel is fused.
                         device = master.device if self._is_fused else torch.device("cpu")
                         state[kind] = moment.to(device)
                     else:
@@ -302,16 +301,16 @@ class Optimizer:
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:
-        """Move moments, masters, and the masters' gradients so far; be back before the next row.
+        """Move moments, masters and their gradients. The caller moves them back before a row.
 
-        Those of `adamw_offload` stay in host memory.
+        The tensors of `adamw_offload` stay in host memory.
         """
         if self._is_offloaded:
             return
         self._weights.move_to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                # The count of steps is read where AdamW has put it.
+                # AdamW expects the step count on its original device.
                 if name != "step":
                     state[name] = value.to(device)
 
@@ -322,32 +321,33 @@ class Optimizer:
         return self.optimizer.saved_state(master)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the step's rows reached, on any rank."""
+        """Return the gradients of all masters that have a gradient on any rank."""
         reached = self._ranks.any_of([master.grad is not None for master in self.masters])
         for master, is_reached in zip(self.masters, reached, strict=True):
-            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros:
-            # the ranks' lists must be of one shape.
+            # If only other ranks have this gradient, this rank adds zeros: all ranks must sum lists
+            # of the same shapes.
             if is_reached and master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters if master.grad is not None]
 
     def _nonfinite_message(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates
-        before = f", and so were those of the {self.num_skipped - 1} updates before it"
+        before = f", and the {self.num_skipped - 1} updates before were not finite either"
         return (
             f"step {step + 1}: the gradient norm is {grad_norm}{before if allowed else ''}"
-            f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or raise"
-            " lr_warmup_steps, look at the step's data, or skip more such updates"
+            f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate, raise"
+            " training.lr_warmup_steps, check the step's data, or raise"
+            " training.max_nonfinite_updates"
         )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, whose memory it shares, or the tensor itself."""
+    """Return this rank's shard of a DTensor (without a copy), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
-    """Return the rate of a step: linear warm-up to `peak`, then the schedule.
+    """Return the learning rate of a step: linear warm-up to `peak`, then the schedule.
 
     The schedule ends at `min_lr_ratio` of the peak at `max_steps`.
 

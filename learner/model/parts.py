@@ -1,4 +1,4 @@
-"""The parts of a model that `training.parts` freezes or gives learning rates of their own."""
+"""The parts of a model that `training.parts` can freeze or train with a separate learning rate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shared.model_families import ModelPart, find_part
 
 
 def model_part(name: str) -> ModelPart:
-    """Return the part of a parameter of a model that is known to be of our families."""
+    """Return the part that a parameter belongs to. The model must belong to a known family."""
     part = find_part(name)
     assert part is not None, (
-        f"{name} belongs to no part: learner/model/loading.py admits a model that"
+        f"{name} does not belong to a part: learner/model/loading.py accepts a model that"
         " shared/model_families.py does not know"
     )
     return part
@@ -32,29 +32,29 @@ def part_settings(part: ModelPart, config: PartsSection) -> PartSection:
 
 
 def freeze_parts(model: nn.Module, config: PartsSection) -> None:
-    """Keep the frozen parts out of every gradient; what is frozen already stays so.
+    """Freeze the parameters of the parts that the configuration freezes.
 
-    Raises ConfigError where nothing is left to train.
+    Raises ConfigError if no trainable parameter remains.
     """
-    # Only ever off: with an adapter most parameters are frozen already, and have to stay so.
+    # Never unfreeze: with an adapter, most parameters are already frozen and must stay frozen.
     for name, parameter in model.named_parameters():
         if part_settings(model_part(name), config).frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "training.parts: nothing is left to train; unfreeze a part, with model.adapter"
-            " one that is adapted"
+            "training.parts: nothing is left to train; unfreeze a part, or with model.adapter one"
+            " of the adapted parts"
         )
 
 
 def target_problem(
     named: Collection[str], layers: Mapping[ModelPart, Collection[str]], base_path: str
 ) -> str | None:
-    """Return what is wrong with `model.adapter.target_modules`, if anything is.
+    """Return the problem with `model.adapter.target_modules`, or None.
 
     Args:
         named: the key's value.
-        layers: names of the linear layers of each part that is to be adapted.
+        layers: names of the linear layers of each part to adapt.
     """
     titles = {part: part.replace("_", " ") for part in layers}
     unknown = sorted(set(named).difference(*layers.values()))
@@ -64,7 +64,7 @@ def target_problem(
         wrong = f"no linear layer of the {parts} in {base_path} is called {', '.join(unknown)}"
     elif without:
         wrong = f"it names no linear layer of the {titles[without[0]]} in {base_path}"
-        wrong += f", which training.parts.{without[0]}.adapted asks for"
+        wrong += f", but training.parts.{without[0]}.adapted requires one"
     else:
         return None
     has = [
@@ -76,7 +76,7 @@ def target_problem(
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[ModelPart, nn.Parameter]]:
-    """Yield every parameter with a gradient, once, in the model's order."""
+    """Yield every trainable parameter once, in the model's order."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield model_part(name), parameter

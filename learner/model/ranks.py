@@ -1,4 +1,4 @@
-"""The learner ranks of a run: where one of them is, its device, and how it speaks to the others."""
+"""The learner ranks of a run: their placement, devices and collectives."""
 
 from __future__ import annotations
 
@@ -28,75 +28,75 @@ from shared.weight_sync.gloo import gloo_options
 from shared.weight_sync.transports import Device, TransportKind
 
 BUCKET_ELEMENTS = 2**24
-"""Gradients that are summed at once: 64 MiB in float32."""
+"""Number of gradient elements that are summed at once: 64 MiB in float32."""
 GROUP_NAME = "rollmatch.learner"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
-    """Engine workers that take weights over one process group, whose rank 0 is learner rank 0."""
+    """The engine workers of one process group for weight syncs. Its rank 0 is learner rank 0."""
 
     num_workers: int
     port: int = 0
-    """Where the group is opened on rank 0's node; 0: any free one."""
+    """The port of the group on rank 0's node; 0: any free port."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """The place of one learner rank in the run, which follows from the cluster.
+    """The placement of one learner rank, derived from the cluster.
 
     Example: `RankTopology(TransportKind.GLOO, (ReceiverGroup(3),))` is the only rank of a run with
-    three actors on CPU.
+    three rollout actors on CPU.
     """
 
     transport: TransportKind
-    """The way of full weights (`WeightOffer.transport`)."""
+    """Transport of full weights (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
-    """One for all rollout actors, or one for each server; none where the engine lives in the
+    """One group for all rollout actors, or one for each server; empty if the engine is in the
     learner's process."""
     address: str = "127.0.0.1"
-    """This node's, which the engines and the other ranks reach."""
+    """Address of this node that the engines and other ranks can reach."""
     device: Device = Device.CPU
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
-    """`address:port` at which rank 0 gathers the ranks; empty where there is one."""
+    """`address:port` of rank 0's rendezvous; empty with a single rank."""
 
 
 class LearnerDevice:
-    """The device of one learner rank: a GPU does its work later than it is told to, a CPU at once.
+    """The device of one learner rank. A GPU executes queued work asynchronously, a CPU at once.
 
-    A class, so that a test can watch it without a GPU. Not run on a GPU.
+    It is a class so that tests can observe it without a GPU. Not run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def use_full_float32(self) -> None:
-        """Have this process multiply float32 in float32 on a GPU."""
-        # By default cuDNN's convolutions use TF32, whose 10 bits are too few for the tolerances at
-        # which learner and engine are compared; another library may ask for it in products.
+        """Disable TF32, so that float32 products on a GPU have full precision."""
+        # By default cuDNN's convolutions use TF32. Its 10 bits are too few for the tolerances of
+        # the comparison between learner and engine. Other libraries may enable it for products.
         if self.device.type == "cuda":
-            # Not `fp32_precision` of each operation: with it, reading `cudnn.allow_tf32`, as
-            # others do, raises.
+            # Do not set `fp32_precision` of each operation: reading `cudnn.allow_tf32`, as other
+            # packages do, would then raise.
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
 
     def wait(self) -> None:
-        """Return when all that the calling thread has queued on the device is done.
+        """Wait until all work that this thread has queued on the device is done.
 
-        An optimizer update is only queued when `Optimizer.update` returns. Another stream or
-        another process that reads the weights then may find those of the step before.
+        When `Optimizer.update` returns, the update is only queued. Another stream or process that
+        reads the weights then could see the previous step's weights.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 class Ranks:
-    """The learner ranks of a run, as one of them sees the others; `Ranks()` is one alone.
+    """Collectives over the learner ranks of a run. `Ranks()` stands for a single rank.
 
-    Every method but `of_phase` and `pop_spans` is a collective: all ranks call it, in the same
-    order. One that a peer does not join ends after `timeout_s` with a CollectiveError.
+    All methods except `of_phase` and `pop_spans` are collectives: all ranks call them in the same
+    order. If a rank does not join, the others raise CollectiveError after `timeout_s`.
 
     Example: with rank 0 holding 3 and rank 1 holding 5, `ranks.sum(...)` is 8 on both.
     """
@@ -111,12 +111,12 @@ class Ranks:
         timeout_s: float = 0.0,
         sums_in_backward: bool = False,
     ) -> None:
-        """Keep what the collectives need.
+        """Store the arguments of the collectives.
 
         Args:
-            group: None where this rank is alone: then no method asks anybody.
-            device: where the gradients are.
-            sums_in_backward: the backward of every row sums gradients over the ranks already.
+            group: None for a single rank: then no method communicates.
+            device: device of the gradients.
+            sums_in_backward: the backward of every row already sums gradients over the ranks.
         """
         self.rank = rank
         self.world_size = world_size
@@ -139,25 +139,25 @@ class Ranks:
         return self._reduced(own, ReduceOp.SUM)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag, of which all ranks have equally many, whether any rank's is set."""
+        """Return for each flag whether it is set on any rank. All ranks pass equally many flags."""
         return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]
 
     def first_difference(self, values: Sequence[int]) -> int | None:
-        """Return where the ranks' values, equally many, differ first; None where they are equal."""
+        """Return the first index where the equally long lists of the ranks differ, or None."""
         highest = self._reduced(values, ReduceOp.MAX)
         lowest = self._reduced(values, ReduceOp.MIN)
         pairs = enumerate(zip(highest, lowest, strict=True))
         return next((index for index, (high, low) in pairs if high != low), None)
 
     def barrier(self) -> None:
-        """Return when all ranks have come."""
+        """Wait until all ranks have called this."""
         self._reduced([0], ReduceOp.SUM)
 
     def together(self, write: Callable[[], None], phase: str) -> None:
-        """Write this rank's part, and return when every rank has written its own.
+        """Write this rank's part, and return when every rank has written its part.
 
-        Where one fails all of them raise, and are ready for another attempt: the rank that failed
-        its own error, the others a CollectiveError of the phase.
+        If one rank fails, all ranks raise and can try again. The failed rank raises its own error,
+        the others a CollectiveError of the phase.
         """
         failure: Exception | None = None
         try:
@@ -171,7 +171,7 @@ class Ranks:
             raise CollectiveError("another rank could not write its part", phase=phase)
 
     def meet(self, flag: bool) -> bool:
-        """Wait for all ranks, timed; return whether any rank's flag is set."""
+        """Wait for all ranks, record the wait, and return whether any rank's flag is set."""
         started_s = time.time()
         any_flag = bool(self.max(int(flag)))
         if self.group is not None:
@@ -179,32 +179,31 @@ class Ranks:
         return any_flag
 
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Sum in place over the ranks, each of which has as many of the same shapes.
+        """Sum the gradients over the ranks, in place. All ranks pass tensors of the same shapes.
 
-        Afterwards every rank holds the same bits.
+        Afterwards all ranks hold bitwise equal values.
         """
         if self.group is None or self._sums_in_backward:
             return
         started_s = time.time()
         for bucket in cut_past(gradients, BUCKET_ELEMENTS, torch.Tensor.numel):
-            # In float32, whatever the gradients are: a sum over ranks must not lose more than the
-            # sum over rows.
+            # Always in float32: a sum over ranks must not be less precise than the sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
             self._all_reduce(self.group, flat, ReduceOp.SUM)
             parts = flat.split([gradient.numel() for gradient in bucket])
             for gradient, summed in zip(bucket, parts, strict=True):
                 gradient.copy_(summed.view_as(gradient))
-        # On a GPU the sums are only queued so far: a lost peer and the time belong to them, and not
-        # to whatever waits for the device next.
+        # On a GPU the sums are only queued so far. Wait here, so that a lost rank and the time are
+        # attributed to the sums and not to a later wait.
         if self._device is not None:
             self._device.wait()
         self._spans.append(Span(self._track, "reduce gradients", started_s, time.time()))
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
-        """Name this rank in a LearnerError that leaves the block, among several ranks.
+        """With several ranks, add this rank's name to a LearnerError that leaves the block.
 
-        A lost or late peer becomes a CollectiveError of the phase; other errors stay as they are.
+        A lost or late rank becomes a CollectiveError of the phase. Other errors do not change.
         """
         if self.group is None:
             yield
@@ -220,16 +219,16 @@ class Ranks:
         except RuntimeError as error:
             if not is_of_collective(error):
                 raise
-            # It may have been told at once, because the other's process is not there.
+            # The error comes without delay if the other rank's process has ended.
             raise CollectiveError(
-                f"rank {self.rank} of {self.world_size}: another one did not answer within"
-                f" timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the"
-                f" rank that failed first ({error})",
+                f"rank {self.rank} of {self.world_size}: another rank did not answer within"
+                f" timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; look at the"
+                f" first error of the other ranks ({error})",
                 phase=phase,
             ) from error
 
     def pop_spans(self) -> list[Span]:
-        """Return what `meet` and `sum_gradients` took since the last call."""
+        """Return and clear the time spans of `meet` and `sum_gradients`."""
         spans = self._spans
         self._spans = []
         return spans
@@ -251,15 +250,15 @@ class Ranks:
 
 
 def is_of_collective(error: Exception) -> bool:
-    """Tell whether a collective raised it, because another rank was lost or late."""
-    # NCCL's errors have a class of their own, gloo's are known by the source file that they name.
+    """Return whether a collective raised the error because another rank was lost or late."""
+    # NCCL has its own error class. Errors of gloo contain its source path.
     return isinstance(error, DistError) or "third_party/gloo" in str(error)
 
 
 class Rendezvous:
-    """A store at which the other ranks find rank 0.
+    """The store of rank 0 to which the other ranks connect.
 
-    Its port is bound, on `address` alone, before anybody is told of it.
+    Its port is bound only on `address`, and before the address is passed to other ranks.
     """
 
     def __init__(self, address: str) -> None:
@@ -285,15 +284,15 @@ def join_ranks(
     timeout_s: float,
     sums_in_backward: bool,
 ) -> Ranks:
-    """Return the ranks of the run when all have come. Raises CollectiveError after `timeout_s`.
+    """Connect all ranks of the run. Raises CollectiveError after `timeout_s`.
 
     Args:
-        rendezvous: rank 0's, opened before `place` was made.
-        timeout_s: the configuration's timeouts.learn_s, of this and of every collective.
+        rendezvous: the rendezvous on rank 0; None on other ranks.
+        timeout_s: timeouts.learn_s, the limit of this and of every collective.
     """
     if place.world_size == 1:
         return Ranks()
-    assert (rendezvous is not None) == (place.rank == 0), "rank 0 alone hosts the rendezvous"
+    assert (rendezvous is not None) == (place.rank == 0), "only rank 0 hosts the rendezvous"
     address, port = place.rendezvous.rsplit(":", 1)
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -308,7 +307,7 @@ def join_ranks(
         message = late(
             f"the other learner ranks at {place.rendezvous}",
             Timeout(timeout_s, "timeouts.learn_s"),
-            "the rank that failed first, and whether nodes reach each other",
+            "the first error of the other ranks, and that the nodes can reach each other",
         )
         raise CollectiveError(
             f"rank {place.rank} of {place.world_size}: {message} ({error})", phase="start"
@@ -324,10 +323,10 @@ def join_ranks(
 
 
 def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
-    """Open gloo for what lies in host memory and, on GPUs, NCCL for what lies there.
+    """Open a process group with gloo for tensors in host memory and NCCL for tensors on GPUs.
 
-    The group is an object of its own and not torch's default one, which an engine in the same
-    process may open for itself. NCCL was not run on a GPU.
+    It is not torch's default group, because an engine in the same process may open that one. NCCL
+    was not run on a GPU.
     """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO
@@ -347,11 +346,10 @@ def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> Proc
             PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options
         )
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
-        # The first GPU that this process sees is where its tensors are.
+        # The process's tensors are on the first GPU that it sees.
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
     else:
         group._set_default_backend(gloo)
-    # torch keeps a register of groups by name; another run's in this process has another
-    # rendezvous.
+    # torch registers groups by name. The rendezvous makes names unique among runs in one process.
     group._set_group_name(f"{GROUP_NAME}@{place.rendezvous}")  # type: ignore[arg-type]
     return group

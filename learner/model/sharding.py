@@ -1,12 +1,12 @@
-"""The models in a learner rank, whole or in parts (`learner.parallel: ddp | fsdp`).
+"""The models of a learner rank, replicated or sharded (`learner.parallel: ddp | fsdp`).
 
-ddp     A rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
-        must not drift apart: `check` compares them.
-fsdp    FSDP2: every forward gathers block after block and every backward sums their gradients, so
-        each row is a row of all ranks: `rows_of_all_ranks` makes their numbers equal, and tells
-        where all of them run the vision tower.
+ddp     Each rank trains its own rows. Gradients are summed once, at the step's end. `check`
+        verifies that the ranks hold the same weights.
+fsdp    FSDP2: each forward gathers the blocks one by one, and each backward sums their gradients.
+        So all ranks must run the same number of rows and run the vision tower together:
+        `rows_of_all_ranks` arranges both.
 
-Weights leave, for a sync or a checkpoint, between two calls:
+For a weight sync or a checkpoint, weights are read between two calls:
 
     gather -> weights, state_dict -> release
 """
@@ -37,73 +37,71 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 FAILED = 2**62
-"""In the place of a rank's number of rows: it has an error to raise, and the others must not wait
-for it."""
+"""Sent in place of a rank's number of rows if that rank failed, so that the others do not wait."""
 CHECKED_ELEMENTS = 4096
-"""At the most, of each parameter, when ranks are compared."""
+"""Maximum number of elements per parameter that are compared between ranks."""
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Parallel:
-    """A model as one rank holds it: whole, alone or among others that hold it too.
+    """The model of one rank, held as a whole (a single rank, or ddp).
 
-    In `ShardedModel`, a part of it. `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and
-    `gather` are collectives there: all ranks come to them, in the same order.
+    `ShardedModel` holds a shard. In it `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and
+    `gather` are collectives: all ranks call them in the same order.
     """
 
     holds_parts = False
-    """Whether the model's parameters are this rank's shards (DTensor) and not ordinary tensors."""
+    """Whether the model's parameters are shards (DTensor) instead of ordinary tensors."""
     mesh: DeviceMesh | None = None
-    """The ranks that hold the parts."""
+    """The device mesh of the ranks that hold the shards."""
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
-        """Weights for a sync or a checkpoint; read them only between `gather` and `release`."""
+        """Weights for a sync or a checkpoint. Read them only between `gather` and `release`."""
         self._model = model
         self._ranks = ranks
 
     def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
+        """Return `function(*arguments)`, which must run one forward of the model or its modules."""
         return function(*arguments)
 
     def rows_of_all_ranks(
         self,
         rows: Iterable[T],
-        shows_images: Callable[[T], bool],  # noqa: ARG002 (asked where ranks compute together)
+        shows_images: Callable[[T], bool],  # noqa: ARG002 (used only by ShardedModel)
     ) -> Iterator[tuple[T | None, bool]]:
-        """Yield the rows in order, then None for each that another rank has more.
+        """Yield this rank's rows in order, then None for each additional row of another rank.
 
-        With each comes whether it has to run the vision tower because another rank's does.
+        The second value says whether this rank must run the vision tower only because another does.
         """
         return ((row, False) for row in rows)
 
     def any_of_row(self, flag: bool) -> bool:
-        """Return whether the flag is set on a rank that this row is a row of: here, or anywhere."""
+        """Return whether the flag is set on a rank that takes part in this row (all if sharded)."""
         return flag
 
     def check(self) -> None:
-        """Raise LearnerError where the ranks do not hold the same weights."""
-        # A sample of every parameter's bits is enough: an update that went another way shows in all
-        # of them.
+        """Raise LearnerError if the ranks do not hold the same weights."""
+        # A sample of each parameter is enough: a different update changes all of them.
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum)
 
     def gather(self) -> None:
-        """Make `weights` readable: they do not change until `release`."""
+        """Make `weights` readable and constant until `release`."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the whole weights in host memory, on rank 0, between `gather` and `release`.
+        """Return the gathered weights in host memory (rank 0, between `gather` and `release`).
 
-        None where the model itself holds them.
+        None if the model is not sharded.
         """
         return None
 
     def release(self) -> None:
-        """Drop what was gathered."""
+        """Free the gathered weights."""
 
 
 class ShardedModel(Parallel):
-    """A part of every parameter in each rank, and its own source of weights. Not run on a GPU."""
+    """A model sharded over the ranks (FSDP2), which is its own weight source. Not run on a GPU."""
 
     holds_parts = True
 
@@ -120,14 +118,14 @@ class ShardedModel(Parallel):
     ) -> None:
         """Shard `model` in place and move the shards to `device`.
 
-        The model comes in float32, in host memory, the same on every rank. Its forwards compute in
-        `dtype`, gradients are summed in float32, and the shards stay float32: under bfloat16 they
+        The model must be in float32, in host memory, and equal on all ranks. Its forwards compute
+        in `dtype`. Gradients are summed in float32, and the shards stay float32: with bfloat16 they
         are the master weights.
 
         Args:
-            weights: what the whole model would send.
-            every_rank_sends: each to an engine beside it; else rank 0 alone sends.
-            mesh: that of another model of these ranks; None: this is the first.
+            weights: weight source of the whole model.
+            every_rank_sends: each rank sends to an engine in its process; else only rank 0 sends.
+            mesh: mesh of an earlier model of these ranks; None creates a mesh.
         """
         super().__init__(model, self, ranks)
         self._source = weights
@@ -135,11 +133,10 @@ class ShardedModel(Parallel):
         self._device = device
         self._dtype = dtype
         self._gathered: list[tuple[str, torch.Tensor]] = []
-        """Whole tensors in host memory, of a rank that sends."""
+        """Whole tensors in host memory, only on ranks that send."""
         self._root = _Root(model)
         self.mesh = _mesh(ranks, device) if mesh is None else mesh
-        # cast_forward_inputs would round the rotary embeddings, which the model computes in
-        # float32.
+        # cast_forward_inputs would round the rotary embeddings, which must stay float32.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -147,13 +144,13 @@ class ShardedModel(Parallel):
             module for module in model.modules() if type(module).__name__ in model._no_split_modules
         ]
         for module in (*blocks, self._root):
-            # The root too gives its weights back after a forward: one without a backward, the
-            # canary's, would leave them behind for the next update to outdate.
+            # The root reshards after a forward too. The canary's forward has no backward, so the
+            # gathered weights would remain, and the next update would make them stale.
             sharded = fully_shard(
                 module, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy
             )
-            # Sums, not means: what a step is divided by is known at its end (decisions 6
-            # and 7). As plain sums, because gloo knows no others.
+            # Sums, not means: the divisor is known only at the step's end (decisions 6 and 7).
+            # Plain sums, because gloo does not support other reductions.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -164,8 +161,8 @@ class ShardedModel(Parallel):
     def rows_of_all_ranks(
         self, rows: Iterable[T], shows_images: Callable[[T], bool]
     ) -> Iterator[tuple[T | None, bool]]:
-        # Counted before the first is computed: a rank that asked afterwards would wait for one that
-        # is in a row, which waits for it.
+        # Compare the counts before computing the first row. Otherwise a rank that compares later
+        # and a rank that computes a row would wait for each other.
         try:
             having = list(rows)
         except Exception:
@@ -174,7 +171,8 @@ class ShardedModel(Parallel):
         num_rows = self._ranks.max(len(having))
         if num_rows == FAILED:
             raise CollectiveError(
-                "another learner rank came to no rows; check the rank that failed first",
+                "another learner rank failed before its rows; look at the first error of the other"
+                " ranks",
                 phase="rows",
             )
         if not num_rows:
@@ -189,10 +187,10 @@ class ShardedModel(Parallel):
         return bool(self._ranks.max(int(flag)))
 
     def check(self) -> None:
-        pass  # each value is held once
+        pass  # each value exists on only one rank
 
     def gather(self) -> None:
-        """Make one tensor at a time whole on every device, and keep it where it is sent."""
+        """Gather one tensor at a time on every device, and keep it on ranks that send."""
         self.release()
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)
@@ -216,10 +214,11 @@ class ShardedModel(Parallel):
 
 
 class _Root(nn.Module):
-    """The module around the model whose forward is any function that reads it."""
+    """A wrapper of the model whose forward calls any function that uses the model."""
 
-    # Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
-    # mergers, the head) is gathered with it, once in a forward and once in its backward.
+    # Rows apply the model's head only to some positions, so the model's own forward is not used.
+    # Parameters outside of blocks (embeddings, norms, mergers, the head) belong to this module.
+    # They are gathered once in a forward and once in its backward.
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -230,9 +229,9 @@ class _Root(nn.Module):
 
 
 def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Do what `DeviceMesh.from_group` does, without torch's default group."""
-    # The default group may be missing, or be an engine's.
-    assert ranks.group is not None, "a model is sharded over several ranks"
+    """Return a mesh like `DeviceMesh.from_group`, without torch's default group."""
+    # The default group may not exist, or may belong to an engine.
+    assert ranks.group is not None, "sharding needs several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)
     mesh = DeviceMesh(
@@ -246,12 +245,12 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
 def load_parallel(
     config: RunConfig, device: torch.device, ranks: Ranks, mesh: DeviceMesh | None = None
 ) -> tuple[LoadedModel, Parallel]:
-    """Load the checkpoint, held as the configuration says. `mesh`: of one that was loaded before.
+    """Load the checkpoint, sharded if configured. `mesh` is the mesh of an earlier model.
 
-    Raises ConfigError as `load_model` does, and LearnerError where the ranks loaded different
-    weights: all of them are compared, this once.
+    Raises ConfigError like `load_model`, and LearnerError if the ranks loaded different weights.
+    Only here all elements are compared.
     """
-    # What is sharded goes by way of host memory: the whole may not fit the device.
+    # A model to shard is loaded into host memory: as a whole it may not fit on the device.
     loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
     if ranks.world_size > 1:
         _require_same(ranks, loaded.model, _whole_checksum)
@@ -272,12 +271,12 @@ def load_parallel(
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The policy that a run started with, which `reference_kl` compares the learner's with.
+    """The initial policy of a run, with which `reference_kl` compares the learner's policy.
 
-    With an adapter it is the learner's own model without it, which costs a forward and no memory.
-    Else it is the checkpoint of `model.path` a second time, held like the first. Both are the same
-    after a resume: a resumed run loads `model.path`, then the trained tensors of its checkpoint
-    into the learner's model only.
+    With an adapter it is the learner's model without the adapter, which costs a forward but no
+    memory. Otherwise it is a second model, loaded from `model.path` and sharded like the first. A
+    resumed run has the same reference: it loads `model.path`, then loads the trained tensors of
+    its checkpoint only into the learner's model.
     """
 
     learner: PreTrainedModel
@@ -285,12 +284,12 @@ class Reference:
     copy: PreTrainedModel | None
     """The second model, frozen; None with an adapter."""
     parallel: Parallel
-    """The sharding of the model that computes: the copy, or the learner's."""
+    """The `Parallel` of the model that computes: the copy, or the learner's model."""
 
     def forward(self, function: Callable[[PreTrainedModel, *Ts], T], *arguments: *Ts) -> T:
-        """Return `function(model, *arguments)`, which is one forward, without gradient.
+        """Return `function(model, *arguments)`, which must be one forward, without gradient.
 
-        Where the model is sharded, all ranks call it at once.
+        If the model is sharded, this is a collective.
         """
         with torch.no_grad():
             if self.copy is not None:
@@ -302,40 +301,40 @@ class Reference:
 def load_reference(
     config: RunConfig, loaded: LoadedModel, parallel: Parallel, ranks: Ranks
 ) -> Reference | None:
-    """Return the reference of a run that declares `reference_kl`; None for others.
+    """Return the reference if the run declares `reference_kl`; else None.
 
     Args:
-        loaded, parallel: the learner's, as `load_parallel` returned them.
+        loaded, parallel: the learner's model, from `load_parallel`.
 
     Raises:
-        ConfigError, LearnerError: as `load_parallel`.
+        ConfigError, LearnerError: like `load_parallel`.
     """
     if not config.rollout_matching.pipeline.needs_reference:
         return None
     if config.model.adapter is not None:
         return Reference(loaded.model, None, parallel)
     copy, its_parallel = load_parallel(config, loaded.device, ranks, parallel.mesh)
-    # `eval` computes the same, since there is no dropout, and recomputes no activations.
+    # `eval` gives the same results because there is no dropout, and does not recompute activations.
     copy.model.requires_grad_(False).eval()
     return Reference(loaded.model, copy.model, its_parallel)
 
 
 def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:
-    """Raise LearnerError where `number_of` a parameter is not the same on all ranks."""
+    """Raise LearnerError if `number_of` a parameter differs between ranks."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     index = ranks.first_difference([number_of(parameter.detach()) for parameter in parameters])
     if index is not None:
         raise LearnerError(
             "the learner ranks do not hold the same weights; the first parameter that differs is"
             f" {names[index]}. Check that model.path is the same checkpoint on every node and that"
-            " they have the same devices and versions, and go on from the last checkpoint",
+            " the nodes have the same devices and versions, then resume from the last checkpoint",
             phase="check",
         )
 
 
 def _sampled_sum(parameter: torch.Tensor) -> int:
     values = parameter.reshape(-1)[:CHECKED_ELEMENTS]
-    # The bits as integers, whose sum does not depend on the order.
+    # Sum the bits as integers: the result does not depend on the order.
     return int(values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
 
 

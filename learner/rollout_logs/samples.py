@@ -3,7 +3,7 @@
 `RolloutRecord` is the format of a line: `rollout` is the engine's answer, `reading` the result of
 parsing and matching (both null in a channel-A step), `target` the tokens that are trained. Lines
 are in the order of positions. Each line is written when its target is ready. If nodes do not share
-a disk, each node has the files of its own ranks.
+a disk, each node has only its ranks' files.
 
     jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
     pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])

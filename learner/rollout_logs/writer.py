@@ -1,6 +1,6 @@
 """Files of the rollout logs: `rollouts/step_000123.jsonl`, one line of JSON per rollout.
 
-Each learner rank writes its own file (`telemetry.rollouts`): rank 0 as above, rank 1
+Each learner rank writes a file (`telemetry.rollouts`): rank 0 as above, rank 1
 `step_000123.rank1.jsonl`, and so on. The files are ASCII, with JSON escapes in a model's text.
 Images of environments' rollouts are in `rollouts/images/`. Each is stored once, named by its
 SHA-256.

@@ -1,4 +1,4 @@
-"""The learner's half of the canary: its log-probabilities of a fixed sequence (decision 38)."""
+"""The learner's side of the canary: log-probabilities of a fixed sequence (decision 38)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shared.weight_sync.phases import SyncPhase
 
 @dataclass(eq=False, repr=False)
 class Canary:
-    """A prompt and the beginning of a response, by which every sync is proved.
+    """A prompt and the beginning of a response, with which every weight sync is verified.
 
-    Raises ConfigError where the record of the noise in `run_dir` says something else.
+    Raises ConfigError if the noise file in `run_dir` is damaged.
     """
 
     loaded: LoadedModel
@@ -33,12 +33,12 @@ class Canary:
     response_ids: tuple[int, ...]
     _: KW_ONLY
     tolerance: float | None
-    """Of a token, as in float32; None: bounds follow from the noise."""
+    """Limit per token, used in float32; None: the limits follow from the noise."""
     proves_adapter: bool
-    """Whether engines are sent the adapter alone, so that its effect is compared too."""
+    """Whether engines receive only the adapter, so that its effect is compared too."""
     run_dir: InitVar[Path]
     noise: Differences | None = field(init=False, default=None)
-    """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
+    """The rounding noise of bfloat16; None until the first sync has measured it."""
     _base_logprobs: Logprobs | None = field(init=False, default=None)
 
     def __post_init__(self, run_dir: Path) -> None:
@@ -47,7 +47,7 @@ class Canary:
             self.noise = Differences.load(run_dir)
 
     def question(self) -> CanaryProbe:
-        """Return the probe without its log-probabilities: no forward."""
+        """Return the probe without log-probabilities. Does not run a forward."""
         is_placeholder = self.prompt.modality_P.bool().tolist()
         return CanaryProbe(
             token_ids=(*self.prompt.request_token_ids, *self.response_ids),
@@ -62,12 +62,12 @@ class Canary:
     def probe(
         self, forward: Callable[[Callable[[], Logprobs]], Logprobs] = lambda score: score()
     ) -> CanaryProbe:
-        """Return the probe with its log-probabilities, and those without an adapter sent alone.
+        """Return the probe with log-probabilities, and the base model's if only adapters are sent.
 
-        `forward` calls a function that is one forward (`Parallel.forward`): where the model is
-        sharded it is a collective, and all ranks call `probe` at once.
+        `forward` calls a function that runs one forward (`Parallel.forward`). If the model is
+        sharded, `probe` is a collective.
         """
-        # The first time alone: the weights under an adapter never change.
+        # Computed only the first time: the weights under an adapter never change.
         if self.proves_adapter and self._base_logprobs is None:
             with without_adapter(self.loaded.model):
                 self._base_logprobs = forward(self.logprobs)
@@ -78,16 +78,16 @@ class Canary:
         )
 
     def logprobs(self) -> Logprobs:
-        """Score each token of the question but the first, under the weights as they are.
+        """Return the log-probability of each token except the first, under the current weights.
 
-        Raises LearnerError where one is not finite: no engine could agree with it.
+        Raises LearnerError if a value is not finite, because no engine could agree with it.
         """
         prompt = self.prompt
         device = self.loaded.device
         token_ids = (*prompt.token_ids, *self.response_ids)
         ids_1T = torch.tensor([token_ids], device=device)
         vision: dict[str, torch.Tensor] = {}
-        # Without images a vision tower must not be called with empty pixel values.
+        # Without images, do not call a vision tower with empty pixel values.
         if len(prompt.image_grid_I3):
             pixel_values_RD = prompt.pixel_values_RD.to(device, self.loaded.model.dtype)
             vision = EncodedImages(pixel_values_RD, prompt.image_grid_I3.to(device)).arguments()
@@ -97,14 +97,14 @@ class Canary:
                 vision["mm_token_type_ids"] = modality_1T.to(device)
         with torch.no_grad():
             logits_TV = self.loaded.model(input_ids=ids_1T, **vision, use_cache=False).logits[0]
-            # In float32: bfloat16 has 8 bits, and rounding them here would add to the noise.
+            # In float32: rounding to the 8 bits of bfloat16 here would add noise.
             logprobs_TV = torch.log_softmax(logits_TV[:-1].float(), dim=-1)
             logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].tolist()
         for i, logprob in enumerate(logprobs):
             if not math.isfinite(logprob):
                 raise LearnerError(
-                    f"its log-probability of the canary's token {i + 1} is {logprob}: the weights"
-                    " have diverged, and are not saved; go on from an earlier checkpoint with a"
+                    f"the log-probability of the canary's token {i + 1} is {logprob}: the weights"
+                    " have diverged and are not saved; resume from an earlier checkpoint with a"
                     " lower training.learning_rate or training.max_grad_norm",
                     phase=SyncPhase.CANARY,
                 )

@@ -1,8 +1,8 @@
-"""The learner's weights on their way out: to the engines, version after version, and to disk.
+"""Publishes the learner's weights: to the engines, version by version, and to disk.
 
-    offer -> send (rank 0 alone) -> done
+    offer -> send (only rank 0) -> done
 
-Every method but `send` and `close` is called on all ranks, in the same order.
+All ranks call every method except `send` and `close`, in the same order.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
 CANARY_TOKENS = 32
-"""Tokens of the canary's response: enough to pass every layer and the head, and cheap."""
+"""Tokens of the canary's response: enough to test every layer and the head at low cost."""
 
 
 @dataclass(eq=False, repr=False)
 class WeightPublisher:
-    """One rank's part in publishing. Weights must not change between an offer and its `done`."""
+    """One rank's part of publishing. Weights must not change between `offer` and `done`."""
 
     ranks: Ranks
     device: LearnerDevice
     loaded: LoadedModel
     parallel: Parallel
     sender: WeightSender | None
-    """Rank 0's; None on the other ranks."""
+    """Set on rank 0; None on the other ranks."""
     canary: Canary
     _: KW_ONLY
     offers_adapter: bool = False
-    """Whether the adapter alone is offered, until `fall_back_to_full`."""
+    """Whether only the adapter is offered, until `fall_back_to_full`."""
     version: int = field(init=False, default=0)
-    """The version that the engines serve; 0 before the first sync."""
+    """The weight version that the engines serve; 0 before the first sync."""
     _is_again: bool = field(init=False, default=False)
-    """Whether the last offer was of the present version."""
+    """Whether the last offer repeated the current version."""
 
     @classmethod
     def from_config(
@@ -75,7 +75,7 @@ class WeightPublisher:
         fixed: Segment,
         images: tuple[ImageRef, ...],
     ) -> WeightPublisher:
-        """Make the publisher whose canary is the segment `fixed` with its `images`."""
+        """Create a publisher whose canary is the segment `fixed` with its `images`."""
         offers_adapter = config.sync_mode == "adapter"
         canary = Canary(
             loaded,
@@ -93,24 +93,24 @@ class WeightPublisher:
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
     def offer(self, again: bool = False) -> WeightOffer | None:
-        """Offer the next version, with the probe that proves its arrival; None but on rank 0.
+        """Return an offer of the next version with a canary probe on rank 0; None on other ranks.
 
-        `again`: the present version, whose weights have not changed.
+        `again` offers the current version, whose weights have not changed.
 
         Raises:
-            ConfigError: a configured port is taken.
-            LearnerError: the ranks do not hold the same weights, or these are no numbers.
-            WeightSyncError: the adapter cannot be written down, or no port can be opened.
+            ConfigError: a configured port is in use.
+            LearnerError: the ranks do not hold the same weights, or weights are not finite.
+            WeightSyncError: the adapter cannot be serialized, or no port can be opened.
         """
         with self.ranks.of_phase("offer_weights"):
-            # Senders pack on streams of their own; engines read shared weights in other processes.
+            # Senders pack on other streams, and engines read shared weights in other processes.
             self.device.wait()
             self.ranks.barrier()
             self.parallel.check()
             self._is_again = again
             version = self.version + (not again)
             sender = self.sender
-            # Where none has the model alone, every rank computes the probe and gathers.
+            # If the model is sharded, all ranks must join the probe and the gather.
             holds_parts = self.parallel.holds_parts
             if not self.offers_adapter:
                 self.parallel.gather()
@@ -126,22 +126,22 @@ class WeightPublisher:
                 return sender.offer(version, self.canary.question(), self.canary.logprobs)
             if files is None:
                 return sender.offer(version, probe)
-            # Nothing is left to send (decision 20).
+            # The offer contains the whole adapter, so `send` sends nothing (decision 20).
             terms = AdapterOffer.make(files, timeout_s=sender.timeout_s)
             return WeightOffer(version, TransportKind.ADAPTER, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Return when the weights are out. Raises what `WeightSender.send` does."""
-        assert self.sender is not None, "rank 0 sends"
+        """Send the offered weights. Raises like `WeightSender.send`."""
+        assert self.sender is not None, "only rank 0 sends"
         return self.sender.send(offer)
 
     def fall_back_to_full(self) -> None:
-        """Offer merged weights from now on, because an adapter did not arrive."""
-        assert self.offers_adapter, "only adapters are followed by something else"
+        """Offer full merged weights from now on, because the sync of an adapter failed."""
+        assert self.offers_adapter, "full weights are already offered"
         self.offers_adapter = False
 
     def done(self, noise: Differences | None = None) -> None:
-        """Note that the offered weights are served; later offers bring the `noise` it measured."""
+        """Record that engines serve the offered weights. Later offers contain the given `noise`."""
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()
         self.parallel.release()
@@ -157,27 +157,26 @@ class WeightPublisher:
         write_more: Write | None = None,
         finish: Write | None = None,
     ) -> CheckpointSave:
-        """Return what writes an ordinary checkpoint of the present weights. Every rank takes part.
+        """Return a `CheckpointSave` that writes a checkpoint of the current weights. A collective.
 
         Args:
-            copies: write a copy of the weights, which no later update reaches, and take from here
-                what is copied already.
-            write_more: writes this rank's part of what comes beside the weights.
-            finish: as of `CheckpointSave`.
+            copies: write copies of the weights, which later updates do not change; existing copies
+                are reused.
+            write_more: writes this rank's additional files.
+            finish: as in `CheckpointSave`.
         """
         with self.ranks.of_phase("save"):
             self.device.wait()
             self.parallel.check()
             self.parallel.gather()
-            # A collective where the model is sharded: before rank 0 goes its own way.
+            # A collective if the model is sharded, so all ranks call it.
             adapter = adapter_files(self.loaded.model)
             weights = self.parallel.state_dict()
             self.parallel.release()
         content: CheckpointContent | None = None
         if self.ranks.rank == 0:
             if weights is None:
-                # Moved one by one: what is made for the files (merged, unpacked, turned) would fill
-                # a GPU.
+                # Moved one by one: all merged, unpacked and transposed tensors could fill a GPU.
                 weights = {
                     name: tensor.cpu() if copies is None else copies(tensor)
                     for name, tensor in CheckpointWeights(self.loaded.model).tensors()
@@ -193,16 +192,16 @@ class WeightPublisher:
         return CheckpointSave(self.ranks, folder, write=write, finish=finish)
 
     def try_save(self, folder: Path) -> None:
-        """Do once what a save does, but for its weights, so that nothing new can fail at the end.
+        """Test that a checkpoint can be saved, before the run starts. A collective.
 
-        It is done in a scratch folder in `folder`, which does not stay. Every rank takes part.
+        Everything except the weights is written to a temporary folder in `folder`.
 
         Raises:
-            ConfigError: what was written is not what the run was given.
-            StorageError: it cannot be written there.
+            ConfigError: the written configuration differs from the initial checkpoint's.
+            StorageError: files cannot be written there.
         """
         with self.ranks.of_phase("start"):
-            # A collective where the model is sharded.
+            # A collective if the model is sharded.
             adapter = adapter_files(self.loaded.model)
             self.ranks.together(lambda: self._try_save(folder, adapter), "start")
 
@@ -228,7 +227,7 @@ class WeightPublisher:
         return CheckpointContent(loaded.model, loaded.base, weights, adapter, loaded.fresh_tokens)
 
     def close(self) -> None:
-        """Leave the groups of the weight sync."""
+        """Close the process groups of the weight sync."""
         if self.sender is not None:
             self.sender.close()
 
@@ -236,7 +235,7 @@ class WeightPublisher:
 def make_sender(
     weights: WeightSource, place: RankTopology, rollouts: RolloutMatchingSection, timeout_s: float
 ) -> WeightSender:
-    """Return rank 0's sender of full weights. `timeout_s`: of each phase."""
+    """Return rank 0's sender of full weights. `timeout_s` limits each phase."""
     return WeightSender(
         weights,
         transport=place.transport,
@@ -249,21 +248,21 @@ def make_sender(
 
 
 def adapter_to_offer(model: PreTrainedModel) -> AdapterFiles:
-    """Return the model's adapter as it is sent by itself.
+    """Return the model's adapter, serialized for a weight sync.
 
-    Where the model is sharded, all ranks call it at once. Raises WeightSyncError where it cannot be
-    written down.
+    If the model is sharded, this is a collective. Raises WeightSyncError if the adapter cannot be
+    serialized.
     """
     try:
         files = adapter_files(model)
-        assert files is not None, "the configuration has an adapter"
-    # whatever peft and safetensors find wrong with it: the merged weights do without both
+        assert files is not None, "the model must have an adapter"
+    # any error of peft or safetensors: merged weights need neither and can still be sent
     except Exception as error:
-        # But for a rank that did not come, without which there are no merged weights either.
+        # Not if a rank was lost: then merged weights cannot be sent either.
         if is_of_collective(error):
             raise
         raise WeightSyncError(
-            f"it cannot be written down ({type(error).__name__}: {error})",
+            f"the adapter cannot be serialized ({type(error).__name__}: {error})",
             actor=LEARNER,
             phase=OFFER,
         ) from error

@@ -1,6 +1,6 @@
-"""The learner's end of a sync of full weights (decision 38).
+"""The learner's side of a weight sync of full weights (decision 38).
 
-vllm is imported only when a group of GPUs is opened: the learner's step does without it.
+vllm is imported only when an NCCL group is opened: the learner's step does not need it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 
 class NcclSender:
-    """Sends from GPU to GPUs, to vLLM's own `nccl` engine, by vLLM's own packing.
+    """Sends weights from GPU to GPU, with vLLM's `nccl` transfer engine and packing.
 
-    Not run on a GPU. NCCL has no timeout: a late broadcast is given up by `WeightSender`, which
-    leaves the groups. A receiver that hangs in one stays there until its process ends.
+    Not run on a GPU. NCCL has no timeout: if a broadcast is late, `WeightSender` closes the groups.
+    A receiver that hangs in a broadcast stays there until its process ends.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """Open every group as its rank 0; `listening` have held the ports since the offer."""
+        """Open every group as its rank 0. The sockets `listening` reserve the offered ports."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
         from vllm.utils.nccl import unpinned_nccl_env
@@ -59,15 +59,15 @@ class NcclSender:
             )
             with unpinned_nccl_env():
                 communicator = PyNcclCommunicator(joined, device=torch.cuda.current_device())
-            if communicator.disabled:  # its broadcasts would do nothing, without a word
+            if communicator.disabled:  # its broadcasts would silently do nothing
                 raise RuntimeError(
-                    f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was"
-                    " told to use none; see VLLM_NCCL_SO_PATH"
+                    f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or NCCL"
+                    " is disabled; set VLLM_NCCL_SO_PATH to the library"
                 )
             self._communicators.append(communicator)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the terms' order, and wait until it is out."""
+        """Send every tensor to every group, in the order of `terms`, and wait until it is sent."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -80,30 +80,30 @@ class NcclSender:
         )
 
     def close(self) -> None:
-        """Leave the groups: whoever waits for this rank sees a closed connection."""
+        """Close the groups. Receivers that wait for this rank get a closed connection."""
         for communicator in self._communicators:
             communicator.destroy()
         self._communicators = []
 
 
 class _BroadcastToAll:
-    """Several communicators in place of one, so that a bucket is packed once. Not run on a GPU."""
+    """Several communicators used as one, so that each bucket is packed once. Not run on a GPU."""
 
     def __init__(self, communicators: list[PyNcclCommunicator]) -> None:
         self._communicators = communicators
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        # One after the other: two NCCL kernels of one process at once may wait for each other.
+        # One after the other: concurrent NCCL kernels of one process can deadlock.
         for communicator in self._communicators:
             communicator.broadcast(tensor, src=src)
 
 
 @dataclass(eq=False, repr=False)
 class WeightSender:
-    """Sends one source's weights again and again, and opens new groups after a failure.
+    """Sends the weights of one source in every sync, and opens new groups after a failure.
 
-    Holds a listening socket for each group between the first offer and the first send, the groups
-    after that. Not thread-safe: one sync at a time.
+    It holds a listening socket for each group from the first offer to the first send, and then the
+    groups. It is not thread-safe: only one sync at a time.
     """
 
     source: WeightSource
@@ -112,11 +112,11 @@ class WeightSender:
     receivers: tuple[ReceiverGroup, ...]
     """The engines' workers, group by group."""
     timeout_s: float
-    """Of each phase."""
+    """Limit of each phase, in seconds."""
     join: Timeout | None = None
-    """Of the phase in which the receivers come; None: as of any other."""
+    """Limit of the rendezvous phase; None: `timeout_s`."""
     host: str = "127.0.0.1"
-    """An address of this node that the receivers can reach."""
+    """Address of this node that the receivers can reach."""
     bucket_bytes: int = 16 << 20
     _listening: list[socket.socket] = field(init=False, default_factory=list)
     _groups: tuple[ProcessGroupSpec, ...] = field(init=False, default=())
@@ -125,21 +125,21 @@ class WeightSender:
 
     def __post_init__(self) -> None:
         self._transport = TransportKind(self.transport)
-        # Without a wire (ipc, inproc) a backend in this process takes the weights itself.
+        # Without a wire (ipc, inproc), a backend in this process reads the weights directly.
         self._has_wire = self._transport in (TransportKind.GLOO, TransportKind.NCCL)
         self._limit = Timeout(self.timeout_s, PHASE_LIMIT)
 
     def offer(
         self, version: int, probe: CanaryProbe, score: Callable[[], Logprobs] | None = None
     ) -> WeightOffer:
-        """Return what `send` will send. The weights must not change before the sync's end.
+        """Return the offer of the source's weights, which must not change before the sync ends.
 
-        `score` computes the log-probabilities that the probe lacks: over a wire while the engines
-        load, else here.
+        `score` computes the probe's missing log-probabilities: with a wire during `send`, while the
+        engines load, otherwise here.
 
         Raises:
-            ConfigError: a configured port is taken.
-            WeightSyncError: no port can be opened at all.
+            ConfigError: a configured port is in use.
+            WeightSyncError: no port can be opened.
         """
         if not self._has_wire and score is not None:
             probe = probe.with_logprobs(score())
@@ -162,9 +162,9 @@ class WeightSender:
         return WeightOffer(version, self._transport, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights, if over a wire; return when they are out, not yet verified.
+        """Send the offered weights if there is a wire. The receivers verify them afterwards.
 
-        Raises WeightSyncError, and LearnerError where the canary fails.
+        Raises WeightSyncError, and LearnerError if the learner's canary fails.
         """
         if not self._has_wire or not isinstance(offer.terms, FullOffer):
             return SendReport(phase_s={})
@@ -179,17 +179,17 @@ class WeightSender:
             wire = self._wire
             checksummed = self.outgoing(terms, logprobs.result)
             sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
-            # Beside the packing, and beside the engines' loading.
+            # Concurrent with the packing here and the loading in the engines.
             _run(self._score or tuple, logprobs)
             scored = time.perf_counter()
-            # Also behind a canary that failed: the thread ends by itself, where it asks for the
-            # numbers, and the group must not be closed under it.
+            # Wait even if the canary failed: the sending thread ends by itself when it reads the
+            # log-probabilities, and its group must not be closed before that.
             wait([sending], timeout=_left_s(joined, self._limit))
             _raise_canary_error(logprobs)
             if scored - joined > self._limit.seconds:
                 raise WeightSyncError(
-                    f"the learner took {scored - joined:.1f} s to score it, of {PHASE_LIMIT} ="
-                    f" {self._limit.seconds:g} s for all it sends; raise that",
+                    f"the learner took {scored - joined:.1f} s to compute the canary, of"
+                    f" {PHASE_LIMIT} = {self._limit.seconds:g} s for everything it sends; raise it",
                     actor=LEARNER,
                     phase=SyncPhase.CANARY,
                 )
@@ -211,11 +211,11 @@ class WeightSender:
     def outgoing(
         self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
     ) -> ChecksummedWeights:
-        """Return the weights as they go out; `logprobs` waits for those of the canary."""
+        """Return the weights with checksums for sending. `logprobs` waits for the canary."""
         return ChecksummedWeights(self.source.tensors(), terms, logprobs)
 
     def close(self) -> None:
-        """Leave the groups, as when the receivers change; the next offer opens others."""
+        """Close the groups, for example if the receivers change. The next offer opens new ones."""
         if self._wire is not None:
             self._wire.close()
         for listening in self._listening:
@@ -236,14 +236,14 @@ class WeightSender:
                 if not receivers.port:
                     raise WeightSyncError(
                         f"no port of {self.host} can be opened ({error.strerror}); check that this"
-                        " node has the address",
+                        " node has this address",
                         actor=LEARNER,
                         phase=OFFER,
                     ) from error
                 raise ConfigError(
                     f"rollout_matching.vllm.server.servers[{index}].group_port: port"
                     f" {receivers.port} of {self.host} cannot be opened ({error.strerror}); choose"
-                    " a free one, or end what uses it"
+                    " a free port, or end the process that uses it"
                 ) from error
             self._listening.append(listening)
             port = listening.getsockname()[1]
@@ -251,21 +251,21 @@ class WeightSender:
         self._groups = tuple(groups)
 
     def _open(self, terms: FullOffer) -> GlooSender | NcclSender:
-        assert self._listening, "send follows its offer"
-        # The groups take over the sockets: nobody else can have bound the ports.
+        assert self._listening, "call `offer` before `send`"
+        # The groups take over the sockets, so no other process can have bound the ports.
         listening = self._listening
         self._listening = []
         make = NcclSender if self._transport is TransportKind.NCCL else GlooSender
         return make(terms, listening)
 
     def _result(self, work: Future[T], phase: SyncPhase, began: float, limit: Timeout) -> T:
-        """Wait for a phase that began then, by `perf_counter`, within its limit."""
+        """Wait for a phase within its limit. `began` is its start, by `perf_counter`."""
         try:
             return work.result(timeout=_left_s(began, limit))
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self.receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
-            check = f"that every rollout engine is alive and reaches {addresses}"
+            check = f"that every rollout engine is alive and can reach {addresses}"
             message = f"{error}; check {check}"
             if isinstance(error, TimeoutError):
                 message = late(f"{num_receivers} receivers", limit, check)
@@ -277,20 +277,20 @@ def _left_s(began: float, limit: Timeout) -> float:
 
 
 def _raise_canary_error(logprobs: Future[Logprobs]) -> None:
-    """Raise the learner's own canary failure; receivers only see a closed connection."""
+    """Raise the learner's own canary failure. Receivers only get a closed connection."""
     error = logprobs.exception()
     if error is None:
         return
     if isinstance(error, LearnerError):
         raise error
-    message = f"its canary failed: {type(error).__name__}: {error}"
+    message = f"the canary failed: {type(error).__name__}: {error}"
     raise LearnerError(message, phase=SyncPhase.CANARY) from error
 
 
 def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
     """Run the work in a daemon thread."""
-    # A collective that waits for a peer cannot be interrupted. One that is late ends when `close`
-    # or the end of the peer breaks the group.
+    # A collective that waits for a receiver cannot be interrupted. A late one ends when `close` or
+    # the receiver's end breaks the group.
     result: Future[T] = Future()
     threading.Thread(target=_run, args=(work, result), name=f"weight-{phase}", daemon=True).start()
     return result
@@ -299,5 +299,5 @@ def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
 def _run(work: Callable[[], T], result: Future[T]) -> None:
     try:
         result.set_result(work())
-    except Exception as error:  # delivered to the waiting thread by the future
+    except Exception as error:  # the future raises it in the waiting thread
         result.set_exception(error)

@@ -1,5 +1,5 @@
-"""The public face of environments: what users write theirs with, and what becomes of rollouts.
-Modules of this package import each other, never this.
+"""The public interface of environments: base classes, rubrics, parsers, messages and results.
+Modules of this package import each other, and never this one.
 """
 
 from rollout_actors.environments.answers.parsers import (

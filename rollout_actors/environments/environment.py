@@ -188,7 +188,7 @@ class Environment(ABC):
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:
         """Numbers of rows and weights of the dataset's parts, in their order; empty if training
-        draws from all rows alike.
+        draws rows without weights.
         """
         return ()
 
@@ -232,7 +232,7 @@ class Environment(ABC):
         return _chosen(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return the first `n` held-out rows, shuffled alike; without any, rows to train on."""
+        """Return the same for held-out rows, or for training rows if there are no held-out rows."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _chosen(self.eval_dataset, n, seed)

@@ -104,7 +104,7 @@ async def generate(
     """
     started = datetime.now().astimezone()
     began_s = time.perf_counter()
-    # Scoring uses the rollouts' limit by default: hanging functions would hold threads of tools.
+    # Scoring uses the rollouts' limit by default: a function that hangs would block tools.
     key = "rollout_timeout_s" if call.scoring_timeout_s is None else "scoring_timeout_s"
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         batch = _Batch(environment, examples, call, bar)

@@ -22,7 +22,7 @@ class EnvGroup(Environment):
 
     A row's `task` names its environment, and its `example_id` is its index among all rows. An `id`
     is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
-    `get_eval_dataset(n)` and held-out reports take them, have each environment in proportion.
+    `get_eval_dataset(n)` and held-out reports take them, contain each environment in proportion.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class EnvGroup(Environment):
             envs: environments of one `message_type`. They keep their prompts, rubrics, sampling
                 arguments and limits, and are closed with the group.
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
-            weights: examples of each environment among as many consecutive training examples as the
-                sum of all weights, exactly; None: training draws from all rows alike.
+            weights: numbers of examples. Of every sum(weights) consecutive training examples,
+                exactly so many are from each environment; None: rows are drawn without weights.
             sampling_args: take precedence over the environments' own arguments.
 
         Raises:
@@ -182,7 +182,7 @@ class _RoutedRubric(Rubric):
 
 @dataclass(frozen=True, slots=True)
 class _RoutedFormat(PromptFormat):
-    """A prompt format that forms each row a caller gives as its environment does."""
+    """A prompt format that uses the format of each row's environment."""
 
     forms: Mapping[str, PromptFormat] | None = None
 
@@ -221,7 +221,7 @@ class _GroupRows:
 
 
 class _GroupExamples(Examples):
-    """The rows of a group. The first n rows have each environment in proportion."""
+    """The rows of a group. The first n rows contain each environment in proportion."""
 
     def __init__(self, rows: _GroupRows) -> None:
         super().__init__(rows, _Finished())

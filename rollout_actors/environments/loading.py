@@ -25,7 +25,7 @@ ENTRY_POINTS = "rollmatch.environments"
 """
 
 FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
-"""Prefixes of other libraries' environments, and what follows each; modules of `foreign`."""
+"""Prefixes of other libraries' environments (modules of `foreign`), and the text after each."""
 
 Load = Callable[..., Environment]
 

@@ -113,7 +113,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
-            raise ValueError(f"tool {tool.name} exists already; give one another __name__")
+            raise ValueError(f"tool {tool.name} exists already; give one a different __name__")
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 

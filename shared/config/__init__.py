@@ -1,6 +1,4 @@
-"""The configuration's public face: `load_config` turns a mapping into a `RunConfig`, or says
-everything that is wrong with it.
-"""
+"""The configuration's entry points: `load_config` turns a mapping into a validated `RunConfig`."""
 
 from shared.config.load import load_config
 from shared.config.run import RunConfig

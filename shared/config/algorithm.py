@@ -1,4 +1,4 @@
-"""`custom`, `stage2_ab` and `environment`: which algorithm a run trains with, and on what."""
+"""`custom`, `stage2_ab` and `environment`: the training algorithm, and what it trains on."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from shared.records import ALL_GEOMETRY, GeometryKind
 
 
 class TrainerVariant(StrEnum):
-    """The legal values of `custom.trainer_variant`."""
+    """The values of `custom.trainer_variant`."""
 
     STAGE1_SFT = "stage1_sft"
-    """Teacher-forced on ground truth (channel A only)."""
+    """Supervised training on ground truth (channel A only)."""
     STAGE2_ROLLOUT_ALIGNED = "stage2_rollout_aligned"
-    """On the model's own rollouts, segments carried from step to step."""
+    """Training on matched rollouts (channel B only); segments are carried from step to step."""
     STAGE2_TWO_CHANNEL = "stage2_two_channel"
-    """Channel A or channel B at each step, every step learned to completion."""
+    """Channel A or B in each step; all segments of a step are learned in it."""
     TRAJECTORY_PG = "trajectory_pg"
-    """Policy gradient on environments."""
+    """Policy gradient on rollouts of environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """The facts about one algorithm that the rest of the system asks for.
+    """The properties of a training algorithm.
 
-    Example: `ALGORITHMS[TrainerVariant.STAGE1_SFT].channels == (Channel.A,)`, so a run of it has
-    no rollouts.
+    Example: `ALGORITHMS[TrainerVariant.STAGE1_SFT].channels == (Channel.A,)`, so such a run has no
+    rollouts.
     """
 
     channels: tuple[Channel, ...]
-    """Channels that its steps may be of. With both, `stage2_ab.schedule` decides."""
+    """Channels of its steps. If there are two, `stage2_ab.schedule` chooses one for each step."""
     learns_from: frozenset[LearnsFrom] = frozenset({LearnsFrom.GROUND_TRUTH})
-    """What its answers are compared with. Entries that learn from anything else are refused."""
+    """What its answers are compared with. Pipeline entries that need anything else are errors."""
     uses_environment: bool = False
-    """An environment has its data and plays its rollouts, in place of samples of `data.train`."""
+    """Whether an environment provides data and rollouts, instead of samples of `data.train`."""
     carries_segments: bool = False
-    """One row per micro-step; leftover segments wait for later steps (decision 7)."""
+    """Whether it takes one row per micro-step and carries remaining segments over (decision 7)."""
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
     """Kinds of shapes that it can learn."""
 
     @property
     def learns_rewards(self) -> bool:
-        """Tell whether it can learn the rollouts of a sample by their rewards too."""
+        """Return whether it can also learn rollouts of samples from their rewards."""
         return not self.uses_environment and LearnsFrom.ADVANTAGES in self.learns_from
 
     @property
     def uses_rollouts(self) -> bool:
-        """Tell whether training asks for rollouts."""
+        """Return whether training needs rollouts."""
         return Channel.B in self.channels
 
     @property
     def is_scheduled(self) -> bool:
-        """Tell whether `stage2_ab.schedule` decides which channel a step is of."""
+        """Return whether `stage2_ab.schedule` chooses the channel of a step."""
         return len(self.channels) > 1
 
 
@@ -106,21 +106,23 @@ class CustomSection(Section):
         Field(strict=False, examples=["stage2_two_channel"]),
         BeforeValidator(_not_renamed),
     ]
-    """The training loop."""
+    """The algorithm: supervised on ground truth (stage1_sft), on matched rollouts
+    (stage2_rollout_aligned), both by a schedule (stage2_two_channel), or policy gradient on an
+    environment (trajectory_pg)."""
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
-    """Order of the fields of each serialised ground-truth object."""
+    """Whether an object in a ground-truth answer starts with its desc or its geometry."""
 
 
 class ScheduleSection(Section):
     b_ratio: Fraction01 = 1.0
-    """Share of the steps after the warm-up that are channel B."""
+    """Fraction of the steps after the warm-up that use channel B."""
     warmup_steps: NonNegativeInt = 0
-    """Channel-A steps before the ratio applies."""
+    """Number of channel-A steps at the start, before `b_ratio` applies."""
 
     def channel(self, step: int) -> Channel:
         """Return the channel of a step (from 0).
 
-        It is B where `floor((s + 1) b) > floor(s b)`, with `s` counting steps after the warm-up.
+        It is B if `floor((s + 1) b) > floor(s b)`, where `s` counts steps after the warm-up.
 
         Example: `ScheduleSection(b_ratio=0.5, warmup_steps=2)` gives A A A B A B ...
         """
@@ -135,120 +137,118 @@ class ScheduleSection(Section):
         return self._floor_b(max(0, num_steps - self.warmup_steps))
 
     def _floor_b(self, s: int) -> int:
-        # Exact, for the ratio as it is written (in floats 100 * 0.29 is less than 29) or meant: the
-        # digits of 1 / 3 end, a third does not.
+        # Exact: in floats 100 * 0.29 is less than 29. The limit of the denominator makes
+        # 0.3333333333333333 exactly 1/3.
         return floor(s * Fraction(str(self.b_ratio)).limit_denominator(10**6))
 
 
 class RewardSection(Section):
     iou: Fraction01 = 0.5
-    """Least mask IoU of an object that counts as found."""
+    """Least mask IoU with the ground truth at which an object counts as found."""
     by_name: bool = True
-    """It must have the right name too."""
+    """Count an object as found only if its name is right too."""
 
 
 class ChannelBSection(Section):
     mode: Literal["step"] = "step"
-    """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode.
-    """
+    """How a step is planned: it has a number of raw rollouts, learns all of them, and makes one
+    update. `step` is the only mode."""
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one
-    that `stage2_rollout_aligned` takes. Under `trajectory_pg` a multiple of
+    """Raw rollouts per update over all learner ranks. null: the effective batch size, which is the
+    only value that `stage2_rollout_aligned` accepts. Under `trajectory_pg` it must be a multiple of
     `environment.rollouts_per_example`."""
     rollouts_per_sample: PositiveInt = 1
-    """Rollouts of each drawn sample, adjacent; `policy_gradient` compares them and needs at least
-    2. Steps, and the learner ranks' parts of them, have whole groups."""
+    """Number of successive rollouts of each sample. `policy_gradient` compares them and needs at
+    least 2. Each step, and each learner rank's part of it, must have whole groups."""
     reward: RewardSection = RewardSection()
-    """What counts as found in the reward of a rollout, the F1 of its objects; no effect but with
+    """When an object counts as found in the reward of a rollout (F1 of its objects). Only used with
     `policy_gradient`."""
     enable_pipeline: bool = False
-    """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""
+    """Generate round k + 1 while round k is learned. Needs engines on their own devices."""
 
 
 class Stage2ABSection(Section):
     schedule: ScheduleSection = ScheduleSection()
-    """Which steps are channel B; no effect but under `stage2_two_channel`."""
+    """Which steps use channel B; only used under `stage2_two_channel`."""
     channel_b: ChannelBSection = ChannelBSection()
-    """How a channel-B step is made."""
+    """How a channel-B step proceeds."""
 
 
 class TeacherSection(Section):
     base_url: HttpUrl
-    """Prefix of the routes of its server, a stock `vllm serve`, without `/v1`."""
+    """URL of the teacher's server, a stock `vllm serve`, without `/v1`."""
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
-    """Name under which it is served. Its vocabulary must be that of `model.path`."""
+    """The teacher's name on the server. It must have the vocabulary of `model.path`."""
     weight: PositiveFloat = 1.0
-    """Factor of a sampled token's log-probability under the teacher less that of the learner, both
-    in nats, in its advantage."""
+    """Weight, in a sampled token's advantage, of its log-probability under the teacher minus the
+    one under the learner (nats)."""
     reward_weight: NonNegativeFloat = 1.0
-    """Factor of what the reward gives, `advantage_std` included, in the same advantage; 0: the
-    teacher alone."""
+    """Weight of the reward's advantage (with `advantage_std`) in that sum; 0: only the teacher."""
     timeout_s: PositiveFloat = 240.0
-    """Until it answers at the start of the run, and until it has scored the tokens of a rollout."""
+    """Seconds until the server answers at the start, and until it has scored a rollout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable with its server's bearer token; null: it asks for none."""
+    """Environment variable with the server's bearer token; null: the server needs no token."""
 
 
 class EnvironmentSection(Section):
     id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
-    """An example environment, an installed one, a module, the path of a `.py` file, or one of
-    another library: `gym:NAME`, `openenv:URL`, `verifiers:NAME`."""
+    """The environment: an example environment, an installed package, a module, a `.py` file, or one
+    of another library: `gym:NAME`, `openenv:URL`, `verifiers:NAME`."""
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Arguments of its `load_environment`."""
+    """Arguments for the environment's `load_environment`."""
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each.
-    Steps, and the learner ranks' parts of them, have whole groups."""
+    """Rollouts of each example. They are a group: the group's mean reward is subtracted from each
+    reward. Each step, and each learner rank's part of it, must have whole groups."""
     drop_equal_groups: bool = False
-    """Learn nothing from groups whose rewards are all equal, with advantages of 0, and count
-    them (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
+    """Do not learn groups whose rewards are all equal (advantages of 0), and count them
+    (`rollout/num_left_out`). The step's loss is still divided by all its raw rollouts."""
     refill_rounds: NonNegativeInt = 0
-    """Most times in a step that groups without signal (equal rewards, or fewer than two rollouts
-    that did not fail) are replaced by rollouts of further examples; 0: they stay. What is left
-    without signal after so many rounds stays."""
+    """How many times per step groups without signal (equal rewards, or fewer than two rollouts
+    without error) are replaced by rollouts of other examples. Groups that still have no signal
+    stay. 0: never."""
     drop_truncated: bool = False
-    """Learn nothing from truncated rollouts, and count them (`rollout/num_masked`): an answer was
-    cut by length, as at `rollout_matching.max_new_tokens`, or there was no room for the next
-    prompt. Their rewards stay in the means of their groups."""
+    """Do not learn truncated rollouts, and count them (`rollout/num_masked`): an answer was cut by
+    length (such as `rollout_matching.max_new_tokens`), or the next prompt had no room. Their
+    rewards still count in the means of their groups."""
     num_eval_examples: NonNegativeInt | None = None
-    """Rows of the environment's evaluation data that held-out reports take; null: all; 0: no
-    reports."""
-    max_images_per_prompt: NonNegativeInt = 0
-    """Most images that one call shows the model, all turns counted; 0: none, and engines make no
-    room. They come in messages (`image_url` with a data URL)."""
-    num_actors: PositiveInt = 1
-    """Processes that share a round's examples, at most `rollout_matching.decode_batch_size`. With
-    engines in the learner (`hf`, `vllm.mode: colocate`) there are none: the environment is there
-    too."""
-    cpus_per_actor: NonNegativeFloat = 0.0
-    """CPU cores that Ray reserves for each of them; 0: they run on the driver's node."""
-    max_concurrent_scoring: PositiveInt | None = None
-    """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound.
+    """Number of rows of the environment's evaluation data in held-out reports; null: all; 0: none.
     """
+    max_images_per_prompt: NonNegativeInt = 0
+    """Maximum number of images in the prompt of a model call, over all turns. Messages carry them
+    as `image_url` with a data URL. 0: no images, and engines reserve no memory for them."""
+    num_actors: PositiveInt = 1
+    """Processes that share a round's examples, at most `rollout_matching.decode_batch_size`. Raise
+    it if the environment's own code is slow. No effect with engines in the learner (`hf`,
+    `vllm.mode: colocate`), where the environment runs too."""
+    cpus_per_actor: NonNegativeFloat = 0.0
+    """CPU cores that Ray reserves for each actor; 0: none, and actors run on the driver's node."""
+    max_concurrent_scoring: PositiveInt | None = None
+    """Maximum number of rollouts that an actor scores at the same time, for rubrics that call
+    services; null: no limit."""
     rollout_timeout_s: PositiveFloat | None = None
-    """A rollout that is not done after this has failed, as one whose tool raised; waits for an
-    engine count. null: one that hangs ends the run after 2 x `timeouts.generate_s`. Losses repeat
-    to the bit only where no rollout is cut off."""
+    """Seconds after which an unfinished rollout fails, waits for an engine included. null: a
+    rollout that hangs ends the run after 2 x `timeouts.generate_s`. Results repeat exactly only if
+    no rollout times out."""
     scoring_timeout_s: PositiveFloat | None = None
-    """A call of a reward function that is not done after this has failed
-    (`rollout/num_reward_errors`). null: after `rollout_timeout_s`. Waits for a thread are in
-    neither limit."""
+    """Seconds after which a call of a reward function fails (`rollout/num_reward_errors`). null:
+    `rollout_timeout_s`. Waits for a thread count in neither limit."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """System message in front of every row's prompt. Refused if the environment, or its first row,
-    has one; a later row with its own keeps it. null: as the environment has it."""
+    """System message before every row's prompt. An error if the environment or its first row has
+    one; a later row with its own keeps it. null: the environment's."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Further arguments of the chat template, such as `{enable_thinking: false}` of a Qwen3."""
+    """Additional arguments of the chat template, such as `{enable_thinking: false}` for Qwen3."""
     tool_call_parser: str | None = None
-    """vLLM's name of the parser of tool calls; null: the one that the checkpoint's tokenizer names,
-    without which environments have no tools. It is looked up when environments start."""
+    """vLLM's name of the parser for tool calls, checked when environments start. null: the one
+    named by the checkpoint's tokenizer; if it names none, environments have no tools."""
     teacher: TeacherSection | None = None
-    """A model that is served elsewhere, towards which every sampled token is taught by its
-    probability there (on-policy distillation); null: none."""
+    """A model on a server, whose log-probabilities every sampled token is trained towards
+    (on-policy distillation); null: no teacher."""
 
     @model_validator(mode="after")
     def _suits_its_teacher(self) -> EnvironmentSection:
-        equal = "groups of equal rewards are learned from environment.teacher"
+        equal = "has no effect: groups with equal rewards learn from environment.teacher"
         for key, is_set, wrong in (
-            ("max_images_per_prompt", self.max_images_per_prompt > 0, "the teacher sees no images"),
+            ("max_images_per_prompt", self.max_images_per_prompt > 0, "the teacher gets no images"),
             ("drop_equal_groups", self.drop_equal_groups, equal),
             ("refill_rounds", self.refill_rounds > 0, equal),
         ):

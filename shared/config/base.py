@@ -1,4 +1,4 @@
-"""The base of every section of the configuration (decision 39)."""
+"""The base class of all configuration sections, and shared value types (decision 39)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pydantic_core import PydanticCustomError
 
 PATH_TAG = "a path"
 LIST_TAG = "a list"
-"""Tags of a key that is either: pydantic puts them into the place of an error."""
+"""Tags for keys that take a path or a list. pydantic includes the tag in an error's location."""
 
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
 
 LearningRate = Annotated[PositiveFloat, Field(le=1.0)]
-"""A learning rate: AdamW moves every weight by about this much per update, so 1 is far too much."""
+"""A learning rate. AdamW moves each weight by about this much per update, so 1 is far too much."""
 
 
 class Section(BaseModel):
-    """A closed, frozen mapping of keys.
+    """A frozen mapping of known keys; the base class of all sections.
 
-    Unknown keys are refused, nothing is converted (`"8"` is not 8), no number is NaN or infinite.
-    Attribute docstrings give unit and meaning, and are quoted in errors. A required field has an
-    example, which the error about its absence shows.
+    Unknown keys are errors, nothing is converted (`"8"` is not 8), and numbers must be finite.
+    Attribute docstrings give unit and meaning, and error messages quote them. A required field has
+    an example, which the error for a missing key shows.
     """
 
     model_config = ConfigDict(
@@ -44,66 +44,65 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a configuration.
+    """One error in a configuration.
 
     Example: `Problem("training.seed", "must be at least 0, got -1", "write 17")` reads
     "training.seed: must be at least 0, got -1; write 17".
     """
 
     path: str
-    """Dotted, with list indices: `rollout_matching.pipeline.objective[0].weight`."""
+    """The dotted path, with list indices: `rollout_matching.pipeline.objective[0].weight`."""
     wrong: str
-    """The fault, without the path."""
+    """What is wrong, without the path."""
     remedy: str
-    """The thing to do."""
+    """What to do."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.wrong}; {self.remedy}"
 
 
 def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomError:
-    """Make the error that a validator raises for a value that the types allow.
+    """Make the error that a validator raises for an invalid value of the right type.
 
     Args:
-        key: the offending key, where the value is a mapping.
+        key: the invalid key, if the value is a mapping.
     """
-    # A custom message is a template: texts travel in the context so that braces stay braces.
+    # The message is a template. The texts go into its context, so their braces are not replaced.
     context = {"wrong": wrong, "remedy": remedy, "key": key}
     return PydanticCustomError("refused", "{wrong}; {remedy}", context)
 
 
 def _path(path: object) -> object:
     if isinstance(path, str) and not path.strip():
-        wrong = "must not be empty, which would be the current folder"
+        wrong = "must not be empty, because an empty path means the current folder"
         raise refusal(wrong, "write a path, or remove the key")
-    # As text: a path is none in JSON, whose values are strict.
+    # Return a string: pydantic accepts no Path in JSON, whose values are strict.
     return str(Path(path).expanduser()) if isinstance(path, str) else path
 
 
 ConfigPath = Annotated[Path, BeforeValidator(_path), Field(strict=False)]
-"""A path written as text, relative to the working directory, `~` its user's home; it need not
-exist."""
+"""A path, relative to the working directory. `~` is the user's home. The path need not exist."""
 
 
 def _whole(gpus: float) -> float:
     if not gpus.is_integer():
-        wrong = f"must be whole GPUs, or 0, got {gpus:g}: NCCL cannot put two ranks on one GPU"
-        raise refusal(wrong, "write a whole number, or 0 for none")
+        wrong = f"must be a whole number, got {gpus:g}: NCCL cannot run two ranks on one GPU"
+        raise refusal(wrong, "write a whole number; 0 reserves no GPU")
     return gpus
 
 
 WholeGPUs = Annotated[NonNegativeFloat, AfterValidator(_whole)]
-"""GPUs that Ray reserves for one process."""
+"""The number of GPUs that Ray reserves for one process."""
 
 
 def dotted(keys: tuple[str | int, ...]) -> str:
-    """Join keys and list indices: `("a", "b", 0, "c")` is `a.b[0].c`."""
+    """Join keys and list indices into a path: `("a", "b", 0, "c")` becomes `a.b[0].c`."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return "".join(parts).removeprefix(".")
 
 
 def leaves(values: Mapping[str, object], prefix: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return the values that are no mappings, by their dotted keys."""
+    """Return all values that are not mappings, by their dotted keys."""
     found: dict[str, object] = {}
     for key, value in values.items():
         path = (*prefix, key)
@@ -117,8 +116,8 @@ def leaves(values: Mapping[str, object], prefix: tuple[str, ...] = ()) -> dict[s
 def plain(value: Any) -> Any:
     """Copy nested mappings and sequences into dictionaries and lists.
 
-    A key that is no text (YAML reads `3:` and `on:` so) becomes text, and is refused later as the
-    unknown key it is.
+    A key that is not a string (YAML reads `3:` and `on:` as such) is converted to one. Validation
+    then reports it as an unknown key.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Names of a run's processes, and remarks on a configuration that is legal."""
+"""Names of a run's processes, and remarks about configurations that are valid but unusual."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from shared.tokens.fresh import FILE, FreshTokens
 
 
 def rank_name(rank: int, world_size: int) -> str:
-    """Name a learner rank: its actor, its track on the timeline, the engine in it."""
+    """Return the name of a learner rank: of its actor, its timeline track, and the engine in it."""
     return "learner" if world_size == 1 else f"learner-{rank}"
 
 
 def actor_name(index: int) -> str:
-    """Name a rollout actor of the run."""
+    """Return the name of a rollout actor."""
     return f"rollout-actor-{index}"
 
 
 def server_name(index: int) -> str:
-    """Name a rollout server, and the actor that reaches it."""
+    """Return the name of a rollout server and of the actor that calls it."""
     return f"server-{index}"
 
 
 def environment_name(index: int) -> str:
-    """Name an actor that environments run in."""
+    """Return the name of an environment actor."""
     return f"environment-{index}"
 
 
 def remarks(run: RunConfig) -> tuple[str, ...]:
-    """List what is legal and probably not meant.
+    """List settings that are valid but probably not intended.
 
-    It is no error because a run that was shortened, or taken off its servers, has it on purpose.
+    They are no errors: a shortened run, or one without its servers, may have them on purpose.
     """
     matching = run.rollout_matching
     tokens = FreshTokens.of(Path(run.model.path))
@@ -43,46 +43,47 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     found = []
     if warm >= steps:
         found.append(
-            f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises"
+            f"training.lr_warmup_steps: {warm} of the run's {steps} steps, so the learning rate"
+            " rises until the run ends; lower it"
         )
     if matching.vllm.server is not None and matching.servers is None:
         found.append(
-            "rollout_matching.vllm.server: no effect, because the learner generates itself; servers"
-            " need rollout_backend: vllm and vllm.mode: server"
+            "rollout_matching.vllm.server: no effect, because the learner generates the rollouts;"
+            " servers need rollout_backend: vllm and vllm.mode: server"
         )
     if matching.offload.enabled and matching.backend_name != "colocate":
         found.append(
-            "rollout_matching.offload: no effect, because nothing shares the learner's device;"
-            " only rollout_backend: vllm with vllm.mode: colocate does"
+            "rollout_matching.offload: no effect, because no engine shares the learner's device;"
+            " it needs rollout_backend: vllm and vllm.mode: colocate"
         )
     decoding = matching.decoding
     if decoding.effective_temperature != decoding.temperature:
         found.append(
-            f"rollout_matching.decoding.temperature: {decoding.temperature:g} is sampled at"
-            f" {decoding.effective_temperature:g}, vLLM's lowest"
+            f"rollout_matching.decoding.temperature: {decoding.temperature:g} is raised to"
+            f" {decoding.effective_temperature:g}, the lowest temperature of vLLM"
         )
     is_frozen = run.training.parts.language_model.frozen
     if tokens is not None and run.model.adapter is None and is_frozen:
         found.append(
             f"training.parts.language_model.frozen: the embeddings of {tokens.count:,} tokens in"
-            f" {run.model.path} were never learned ({FILE}), and stay so; unfreeze the part, or"
-            " set model.adapter"
+            f" {run.model.path} are untrained ({FILE}), and this run does not train them; unfreeze"
+            " the part, or set model.adapter"
         )
     if matching.vllm.sync.mode == "auto" and (reason := run.why_full_sync) is not None:
-        found.append(f"rollout_matching.vllm.sync.mode: auto is full, because {reason}")
+        found.append(f"rollout_matching.vllm.sync.mode: auto means full here, because {reason}")
     if run.algorithm.uses_environment:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
         if idle:
             variant = run.custom.trainer_variant
-            found.append(f"{idle}: no effect under {variant}, which learns from an environment")
+            found.append(f"{idle}: no effect under {variant}, which trains on an environment")
         size = matching.decode_batch_size
         ranks = run.learner.world_size
         devices = run.engine_devices
         if devices is not None and chunk_size(size, devices, ranks) < run.group_size:
             found.append(
                 f"rollout_matching.decode_batch_size: {size} x {sum(devices)} rollout devices"
-                " decode fewer rollouts at a time than one example for each learner rank has,"
-                f" {run.group_size} x {ranks}, so they take turns"
+                " cannot decode one example for each learner rank at the same time"
+                f" ({run.group_size} rollouts x {ranks}), so some rollouts wait"
             )
     return tuple(found)
 
@@ -110,11 +111,11 @@ _OF_SAMPLES = (
     "stage2_ab.channel_b.reward.",
     "evaluation.",
 )
-"""Beginnings of the paths of keys that have no effect without samples with ground truth."""
+"""Prefixes of keys that have no effect without samples with ground truth."""
 
 
 def _changed(section: Section, above: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the keys that differ from the schema's default."""
+    """Yield the dotted paths of the keys that differ from their defaults."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):

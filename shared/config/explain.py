@@ -1,4 +1,4 @@
-"""Pydantic's errors as problems that a user can act on."""
+"""Convert pydantic's errors to problems with path, fault and remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
 
 MISSING = "is required, and missing"
-"""The problem with an absent key."""
+"""The problem of a missing key."""
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -39,24 +39,24 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """The place in the configuration where an error lies.
+    """The place of an error in the configuration.
 
-    Example: of `("training", "sed")` the path is `training.sed`, and the parent TrainingSection.
+    Example: for `("training", "sed")` the path is `training.sed`, and the parent TrainingSection.
     """
 
     path: str
     key: str | int
     field: FieldInfo | None
-    """The schema's field of the last key that is one: for `channels[1]` that of `channels`."""
+    """The schema's field of the last key that has one: for `channels[1]` the field `channels`."""
     parent: type[Section]
     sections: tuple[type[Section], ...]
-    """The kinds of section the value may be; several for an entry whose name is wrong."""
+    """The classes of section that the value may have; several for an entry with a wrong name."""
 
 
 def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
     """Find the place of a pydantic error.
 
-    pydantic puts the tag of a discriminated union into `loc`; it is no key, and is left out.
+    pydantic adds the tag of a discriminated union to `loc`. It is not a key, and is left out.
     """
     keys: list[str | int] = []
     field: FieldInfo | None = None
@@ -78,7 +78,7 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
 
 
 def explain(root: type[Section], error: ErrorDetails) -> Problem:
-    """Turn one pydantic error into a problem: full path, what is wrong, what to do."""
+    """Convert one pydantic error to a problem: full path, what is wrong, what to do."""
     at = locate(root, error["loc"])
     kind = error["type"]
     value = error["input"]
@@ -124,22 +124,22 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """List every section that a value of this annotation can be or hold."""
+    """List all sections that a value with this annotation can be or contain."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     return tuple(section for part in get_args(annotation) for section in sections_in(part))
 
 
 def suggestion(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that `word` was probably meant to be."""
-    # A key with a needless prefix is like others too: `coord_soft_ce_weight`, `coord_ce_weight`.
+    """Return the known word that `word` probably stands for; None if there is none."""
+    # Prefer the key without a prefix: `coord_soft_ce_weight` also resembles `coord_ce_weight`.
     ends = [key for key in known if word.endswith(f"_{key}")]
     close = ends or difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)
     return max(close, key=len, default=None)
 
 
 def shown(value: object) -> str:
-    """Write a value as its author wrote it, on one line of at most 80 characters."""
+    """Return a value as in YAML, on one line of at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, (list, tuple)):
@@ -149,7 +149,7 @@ def shown(value: object) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """Write a value in YAML's flow style."""
+    """Return a value in YAML's flow style."""
     match value:
         case None:
             return "null"
@@ -164,13 +164,13 @@ def as_yaml(value: object) -> str:
 
 
 def _tag(section: type[Section]) -> str:
-    """Return the one legal `name` of an entry; of an imported one, the form of its names."""
+    """Return the only valid `name` of an entry; for an imported entry, the form of its names."""
     names = get_args(section.model_fields["name"].annotation)
     return str(names[0]) if names else IMPORTED
 
 
 def _options(annotation: Any) -> tuple[str, ...]:
-    """List the legal values of an annotation with finitely many of them."""
+    """List the valid values of an annotation with a fixed set of values."""
     if get_origin(annotation) is Literal:
         return tuple(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -183,17 +183,17 @@ def _one_of(options: Sequence[str]) -> str:
 
 
 def _instead(word: str, known: Collection[str], introduction: str = "choose one of") -> str:
-    """Suggest the known word that is like this one, or name all of them."""
+    """Suggest the known word that resembles this one, or list all of them."""
     close = suggestion(word, known)
     if close is not None:
         return f"did you mean '{close}'?"
     if not known:
-        return "remove it, nothing is set here"
+        return "remove it, because there are no keys here"
     return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
 
 
 def _another_key(at: KeyPath) -> str:
-    """Suggest a key of the section for an unknown one."""
+    """Suggest a key of the section instead of an unknown one."""
     return _instead(str(at.key), at.parent.model_fields, "the keys here are")
 
 
@@ -217,7 +217,7 @@ def _change(field: FieldInfo) -> str:
 
 
 def _convert(at: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
-    """Say how to write a value of the wrong type, where the meaning is plain."""
+    """Return a remedy for a value of the wrong type; if possible, the value in the right type."""
     if isinstance(value, str) and kind in ("int_type", "float_type"):
         try:
             number = int(value) if kind == "int_type" else float(value)
@@ -231,7 +231,7 @@ def _convert(at: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
     if at.sections and kind != "path_type":
         keys = ", ".join(at.sections[0].model_fields)
         if not keys:
-            return "write {}, it has no keys"
+            return "write {}, because it has no keys"
         return f"write its keys ({keys})" + ("" if field.is_required() else ", or remove it")
     if value is None and not field.is_required():
         return f"remove the key for the default, {as_yaml(field.default)}"

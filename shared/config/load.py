@@ -1,4 +1,4 @@
-"""The reader of a configuration: a validated `RunConfig`, or every problem of the mapping."""
+"""`load_config`: validate a configuration, and report all of its problems at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIST_SERVERS = (
 _DECODED = "use rollout_matching.decode_batch_size"
 _RETIRED = {
     "custom.extra": (
-        "move rollout_matching and stage2_ab out of it, to the top level, and remove the rest"
+        "move rollout_matching and stage2_ab from it to the top level, and remove the rest"
     ),
     "custom.coord_soft_ce_w1": "declare a coord_reg entry in rollout_matching.pipeline.objective",
     "model.attn_implementation": "use model.attention",
@@ -32,33 +32,33 @@ _RETIRED = {
     "rollout_matching.temperature": "use rollout_matching.decoding.temperature",
     "rollout_matching.top_p": "use rollout_matching.decoding.top_p",
     "rollout_matching.top_k": "use rollout_matching.decoding.top_k",
-    "rollout_matching.post_rollout_pack_scope": "remove it: custom.trainer_variant decides it",
+    "rollout_matching.post_rollout_pack_scope": "remove it: custom.trainer_variant sets it",
     "rollout_matching.rollout_buffer": (
-        "remove it; to overlap rollout and learning set stage2_ab.channel_b.enable_pipeline"
+        "remove it; to generate while learning, set stage2_ab.channel_b.enable_pipeline: true"
     ),
-    "rollout_matching.vllm.sync.transport": "remove it: it follows from the devices",
+    "rollout_matching.vllm.sync.transport": "remove it: the devices determine it",
     "rollout_matching.vllm.server.base_url": _LIST_SERVERS,
     "rollout_matching.vllm.server.group_port": _LIST_SERVERS,
 }
-"""Dotted path of a removed or moved key to the remedy, also for all keys under it (decision 3)."""
+"""Remedies by the path of a removed or moved key, also for all keys under it (decision 3)."""
 
 
 def load_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Validate the configuration of a run (decision 39). The files it names stay closed.
+    """Validate the configuration of a run (decision 39). The files that it names are not opened.
 
     Raises:
-        ConfigError: all unknown and retired keys, wrong types and wrong values at once, with the
-            first contradiction within each section; where there is none of them, all
-            contradictions between sections at once.
+        ConfigError: with all unknown and retired keys, wrong types and wrong values, and the first
+            contradiction within each section. If there are none of these, with all contradictions
+            between sections.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
-            f"configuration: must be a mapping of sections, got {shown(mapping)}; start from an"
-            " experiment of conf/experiment"
+            f"configuration: must be a mapping of sections, got {shown(mapping)}; start with an"
+            " experiment in conf/experiment"
         )
     config = plain(mapping)
     problems = take_retired(config)
-    # An absent section is an empty one, so that the report names the keys it must have.
+    # A missing section is validated as an empty one, so the report names its required keys.
     for name, field in RunConfig.model_fields.items():
         if field.is_required() and sections_in(field.annotation):
             config.setdefault(name, {})
@@ -76,8 +76,8 @@ def load_config(mapping: Mapping[str, Any]) -> RunConfig:
 def take_retired(config: dict[str, Any]) -> list[Problem]:
     """Remove every retired key from `config`, with all keys under it, and return the problems.
 
-    Example: of {"training": {"packing_length": 512}} the problem reads
-    "training.packing_length: was removed; use global_max_length".
+    Example: for {"training": {"packing_length": 512}} the problem reads "training.packing_length:
+    was removed; use global_max_length".
     """
     return [
         Problem(path, "was removed", remedy)
@@ -87,7 +87,7 @@ def take_retired(config: dict[str, Any]) -> list[Problem]:
 
 
 def _remove(section: object, path: str) -> bool:
-    """Remove a key, and the sections that are empty without it; return whether it was there."""
+    """Remove a key, and sections that are then empty; return whether the key was there."""
     key, _, below = path.partition(".")
     if not isinstance(section, dict) or key not in section:
         return False
@@ -99,9 +99,9 @@ def _remove(section: object, path: str) -> bool:
 
 
 def cross_check(run: RunConfig) -> list[Problem]:
-    """List every contradiction between sections whose values are each legal."""
+    """List all contradictions between sections whose values are each valid."""
     matching = run.rollout_matching
-    # Like the other keys of matching, options may come from an experiment that uses them.
+    # In other runs options of matching are no error: they may come from an included experiment.
     matches = run.algorithm.uses_rollouts and not run.algorithm.uses_environment
     return [
         *algorithm.data_is_there(run),

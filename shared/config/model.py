@@ -1,4 +1,4 @@
-"""`model` and `data`: the checkpoint, and the samples it learns from."""
+"""`model` and `data`: the checkpoint, and the samples that it learns from."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 
 class AdapterSection(Section):
-    """Low-rank adaptation (peft) of linear layers; everything else is frozen.
+    """Low-rank adaptation (peft) of linear layers; all other weights are frozen.
 
-    They are those of the language model, and of parts with `training.parts.*.adapted`. If
-    `rollmatch add-coord-tokens` made the checkpoint, the embeddings of its tokens are trained too.
+    The language model and the parts with `training.parts.*.adapted` are adapted. The embeddings of
+    tokens that `rollmatch add-coord-tokens` added to the checkpoint are trained too.
     """
 
     kind: Literal["lora", "dora"]
-    """LoRA, or LoRA with learned magnitudes (DoRA), which vLLM cannot serve unmerged."""
+    """LoRA, or LoRA with learned magnitudes (DoRA). vLLM serves DoRA only merged."""
     rank: PositiveInt = 16
-    """Of every pair of matrices."""
+    """Rank of the two matrices of each adapted layer. Raise it if LoRA learns too little."""
     alpha: PositiveFloat = 32.0
-    """The product of a pair is scaled by alpha / rank."""
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = (
         "q_proj",
         "k_proj",
@@ -43,17 +43,17 @@ class AdapterSection(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that are adapted, in each adapted part."""
+    """Names of the linear layers that are adapted in each adapted part."""
     quantize: Literal["nf4"] | None = None
-    """nf4: hold the linear layers of the adapted parts in 4 bits under a LoRA (QLoRA); engines are
-    sent, and checkpoints hold, what these unpack to, merged with it. Needs the extra `qlora`. null:
-    in `model.dtype`."""
+    """nf4: hold the linear layers of the adapted parts in 4 bits to save memory (QLoRA; needs kind:
+    lora and the extra `qlora`). Engines and checkpoints get the dequantized weights with the
+    adapter merged. null: `model.dtype`."""
 
     @model_validator(mode="after")
     def _quantizes_lora(self) -> AdapterSection:
         if self.quantize is not None and self.kind != "lora":
             wrong = f"'{self.quantize}' needs kind: lora"
-            raise refusal(wrong, "set it, or remove the key", "quantize")
+            raise refusal(wrong, "set kind: lora, or remove the key", "quantize")
         return self
 
 
@@ -61,33 +61,33 @@ class ModelSection(Section):
     path: Annotated[
         str, Field(min_length=1, examples=["outputs/demo/model"]), AfterValidator(expanduser)
     ]
-    """Local directory of an ordinary checkpoint with tokenizer and processor."""
+    """Local folder of a checkpoint in Hugging Face format, with tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of all forwards. Under bfloat16 the optimizer keeps float32 master weights."""
+    """Number type of all forward passes. With bfloat16 the optimizer has float32 master weights."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention of the learner's forward. auto: segment by segment, by one flash kernel where the
-    GPU computes in bfloat16; sdpa, eager: transformers' own, with a mask over the row."""
+    """Attention of the learner. auto: one flash kernel that separates the segments of a row, on
+    GPUs with bfloat16; sdpa and eager: the attention of transformers, with a mask over the row."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward: less memory for about a third more time."""
+    """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     activation_offload: bool = False
-    """What a recomputed layer starts from waits in host memory: less of the GPU's for a copy there
-    and back. With `gradient_checkpointing` alone; no effect on CPU."""
+    """Keep the inputs of recomputed layers in host memory, which saves GPU memory and costs two
+    copies. Needs `gradient_checkpointing`; no effect on CPU."""
     adapter: AdapterSection | None = None
-    """Train low-rank adapters in place of the weights; null: the weights."""
+    """Train a low-rank adapter instead of the weights; null: train the weights."""
 
     @model_validator(mode="after")
     def _offloads_what_is_recomputed(self) -> ModelSection:
         if self.activation_offload and not self.gradient_checkpointing:
-            wrong = "true, and only what a recomputed layer starts from can wait in host memory"
-            remedy = "set model.gradient_checkpointing: true, or this to false"
+            wrong = "true needs model.gradient_checkpointing: true, which is false"
+            remedy = "set model.gradient_checkpointing: true, or this key to false"
             raise refusal(wrong, remedy, "activation_offload")
         return self
 
     @property
     def is_quantized(self) -> bool:
-        """Tell whether the adapter is trained on weights in 4 bits.
+        """Return whether an adapter is trained on 4-bit weights.
 
-        Engines hold other weights, those of the checkpoint, until they are sent full ones.
+        Engines hold the checkpoint's own weights, which differ, until they receive full weights.
         """
         return self.adapter is not None and self.adapter.quantize is not None
 
@@ -96,9 +96,9 @@ class SourceSection(Section):
     """One of several files of samples."""
 
     path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
-    """JSONL file, image paths relative to it."""
+    """A JSONL file; paths of images are relative to it."""
     name: str | None = None
-    """Its name in metrics and reports, and in front of its samples' ids; null: that of its file."""
+    """The file's name in metrics and reports, and before its sample ids; null: its file name."""
 
     @property
     def called(self) -> str:
@@ -109,12 +109,12 @@ class WeightedSourceSection(SourceSection):
     """One of several files of training samples."""
 
     weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
-    """Of as many samples in a row as all weights together, so many are of this file, exactly; its
-    rows come in an order and in epochs of their own."""
+    """Share of the drawn samples: of any sum(weights) successive samples exactly this many are from
+    this file. Each file has its own order and epochs."""
 
 
 class DataSource(NamedTuple):
-    """A file of samples as it is loaded.
+    """One file of samples, ready to load.
 
     Example: the second of `data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]` is
     `DataSource("data.train[1].path", Path("b.jsonl"), "b", 1)`.
@@ -123,7 +123,7 @@ class DataSource(NamedTuple):
     key: str
     path: Path
     name: str | None = None
-    """None: it is the only one, and nothing is called after it."""
+    """None: it is the only file, so metrics and ids have no name of a file."""
     weight: int = 1
 
 
@@ -133,14 +133,14 @@ _SourceT = TypeVar("_SourceT", bound=SourceSection)
 
 def _called_apart(sources: tuple[_SourceT, ...]) -> tuple[_SourceT, ...]:
     if not sources:
-        raise refusal("has no file", "write [{path: a.jsonl, ...}], or the path alone")
+        raise refusal("has no file", "write [{path: a.jsonl, ...}], or only the path")
     names = [source.called for source in sources]
     for name in names:
         if not re.fullmatch(NAME_PATTERN, name):
-            wrong = f"'{name}' has characters that a name in metrics must not have"
+            wrong = f"'{name}' has characters that are not allowed in names of metrics"
             raise refusal(wrong, "give the file a `name` of letters, digits, `_`, `.` and `-`")
         if names.count(name) > 1:
-            raise refusal(f"several files are called '{name}'", "give each a `name` of its own")
+            raise refusal(f"several files are called '{name}'", "give each its own `name`")
     return sources
 
 
@@ -155,27 +155,26 @@ ScaleFactor = Annotated[PositiveFloat, Field(le=4.0)]
 
 
 class AugmentSection(Section):
-    """Changes to a training sample each time that it is drawn, by seed, epoch and its row.
+    """Random changes of a training sample, drawn from seed, epoch and row each time it is used.
 
-    What would not fit `global_max_length`, or leaves none of the objects, is drawn again. Held-out
-    samples stay as they are.
+    A change is drawn again if the sample would exceed `global_max_length` or lose all its objects.
+    Held-out samples are never changed.
     """
 
     flip: Fraction01 = 0.0
-    """Probability of swapping left and right. A row whose own words (names, phrase, classes,
-    prompt) have "left" or "right" in them is never mirrored; not for prompts of the run that tell
-    them apart, or for other words that do."""
+    """Probability of mirroring the image, left to right. Rows with "left" or "right" in their texts
+    (names, phrase, classes, prompt) are never mirrored. Leave it 0 if the run's prompts or other
+    words of the data depend on left and right."""
     crop: Annotated[PositiveFloat, Field(le=1.0)] = 1.0
-    """Least share of either side that is kept; each side's share lies between it and 1, and the
-    place anywhere. Boxes and polygons are cut at the new border."""
+    """Least fraction of width and height that a crop keeps. Each fraction is drawn between it and
+    1, at a random place. Boxes and polygons are cut at the new border. 1: no crop."""
     scale: Annotated[tuple[ScaleFactor, ScaleFactor], Field(strict=False)] = (1.0, 1.0)
-    """Least and greatest factor of the picture's sides in pixels, at most 4, drawn evenly by its
-    logarithm."""
+    """Least and greatest factor of the image size in pixels, at most 4, drawn log-uniformly."""
     colour: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Brightness, contrast and saturation are multiplied by factors from 1 - it to 1 + it, and the
-    hue turns by at most a tenth of it (1 is the whole circle)."""
+    """Strength c of colour changes: brightness, contrast and saturation are multiplied by factors
+    between 1 - c and 1 + c, and the hue turns by at most c / 10 of the full circle."""
     min_visible: Fraction01 = 0.25
-    """An object of which a crop leaves a smaller share of its area is not taught."""
+    """Least fraction of an object's area that a crop must keep; else the object is not taught."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> AugmentSection:
@@ -189,54 +188,56 @@ class AugmentSection(Section):
 
 
 class DataSection(Section):
-    """The JSONL files, and how their rows become samples (decision 31)."""
+    """The data files, and how their rows become samples (decision 31)."""
 
     train: Annotated[
         Annotated[ConfigPath | None, Tag(PATH_TAG)]
         | Annotated[_Listed[WeightedSourceSection], Tag(LIST_TAG)],
         Discriminator(_kind),
     ] = None
-    """JSONL file of training samples, image paths relative to it, or several, `[{path: a.jsonl,
-    weight: 3}, {path: b.jsonl, weight: 1}]`; required, but under `trajectory_pg`, which has none.
-    """
+    """JSONL file of training samples, with paths of images relative to it, or several with weights:
+    `[{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]`. Required, except under
+    `trajectory_pg`, which does not allow it."""
     val: Annotated[
         Annotated[ConfigPath | None, Tag(PATH_TAG)]
         | Annotated[_Listed[SourceSection], Tag(LIST_TAG)],
         Discriminator(_kind),
     ] = None
-    """JSONL file of held-out samples, or several, `[{path: a.jsonl}, {path: b.jsonl}]`; null: no
-    validation."""
+    """JSONL file of held-out samples, or several: `[{path: a.jsonl}, {path: b.jsonl}]`; null: none.
+    """
     on_bad_row: Literal["error", "skip"] = "error"
-    """A bad row stops the start (`error`), or is counted and logged (`skip`)."""
+    """A bad row stops the start (`error`), or is skipped, counted and logged (`skip`)."""
     sort_objects: bool = True
-    """Put objects into reading order (min y, min x); false: a row out of order is a bad row."""
+    """Sort each row's objects by reading order (min y, min x); false: unsorted rows are bad rows.
+    """
     check_images: bool = True
-    """Decode every image before the start; false: a bad image is found when its sample is used.
-    What took more than a second is kept in `~/.cache/rollmatch` for files that stay the same."""
+    """Decode every image before training; false: a broken image is found when its sample is used.
+    Checks that take over a second are cached in `~/.cache/rollmatch` while the files stay the same.
+    """
     answer_format: Literal["coord_tokens", "qwen3_vl", "qwen2_5_vl", "rex_omni"] = "coord_tokens"
-    """Text of an answer. coord_tokens: `{"object_1": {"desc": ..., "bbox_2d": ["<|coord_5|>",
-    ...]}}`; qwen3_vl: `[{"bbox_2d": [5, ...], "label": ...}]`, thousandths of the picture in
-    digits, as a stock Qwen3-VL writes them; qwen2_5_vl: the same in pixels of the resized picture;
-    rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. Records are the same for
-    all."""
+    """Text format of an answer. coord_tokens: `{"object_1": {"desc": ..., "bbox_2d":
+    ["<|coord_5|>", ...]}}`; qwen3_vl: `[{"bbox_2d": [5, ...], "label": ...}]` with thousandths of
+    the image in digits, as a stock Qwen3-VL writes; qwen2_5_vl: the same in pixels of the resized
+    image; rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. The data files
+    are the same for all."""
     shuffle: bool = True
-    """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
+    """Shuffle the samples of every epoch, by `training.seed`; false: use the order of the file."""
     augment: AugmentSection | None = None
-    """Changes to training pictures and their objects; null: none."""
+    """Random changes of training images and their objects; null: none."""
     system_prompt: str | None = None
-    """Text of the system message; null: no system message. A row's own `system` comes before it."""
+    """System message of every prompt; null: none. A row's own `system` replaces it."""
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT
-    """Text of the user message, after its images. A row's own `prompt` comes before it; `{phrase}`
-    and `{classes}` are what the row has under these names. The default asks for one JSON object,
-    under `answer_format: qwen3_vl` and `qwen2_5_vl` for a JSON list, and under `rex_omni` for boxes
-    in Rex-Omni's words."""
+    """Text of the user message, after the images. A row's own `prompt` replaces it. `{phrase}` and
+    `{classes}` insert these fields of the row. The default asks for one JSON object; with
+    `answer_format: qwen3_vl` or `qwen2_5_vl` for a JSON list, and with `rex_omni` for boxes in
+    Rex-Omni's words."""
     prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Several in place of `user_prompt`: `training.seed` and its id draw that of a sample."""
+    """Several prompts instead of `user_prompt`; each sample gets one, by seed and sample id."""
     max_val_samples: PositiveInt | None = None
-    """Evaluate on the first this many rows of `val`, of each file of several; null: on all."""
+    """Evaluate only the first this many rows of each file of `val`; null: all rows."""
 
     def sources(self, key: Literal["train", "val"]) -> tuple[DataSource, ...]:
-        """Return the files of `train` or `val`, one where it is a path, none where it is null."""
+        """Return the files of `train` or `val`; an empty tuple if the key is null."""
         value = self.train if key == "train" else self.val
         if value is None:
             return ()

@@ -1,9 +1,9 @@
-"""`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
+"""`rollout_matching.pipeline`: the declared objective; no loss is implicit (decisions 2 and 37).
 
-Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
-`advantage_epsilon`, `top_tokens`, and the options beyond the specification (decision 30). A new
-objective of this repository has its settings and its entry here, with what it learns from, and a
-line in `ObjectiveEntry`; one of your own modules needs nothing here (`ImportedEntry`).
+Every entry is written out in full. Only these keys have a default: the variants of
+`policy_gradient`, its `advantage_epsilon`, `top_tokens`, and options beyond the specification
+(decision 30). A new objective of this repository gets its settings and entry here, and a line in
+`ObjectiveEntry`. An objective in your own module needs no change here (`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ EXAMPLE_POLICY_GRADIENT = {
         "advantage_std": True,
     },
 }
-"""The module whose settings decide the advantages."""
+"""An entry of the objective that computes advantages."""
 
 
 class Channel(StrEnum):
-    """The kind of a step."""
+    """What a step trains on."""
 
     A = "A"
-    """Teacher-forced on ground truth."""
+    """Supervised, on ground truth."""
     B = "B"
-    """On the model's own rollout."""
+    """On the model's own rollouts."""
 
 
 class LearnsFrom(StrEnum):
-    """What a module compares the model's answer with."""
+    """What an objective compares the model's answer with."""
 
     GROUND_TRUTH = "ground truth"
     ADVANTAGES = "advantages"
 
 
 class Reads(StrEnum):
-    """The positions of a target that a module reads."""
+    """The positions of a target that an objective uses."""
 
     TEXT = "text"
     SLOTS = "slots"
-    """Coord slots, each of which is one token."""
+    """Coordinate slots, one token each."""
     SAMPLED = "sampled"
-    """Sampled tokens that have an advantage."""
+    """Sampled tokens with an advantage."""
 
 
 def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
@@ -104,91 +104,90 @@ Channels = Annotated[
 
 
 class PipelineEntry(Section):
-    """The keys that every entry has in addition to `name` and `config`, and what it declares."""
+    """The keys of every entry in addition to `name` and `config`, and properties of its class."""
 
     learns_from: ClassVar[LearnsFrom | None] = LearnsFrom.GROUND_TRUTH
-    """Algorithms without it refuse the entry; None: no algorithm does."""
+    """Algorithms that do not learn from this reject the entry; None: all algorithms accept it."""
     reads: ClassVar[Reads | None] = Reads.TEXT
     """None: not declared."""
     needs_reference: ClassVar[bool] = False
-    """Whether it compares the learner with the model that the run started with."""
+    """Whether it compares the learner with the model at the start of the run."""
 
     enabled: bool
-    """False: as if the entry were absent."""
+    """false: the entry is ignored."""
     weight: NonNegativeFloat
-    """Factor of the module's loss in the step's loss."""
+    """Weight of this entry's loss in the loss of the step."""
     channels: Channels
-    """The channels in whose steps the module takes part; [B] if it reads sampled tokens."""
+    """The channels whose steps use the entry. Must be [B] if it learns sampled tokens."""
 
     @field_validator("channels")
     @classmethod
     def _has_samples(cls, channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
         if cls.reads is Reads.SAMPLED and channels != (Channel.B,):
             raise refusal(
-                f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has"
-                " a policy gradient",
+                f"must be [B], got [{', '.join(channels)}]: this module needs tokens that the model"
+                " sampled",
                 "write [B]",
             )
         return channels
 
     @property
     def teaches(self) -> bool:
-        """Tell whether its loss can be other than 0."""
+        """Return whether its loss can differ from 0."""
         return self.weight > 0
 
 
 class TokenCEConfig(Section):
     desc_ce_weight: NonNegativeFloat
-    """Channel A: weight of the tokens of `desc` values, where structure has weight 1."""
+    """Channel A: weight of the tokens of names (`desc`), relative to 1 for structure tokens."""
     rollout_fn_desc_weight: NonNegativeFloat
-    """Channel B: weight of the tokens of `desc` values of appended objects."""
+    """Channel B: weight of the tokens of names (`desc`) of appended objects."""
     rollout_matched_prefix_struct_weight: NonNegativeFloat
-    """Channel B: weight of the structure of matched objects in the rollout's prefix."""
+    """Channel B: weight of the structure tokens of matched objects in the kept rollout."""
     matched_desc_weight: NonNegativeFloat = 0.0
-    """Channel B, beyond the specification: weight of the token at which the name of a matched
-    object first differs from its ground truth's, where the ground truth's is taught."""
+    """Channel B, beyond the specification: teach the right name of a matched object at the first
+    token where the sampled name differs from the ground truth's, with this weight."""
     fp_end_weight: NonNegativeFloat = 1.0
-    """Channel B, beyond the specification: weight of the closing brace and EOS where the kept
-    rollout holds unmatched predictions."""
+    """Channel B, beyond the specification: weight of closing brace and EOS if the kept rollout has
+    unmatched predictions."""
 
 
 class TokenCEEntry(PipelineEntry):
-    """Cross-entropy over text tokens outside the coord vocabulary."""
+    """Cross-entropy of text tokens, without coordinate tokens."""
 
     name: Literal["token_ce"]
-    """The module."""
+    """The module: cross-entropy of text tokens."""
     config: TokenCEConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class CoordRegConfig(Section):
     coord_ce_weight: NonNegativeFloat
-    """Weight of the cross-entropy within the coord vocabulary."""
+    """Weight of the cross-entropy within the coordinate tokens."""
     soft_ce_weight: NonNegativeFloat
-    """Weight of the cross-entropy against the soft target."""
+    """Weight of the cross-entropy with the soft target, a distribution around the true bin."""
     w1_weight: NonNegativeFloat
-    """Weight of the Wasserstein-1 distance to the soft target, in [0, 1]."""
+    """Weight of the Wasserstein-1 distance to the soft target, as a fraction of the axis."""
     coord_gate_weight: NonNegativeFloat
-    """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
+    """Weight of a loss, in nats, of probability off the coordinate tokens at coordinate slots."""
     text_gate_weight: NonNegativeFloat
-    """Weight of the probability of coord tokens at text positions that a `token_ce` weighs, in
-    nats."""
+    """Weight of a loss, in nats, of coordinate-token probability at text that `token_ce` learns."""
     temperature: PositiveFloat
-    """Divides the logits of `soft_ce`, `w1` and both gates."""
+    """Divisor of the logits in `soft_ce`, `w1` and both gates."""
     target_sigma: PositiveFloat
-    """Width of the soft target, in bins."""
+    """Standard deviation of the soft target, in bins."""
     target_truncate: NonNegativeInt | None
-    """The soft target is zero further than this many bins from its centre; null: nowhere."""
+    """The soft target is 0 more than this many bins from its centre; null: no limit."""
 
 
 class CoordRegEntry(PipelineEntry):
-    """Coordinate terms over supervised coord slots."""
+    """Losses of coordinates, at supervised coordinate slots."""
 
     reads = Reads.SLOTS
     name: Literal["coord_reg"]
-    """The module."""
+    """The module: losses of coordinates."""
     config: CoordRegConfig
-    """The module's settings."""
+    """Settings of the module."""
 
     @property
     def teaches(self) -> bool:
@@ -204,13 +203,13 @@ class BboxGeoConfig(Section):
 
 
 class BboxGeoEntry(PipelineEntry):
-    """Terms over boxes decoded by expectation."""
+    """Losses of boxes, whose coordinates are decoded as expected values."""
 
     reads = Reads.SLOTS
     name: Literal["bbox_geo"]
-    """The module."""
+    """The module: losses of boxes."""
     config: BboxGeoConfig
-    """The module's settings."""
+    """Settings of the module."""
 
     @property
     def teaches(self) -> bool:
@@ -220,120 +219,120 @@ class BboxGeoEntry(PipelineEntry):
 def _not_by_segment(normalize: object) -> object:
     if normalize == "segment":
         raise refusal(
-            "'segment' was removed: it depended on which calls of the model had been merged",
-            "use step, where each call is an example, or rollout, where each rollout weighs 1",
+            "'segment' was removed: it depended on which model calls had been merged",
+            "use step (each model call counts equally), or rollout (each rollout counts equally)",
         )
     return normalize
 
 
 class PolicyGradientConfig(Section):
     clip_low: Fraction01
-    """A sampled token with a negative advantage is learned while its ratio is at least 1 minus
-    this. The ratio is of the learner's probability to the engine's."""
+    """Clip range below 1: a token with a negative advantage is learned down to a ratio of 1 -
+    clip_low. The ratio is the learner's probability of the token divided by the engine's."""
     clip_high: NonNegativeFloat
-    """One with a positive advantage while its ratio is at most 1 plus this."""
+    """Clip range above 1: a token with a positive advantage is learned up to a ratio of 1 +
+    clip_high."""
     ratio_cap: Annotated[float, Field(gt=1.0)]
-    """A ratio above this counts as this: in the loss, and as the factor of the gradient."""
+    """Upper bound of the ratio, in the loss and as the factor of the gradient."""
     normalize: Annotated[
         Literal["step", "rollout", "constant", "batch"], BeforeValidator(_not_by_segment)
     ]
-    """Divisor of a sampled token's term: the sampled tokens of its call of the model (`step`),
-    those of its rollout (`rollout`), or `rollout_matching.max_new_tokens` (`constant`). The step's
-    sum is then divided by its rollouts. `batch`: by all sampled tokens of the step instead, and by
-    nothing before."""
+    """Divisor of a sampled token's loss: the number of sampled tokens of its model call (`step`) or
+    of its rollout (`rollout`), or `rollout_matching.max_new_tokens` (`constant`). The sum over the
+    step is then divided by the step's rollouts. `batch`: only divide the sum by all sampled tokens
+    of the step."""
     advantage_std: bool
-    """Divide the advantage, the reward minus its group's mean, by the standard deviation of the
-    group's rewards plus `advantage_epsilon`."""
+    """Divide the advantage (reward minus the group's mean) by the standard deviation of the group's
+    rewards plus `advantage_epsilon`."""
     advantage_epsilon: NonNegativeFloat = 1e-4
-    """Keeps rewards that hardly differ from being told apart as sharply as others. In units of the
-    rewards; no effect without `advantage_std`. The default is that of TRL's GRPO."""
+    """Added to that standard deviation, in units of the reward, so that tiny differences of rewards
+    stay small. No effect without `advantage_std`. The default is the same as in TRL's GRPO."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is taken off a reward: the mean of its group, or that of the group's other rollouts."""
+    """What is subtracted from a reward: the mean of its group, or of the group's other rollouts."""
     ratio_level: Literal["token", "call", "call_mean"] = "token"
-    """Whose ratio a sampled token has: its own (`token`), the product of those of all sampled
-    tokens of its call of the model (`call`), or the geometric mean of these (`call_mean`)."""
+    """Ratio of a sampled token: its own (`token`), the product over all sampled tokens of its model
+    call (`call`), or their geometric mean (`call_mean`)."""
     clip: Literal["ppo", "dual", "cispo", "none"] = "ppo"
-    """What the clip range does: tokens beyond it on their advantage's side are not learned (`ppo`);
-    nor those above `ratio_cap` that are worse than the others (`dual`); all are learned, and their
-    factor stays within the range (`cispo`); there is no range (`none`)."""
+    """What the clip range does. ppo: tokens whose ratio left the range in the direction of their
+    advantage are not learned; dual: nor are tokens with a negative advantage above `ratio_cap`;
+    cispo: all are learned, with their ratio clamped to the range; none: there is no range."""
     above_cap: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a ratio above `ratio_cap`: it counts as `ratio_cap`, or its token is left
-    out."""
+    """truncate: a ratio above `ratio_cap` counts as `ratio_cap`; mask: its token is not learned."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PolicyGradientConfig:
         if self.advantage_baseline == "leave_one_out" and self.advantage_std:
-            wrong = "leave_one_out is there to have no bias, which advantage_std: true brings back"
+            wrong = "leave_one_out is unbiased, but advantage_std: true adds a bias again"
             remedy = "set advantage_std: false, or advantage_baseline: mean"
             raise refusal(wrong, remedy, "advantage_baseline")
         if self.clip == "dual" and self.above_cap == "mask":
-            wrong = "mask has no effect under clip: dual, which stops what is above ratio_cap"
+            wrong = "mask has no effect with clip: dual, which already stops tokens above ratio_cap"
             raise refusal(wrong, "set above_cap: truncate, or clip: ppo", "above_cap")
         least = 1 + self.clip_high
         if self.clip == "cispo" and self.ratio_cap < least:
-            wrong = f"{self.ratio_cap:g} is below 1 + clip_high, where clip: cispo ends the factors"
+            wrong = f"{self.ratio_cap:g} is below 1 + clip_high, the upper bound of clip: cispo"
             remedy = f"set {least:g} or more, or lower clip_high"
             raise refusal(wrong, remedy, "ratio_cap")
         return self
 
 
 class PolicyGradientEntry(PipelineEntry):
-    """Policy gradient over the tokens that the model sampled, of trajectories of environments."""
+    """Policy gradient on sampled tokens."""
 
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
     name: Literal["policy_gradient"]
-    """The module."""
+    """The module: policy gradient on sampled tokens."""
     config: PolicyGradientConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class ReferenceKLConfig(Section):
     estimator: Literal["k3", "top"]
-    """How a token's divergence is measured: from the token that was sampled (`k3`), or summed over
-    the tokens that are most probable to the reference, with all others as one (`top`)."""
+    """How the divergence at a token is computed. k3: estimated from the sampled token; top: summed
+    over the reference's most probable tokens, with all others as one token."""
     top_tokens: PositiveInt | None = None
-    """Tokens that `top` sums over; required there, and refused with `k3`."""
+    """Number of tokens that `estimator: top` sums over; required by it, and an error with `k3`."""
 
     @model_validator(mode="after")
     def _counts_what_it_sums(self) -> ReferenceKLConfig:
         if (self.estimator == "top") != (self.top_tokens is not None):
-            wrong = "is a number under estimator: top, and has no effect under k3"
-            raise refusal(wrong, "write one such as 20, or change the estimator", "top_tokens")
+            wrong = "is required by estimator: top, and has no effect with k3"
+            raise refusal(wrong, "with top write a number such as 20, else remove it", "top_tokens")
         return self
 
 
 class ReferenceKLEntry(PipelineEntry):
-    """Divergence of the learner's policy from the one that the run started with, over the tokens
-    of `policy_gradient` and with their weights."""
+    """KL divergence of the learner from the model at the start of the run, on tokens of
+    `policy_gradient` and with their weights."""
 
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
     needs_reference = True
     name: Literal["reference_kl"]
-    """The module."""
+    """The module: KL divergence from the model at the start of the run."""
     config: ReferenceKLConfig
-    """The module's settings."""
+    """Settings of the module."""
 
 
 class CoordDiagConfig(Section):
-    """No settings: the mapping is written out, and empty."""
+    """It has no settings: write an empty mapping."""
 
 
 class CoordDiagEntry(PipelineEntry):
-    """Expected-bin error, top-5 accuracy and coord mass at supervised coord slots."""
+    """Error of the expected bin, top-5 accuracy, and coordinate probability at coordinate slots."""
 
     reads = Reads.SLOTS
     name: Literal["coord_diag"]
-    """The module."""
+    """The module: metrics of coordinates."""
     weight: NonNegativeFloat
-    """No effect, since a diagnostic has no loss; written out like every key of an entry."""
+    """No effect, since a diagnostic has no loss. Required like every key of an entry."""
     config: Annotated[CoordDiagConfig, Field(examples=[{}])]
-    """The module's settings: none."""
+    """No settings: write {}."""
 
 
 IMPORTED = "module:Class"
-"""The form of an imported objective's name, and what its entry is called where kinds are listed."""
+"""The form of the name of an imported objective; also its name in lists of modules."""
 
 
 def _module_and_class(name: str) -> str:
@@ -345,23 +344,23 @@ def _module_and_class(name: str) -> str:
 
 
 class ImportedEntry(PipelineEntry):
-    """An objective of one of your own modules: docs/objectives.md."""
+    """An objective from your own module: docs/objectives.md."""
 
     learns_from = None
     reads = None
     name: Annotated[str, AfterValidator(_module_and_class)]
-    """The class, as `module:Class`; Python looks for the module in the working directory too."""
+    """The class, as `module:Class`. Python also searches the working directory for the module."""
     config: dict[str, Any]
-    """The class's settings, checked by its `Config` when it is imported, since that imports
+    """The settings of the class. Its `Config` checks them when the class is imported, which needs
     torch."""
 
 
 def _kind(entry: object) -> str | None:
-    """Return the tag of an entry's class; None without a name."""
+    """Return the tag of an entry's class; None for an entry without a name."""
     if isinstance(entry, PipelineEntry):
         entry = dict(entry)
     if not isinstance(entry, Mapping):
-        return "token_ce"  # whose class says that an entry is a mapping
+        return "token_ce"  # its validation reports that an entry must be a mapping
     if "name" not in entry:
         return None
     name = str(entry["name"])
@@ -382,7 +381,7 @@ ObjectiveEntry = (
 def _no_diagnostic(entry: object) -> object:
     if isinstance(entry, Mapping) and entry.get("name") == "coord_diag":
         raise refusal(
-            "'coord_diag' is a diagnostic, which nothing is learned from",
+            "'coord_diag' is a diagnostic, not an objective",
             "move the entry to rollout_matching.pipeline.diagnostics",
             key="name",
         )
@@ -393,7 +392,7 @@ def _no_objective(entry: object) -> object:
     names = [tag.tag for _, tag in map(get_args, get_args(ObjectiveEntry))]
     if isinstance(entry, Mapping) and _kind(entry) in names:
         raise refusal(
-            f"'{entry['name']}' is an objective module, and would not be learned from here",
+            f"'{entry['name']}' is an objective module, which has no effect as a diagnostic",
             "move the entry to rollout_matching.pipeline.objective",
             key="name",
         )
@@ -407,11 +406,11 @@ class PipelineSection(Section):
         ],
         Field(strict=False),
     ]
-    """The modules whose weighted losses are summed."""
+    """The objectives. Their losses, multiplied by their weights, are summed."""
     diagnostics: Annotated[
         tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...], Field(strict=False)
     ]
-    """Modules that are logged and not learned from."""
+    """Modules that are logged and have no loss."""
 
     @model_validator(mode="after")
     def _once_per_channel(self) -> PipelineSection:
@@ -421,7 +420,7 @@ class PipelineSection(Section):
                 first = taken.setdefault((entry.name, channel), path)
                 if first != path:
                     raise refusal(
-                        f"'{entry.name}' is active on channel {channel} already, by {first}",
+                        f"'{entry.name}' is already active on channel {channel}: {first}",
                         "remove or disable one of the two entries, or give each its own channel",
                         f"{path.rpartition('.')[2]}.name",
                     )
@@ -436,18 +435,18 @@ class PipelineSection(Section):
                     yield f"rollout_matching.pipeline.{key}[{index}]", entry
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
-        """Return the enabled entries of the objective for a step of this channel."""
+        """Return the enabled objectives of steps of this channel."""
         entries = self.objective
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
     def active_diagnostics(self, channel: Channel) -> tuple[CoordDiagEntry, ...]:
-        """Return the enabled diagnostics for a step of this channel."""
+        """Return the enabled diagnostics of steps of this channel."""
         entries = self.diagnostics
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
     @property
     def policy_gradient(self) -> PolicyGradientConfig | None:
-        """The settings of the policy gradient that channel B learns; None without one."""
+        """The settings of the policy gradient on channel B; None if there is no such entry."""
         entries = self.active(Channel.B)
         found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
         return next(found, None)
@@ -460,12 +459,12 @@ class PipelineSection(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a run has to load the model that it started with a second time."""
+        """Whether the run must also load the model that it started from."""
         return any(entry.needs_reference for entry in self.active(Channel.B))
 
     @property
     def num_reference_top(self) -> int:
-        """Tokens of the reference that are read at each sampled token; 0: the sampled one only."""
+        """Number of the reference's tokens read at each sampled token; 0: only the sampled one."""
         entries = self.active(Channel.B)
         found = (entry.config for entry in entries if isinstance(entry, ReferenceKLEntry))
         return max((config.top_tokens or 0 for config in found), default=0)

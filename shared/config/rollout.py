@@ -1,4 +1,4 @@
-"""`rollout_matching`: how rollouts are generated, matched, and what is learned from them."""
+"""`rollout_matching`: how rollouts are generated and matched, and what is learned from them."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 
 
 class EngineLocation(StrEnum):
-    """The process that a run's rollouts are generated in."""
+    """The kind of process that generates the rollouts of a run."""
 
     RANKS = "ranks"
-    """Each learner rank's own process, which generates what it learns: the two alternate."""
+    """Each learner rank's own process; generating and learning alternate."""
     ACTORS = "actors"
-    """Ray actors of the run, on devices of their own."""
+    """Ray actors of the run, on their own devices."""
     SERVERS = "servers"
-    """Servers that were launched elsewhere."""
+    """Servers that were started separately."""
 
     @property
     def engine_noun(self) -> str:
-        """The word for one engine in texts."""
+        """The word for one engine in messages."""
         return {"ranks": "engine", "actors": "actor", "servers": "server"}[self]
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """The facts about one rollout backend that the rest of the system asks for."""
+    """The properties of a rollout backend."""
 
     location: EngineLocation
     title: str
-    """The keys that choose it, as messages name it."""
+    """The keys that select it, as messages show them."""
     has_beams: bool
-    """It has beam search (decision 21)."""
+    """Whether it supports beam search (decision 21)."""
     takes_adapters: bool = True
-    """Its engines can be sent a LoRA adapter alone."""
+    """Whether a sync can send its engines only a LoRA adapter."""
     uses_vllm: bool = True
-    """vLLM generates, so vLLM's limits hold."""
+    """Whether vLLM generates, so that vLLM's limits apply."""
     shares_model: bool = False
-    """It generates with the learner's own model, so no weights are sent."""
+    """Whether it generates with the learner's own model, so that no weights are sent."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
@@ -75,25 +75,25 @@ BACKENDS: dict[str, BackendSpec] = {
     "actors": BackendSpec(EngineLocation.ACTORS, "vllm.mode actors", False),
     "server": BackendSpec(EngineLocation.SERVERS, "vllm.mode server", False),
 }
-"""By `rollout_backend`; if that is vllm, by `vllm.mode`."""
+"""The backends by name: `rollout_backend`, or `vllm.mode` for `rollout_backend: vllm`."""
 
 
 class RepeatTerminateSection(Section):
     enabled: bool = False
-    """End a sequence that repeats itself: its next token is the stop token."""
+    """Turn on the repeat guard, which forces the stop token when an answer repeats itself."""
     min_new_tokens: NonNegativeInt = 64
-    """New tokens before the guard looks."""
+    """Number of new tokens before the repeat guard starts to check."""
     max_consecutive_token_repeats: PositiveInt = 32
-    """The same token this many times in a row is a repetition."""
+    """End the answer after the same token this many times in a row."""
     ngram_size: PositiveInt = 16
-    """Length of the sequences of tokens that are compared."""
+    """Length, in tokens, of the sequences that `ngram_repeats` counts."""
     ngram_repeats: Annotated[int, Field(ge=2)] = 4
-    """The same `ngram_size` tokens this many times back to back are a repetition."""
+    """End the answer after the same `ngram_size` tokens this many times in a row."""
     max_object_keys: PositiveInt | None = None
-    """More `object_{n}` keys than this are a repetition; null: no limit."""
+    """End the answer after more `object_{n}` keys than this; null: no limit."""
 
     def settings(self) -> RepeatGuardSettings | None:
-        """Return the settings of a guard; None where it is off."""
+        """Return the settings of the repeat guard; None if it is off."""
         if not self.enabled:
             return None
         return RepeatGuardSettings(
@@ -106,22 +106,22 @@ class RepeatTerminateSection(Section):
 
 
 _CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
-"""Characters of URLs; a name in other letters is written in its ASCII form, `xn--...`."""
+"""Characters of a URL; a host name with other letters is written in its ASCII form, `xn--...`."""
 
 
 def _http_url(url: str) -> str:
     remedy = "write it as http://127.0.0.1:8000"
     if "@" in url:
-        # The URL is not repeated: it may hold a secret.
+        # The message does not show the URL: it may contain a secret.
         raise refusal(
-            "must hold no user and password, which no server is sent",
-            "write it without, and name the variable with the servers' token in token_env",
+            "must not contain a user and password, because they are not sent to servers",
+            "remove them, and set token_env to the variable that holds the servers' token",
         )
     try:
         parts = urlsplit(url)
         port = parts.port
         host = parts.hostname or ""
-        # A connection does so too, and fails with no error of the network.
+        # A connection encodes the host too, and would fail with an error of another kind.
         host.encode("idna")
     except ValueError as error:
         reason = " ".join(str(error).split())
@@ -130,16 +130,16 @@ def _http_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or not is_plain:
         raise refusal(f"must be an http(s) URL without query, got {masked(url)!r}", remedy)
     if port == 0:
-        raise refusal(f"must name a port that can be called, got {url!r}", remedy)
+        raise refusal(f"must have a port above 0, got {url!r}", remedy)
     return url.rstrip("/")
 
 
 HttpUrl = Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
-"""The address of a server, without the last slash."""
+"""The URL of a server, without a slash at the end."""
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is the asking machine itself."""
+    """Return whether a host name or address means the local machine."""
     if host == "localhost":
         return True
     try:
@@ -150,20 +150,20 @@ def is_loopback(host: str) -> bool:
 
 class ServerEntry(Section):
     base_url: HttpUrl
-    """Prefix of the server's routes."""
+    """URL of the server; the paths of requests are added to it."""
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
-    """Port on the first learner rank's node where this server joins the weight transfer; 0: any."""
+    """Port for the weight transfer to this server, on the first learner rank's node; 0: any."""
 
     @property
     def is_loopback(self) -> bool:
-        """Tell whether the server is on the machine that asks for it."""
+        """Return whether the server runs on the local machine."""
         host = urlsplit(self.base_url).hostname
         assert host is not None, "checked when it was read"
         return is_loopback(host)
 
 
 def _addresses(url: str) -> set[tuple[str, int, str]]:
-    """Return host, port and path of a URL, without resolving names; two for `localhost`."""
+    """Return (host, port, path) of a URL without resolving names; two addresses for `localhost`."""
     parts = urlsplit(url)
     assert parts.hostname is not None, "checked when it was read"
     hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname,)
@@ -186,7 +186,7 @@ def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:
             if server.group_port and server.group_port == earlier.group_port:
                 raise refusal(
                     f"group_port {server.group_port} is listed twice",
-                    "give every server its own, or 0 for any free one",
+                    "give every server its own port, or 0 for any free port",
                 )
     return servers
 
@@ -197,40 +197,40 @@ class ServerSection(Section):
         Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]),
         AfterValidator(_each_once),
     ]
-    """In the order in which a round is split over them."""
+    """The servers; each round is split over them in this order."""
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
-    """`rollmatch serve`, or a stock `vllm serve` with this package installed."""
+    """rollmatch: `rollmatch serve`; vllm: a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
-    """Until every server answers `/health/`, at the start and where one was lost; until the weight
-    transfer is set up; and until a server that generates answers, or samples another token."""
+    """Seconds until a server answers `/health/` at the start or after a loss, until the weight
+    transfer is set up, and until a generating server answers or samples another token."""
     infer_timeout_s: float | None = None
-    """HTTP timeout of one `/infer/`; null, 0 or less: none."""
+    """HTTP timeout of one `/infer/` request in seconds; null, 0 or negative: no timeout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable with the servers' bearer token; null: they ask for none."""
+    """Environment variable with the servers' bearer token; null: the servers need no token."""
 
     @property
     def answer_limit(self) -> Timeout:
-        """The longest that a server may take to join the communicator of the weight transfer, and
-        that it may be silent."""
+        """Time limit for a server to join the weight transfer, and for its silence while it
+        generates."""
         return Timeout(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
 
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM samples lower positive temperatures at this one; so do all backends and the learner."""
+"""vLLM raises positive temperatures below this one to it; so do all backends and the learner."""
 HIGHEST_TEMPERATURE = 5.0
-"""Ids are banned by a logit bias of -100, which the temperature divides: at 5 a banned token keeps
-e^-20 of its probability, at 50 it would keep e^-2."""
+"""Token ids are banned by a logit bias of -100, which is divided by the temperature. At 5 a banned
+token keeps e^-20 of its probability; at 50 it would keep e^-2."""
 LEAST_BUCKET_BYTES = 1 << 16
-"""A smaller bucket would hold one tensor at most, and each costs a message and a checksum."""
+"""A smaller bucket would hold at most one tensor, and each one costs a message and a checksum."""
 DEDICATED_MEMORY_UTILIZATION = 0.85
-"""Fraction of the device's memory for an engine that does not share it."""
+"""Fraction of the device's memory for an engine that does not share the device."""
 
 
 def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
     if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
         raise refusal(
-            f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]",
-            "write bbox_2d, with poly and point_2d beside it or not",
+            f"must contain bbox_2d, and no kind twice, got [{', '.join(kinds)}]",
+            "write bbox_2d, and add poly or point_2d if you need them",
         )
     return kinds
 
@@ -238,8 +238,8 @@ def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]
 def _keeps_bans(temperature: float) -> float:
     if temperature > HIGHEST_TEMPERATURE:
         raise refusal(
-            f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: higher ones let banned"
-            " token ids through",
+            f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: at a higher one banned"
+            " token ids could be sampled",
             "lower it",
         )
     return temperature
@@ -247,43 +247,43 @@ def _keeps_bans(temperature: float) -> float:
 
 class DecodingSection(Section):
     temperature: Annotated[NonNegativeFloat, AfterValidator(_keeps_bans)] = 0.0
-    """0: greedy; above, to 2 with vLLM and to 5 without: sampling, under 0.01 as at 0.01."""
+    """Sampling temperature, at most 2 (vLLM) or 5 (hf). 0: greedy; between 0 and 0.01: 0.01."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens with at least this probability."""
+    """Sample only from the most probable tokens with this total probability; 1: all tokens."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    """Sample from the this many most probable tokens; -1 or 0: no limit."""
+    """Sample only from this many most probable tokens; -1 or 0: no limit."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Of environments: texts that end an answer, as end tokens do. Their tokens are part of the
-    answer that the environment reads, and they are learned."""
+    """Texts that end an answer, for environments only. Their tokens belong to the answer: the
+    environment reads them, and they are learned."""
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature that is sampled at: 0, or at least `LOWEST_TEMPERATURE`."""
+        """The temperature used for sampling: 0, or at least `LOWEST_TEMPERATURE`."""
         return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature > 0 else 0.0
 
 
 class ActorsSection(Section):
     num_actors: PositiveInt = 1
-    """Rollout actors, one engine each."""
+    """Number of rollout actors, with one engine each."""
     gpus_per_actor: WholeGPUs | None = None
-    """Whole GPUs that Ray reserves for each; null: `tensor_parallel_size` where there are GPUs,
-    else 0."""
+    """Number of GPUs that Ray reserves for each actor; null: `tensor_parallel_size` if the cluster
+    has GPUs, else 0."""
     cpus_per_actor: NonNegativeFloat | None = None
-    """CPU cores that Ray reserves for each actor; null: 1."""
+    """Number of CPU cores that Ray reserves for each actor; null: 1."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices of one engine."""
+    """Devices of each engine. Raise it if the model does not fit on one device."""
     max_restarts: NonNegativeInt = 3
-    """Rollout actors, servers (`vllm.server`) and environment actors that may be lost and come back
-    in any `restart_window_s`. 0: a lost actor ends the run; without a server a round is finished,
-    and then the run ends."""
+    """How many rollout actors, servers and environment actors may be lost and replaced within
+    `restart_window_s`. With 0 a lost actor ends the run; after the loss of a server the round is
+    finished first."""
     restart_window_s: PositiveFloat = 3600.0
-    """The time of `max_restarts`: a loss that is older is not counted."""
+    """Period in seconds for `max_restarts`: older losses do not count."""
 
     @model_validator(mode="after")
     def _gpus_are_its_engines(self) -> ActorsSection:
         gpus, size = self.gpus_per_actor, self.tensor_parallel_size
         if gpus not in (None, 0, size):
-            wrong = f"{gpus:g} GPUs for an engine of tensor_parallel_size {size}"
+            wrong = f"{gpus:g} GPUs do not suit an engine with tensor_parallel_size {size}"
             remedy = f"set it to {size} or 0, change tensor_parallel_size, or remove the key"
             raise refusal(wrong, remedy, "gpus_per_actor")
         return self
@@ -291,46 +291,47 @@ class ActorsSection(Section):
 
 class SyncSection(Section):
     mode: Literal["full", "adapter", "auto"] = "full"
-    """What a sync sends: all merged weights, the LoRA tensors alone, or those where it can."""
+    """full: all weights, adapters merged; adapter: only the LoRA adapter; auto: adapter if
+    possible."""
     fallback_to_full: bool = True
-    """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
+    """After a failed adapter sync: continue with full syncs (true), or stop the run (false)."""
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
-    """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where
-    each costs a call of the loader, and 16 MiB on CPU, where larger ones are slower."""
+    """Bytes of one bucket of weights, at least 64 KiB. null: 256 MiB between GPUs (nccl, ipc),
+    where each bucket costs a call of the loader; 16 MiB on CPU, where larger buckets are slower."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest difference of a canary log-probability, in nats, between learner and engine. null:
-    1e-4 for float32; for bfloat16 mean and share are bounded by the noise measured before the first
-    sync (`canary_noise.json`), never beyond 0.1 for the mean and 0.5 for a token."""
+    """Largest allowed difference, in nats, of the canary's log-probabilities between learner and
+    engine. null: 1e-4 in float32; in bfloat16 the limits come from noise measured before the first
+    sync (`canary_noise.json`), at most 0.1 for the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
     mode: Literal["colocate", "server", "actors"] = "colocate"
-    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this
-    run."""
+    """colocate: engines on the learner's devices; server: on servers that you start; actors: in Ray
+    actors of this run, on their own devices."""
     tensor_parallel_size: PositiveInt | None = None
-    """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can
-    have on its node. The other modes have a setting of their own."""
+    """Devices of one engine in mode `colocate`. null: 4, 2 or 1, the most that each rank can have
+    on its node. The other modes have their own keys."""
     enable_lora: bool = False
-    """Let the engines serve the adapter beside the base weights, for `sync.mode: adapter`."""
+    """Let the engines serve the adapter next to the base weights. `sync.mode: adapter` needs it."""
     sleep: bool = True
-    """Mode `colocate`: give the engine's memory back while the learner learns (GPUs)."""
+    """Mode `colocate`: free the engine's GPU memory while the learner learns."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
+    """Maximum tokens of prompt + answer in an engine; null: `global_max_length`."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Bytes of each engine's key-value cache on each device; null: what `gpu_memory_utilization`
-    leaves, on CPU room for the longest sequences that are decoded at a time."""
+    """Bytes of each engine's key-value cache on each device. null: what `gpu_memory_utilization`
+    leaves; on CPU, room for the longest sequences that are decoded at the same time."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Fraction of the device's memory an engine may use, where `kv_cache_memory_bytes` is not
-    given; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85."""
+    """Fraction of the device's memory for an engine, if `kv_cache_memory_bytes` is not set. null:
+    0.45 in mode `colocate`, which shares the device with the learner, else 0.85."""
     enforce_eager: bool = False
-    """No compilation and no graph capture: a quicker start, a slower decode."""
+    """Disable compilation and CUDA graphs: engines start sooner and decode more slowly."""
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where; of other modes, those of `rollmatch evaluate`. In all
-    modes: how often what is lost may come back."""
+    """Mode `actors`: number of actors and their devices; in other modes these are for `rollmatch
+    evaluate`. In all modes: how often lost processes are replaced."""
     server: ServerSection | None = None
-    """Mode `server`: which, and how long to wait for them."""
+    """Mode `server`: the servers, and time limits for them."""
     sync: SyncSection = SyncSection()
-    """How weights reach the engines, and how it is checked."""
+    """How weights are sent to the engines, and how a sync is checked."""
 
     @property
     def resolved_gpu_memory_utilization(self) -> float:
@@ -340,57 +341,57 @@ class VllmSection(Section):
 
 
 class OffloadSection(Section):
-    """The parts that leave the learner's device during generation; mode `colocate` alone."""
+    """What is moved off the learner's device while the engine generates; mode `colocate` only."""
 
     enabled: bool = False
-    """Move away what the other two keys name; both where they name nothing."""
+    """Move away what the other two keys select, or both if neither is true, to free GPU memory."""
     offload_model: bool = False
-    """The learner's weights."""
+    """Move the learner's weights."""
     offload_optimizer: bool = False
-    """The optimizer's state."""
+    """Move the optimizer's state."""
 
     @property
     def moves_model(self) -> bool:
-        """Tell whether the learner's weights leave the device."""
+        """Return whether the learner's weights are moved off the device."""
         return self.enabled and (self.offload_model or not self.offload_optimizer)
 
     @property
     def moves_optimizer(self) -> bool:
-        """Tell whether the optimizer's state leaves the device."""
+        """Return whether the optimizer's state is moved off the device."""
         return self.enabled and (self.offload_optimizer or not self.offload_model)
 
 
 class GateScheduleSection(Section):
     start: Annotated[Fraction01, Field(examples=[0.1])]
-    """The gate of the first step behind the channel-A warm-up, and of those before it."""
+    """Mask IoU gate during the channel-A warm-up and in the first step after it."""
     steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Steps, of any channel, in which it moves from there to `maskiou_gate`, where it stays."""
+    """Number of steps, of both channels, until the gate has moved from `start` to `maskiou_gate`.
+    """
 
 
 class RolloutMatchingSection(Section):
     pipeline: Annotated[PipelineSection, Field(examples=[EXAMPLE_PIPELINE])]
-    """The objective: it is declared in full, nothing is assumed."""
+    """The objective, declared in full: there are no implicit losses."""
     rollout_backend: Literal["vllm", "hf"] = "vllm"
-    """What generates: vLLM engines, or the learner's own `generate`."""
+    """vllm: vLLM engines generate; hf: the learner's own model, with transformers' `generate`."""
     decode_batch_size: PositiveInt = 1
-    """Most sequences that one rollout device decodes at a time, in training and evaluation."""
+    """Most sequences that a rollout device decodes at the same time. Raise it if memory allows."""
     decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
-    """greedy, sample or beam; null: by the temperature."""
+    """greedy, sample or beam; null: sample if the temperature is above 0, else greedy."""
     num_beams: PositiveInt = 1
-    """Beams of `decode_mode: beam`: at most decode_batch_size with hf, at most 10 in a vLLM
-    engine."""
+    """Number of beams with `decode_mode: beam`: at most decode_batch_size (hf) or 10 (vLLM)."""
     length_penalty: FiniteFloat = 1.0
-    """Exponent of the length that a beam's log-probability is divided by: 1 is the mean, above it
-    favours long answers. The best beam is the first of the library's own order; vLLM counts the
-    prompt's tokens as length too."""
+    """Exponent p of beam search: a beam's log-probability is divided by length^p. 1 gives the mean;
+    a higher value favours long answers. vLLM counts the prompt's tokens in the length. The best
+    beam is the first in the library's own order."""
     max_new_tokens: PositiveInt = 1024
-    """Longest response, in tokens; of environments, the longest answer to one call of the model."""
+    """Maximum tokens of an answer; of environments, of the answer to one model call."""
     repetition_penalty: Annotated[
         float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     ] = 1.0
-    """1: none."""
+    """Values above 1 make tokens that already occurred less probable; 1: off."""
     decoding: DecodingSection = DecodingSection()
-    """How a token is chosen."""
+    """How the next token is chosen."""
     geometry: (
         Annotated[
             tuple[Annotated[GeometryKind, Field(strict=False)], ...],
@@ -399,59 +400,59 @@ class RolloutMatchingSection(Section):
         ]
         | None
     ) = None
-    """Kinds of shapes that are taught and read: bbox_2d, poly, point_2d; null: bbox_2d alone for
-    stage2_two_channel, and poly too for the others where `data.answer_format` can write it. A
-    ground truth of another kind is a bad row; a predicted one is dropped and counted."""
+    """Kinds of shapes that are taught and parsed: bbox_2d, poly, point_2d. null: bbox_2d, and also
+    poly except under stage2_two_channel or if `data.answer_format` has no polygons. A ground truth
+    of another kind is a bad row; a predicted one is dropped and counted."""
     candidate_top_k: PositiveInt = 10
-    """Ground truths that are compared with each prediction by mask IoU."""
+    """Number of ground-truth objects whose mask IoU is computed for each prediction."""
     maskiou_gate: Fraction01 = 0.3
-    """Pairs under this mask IoU cannot match."""
+    """Least mask IoU of a prediction and a ground-truth object that may be matched."""
     maskiou_gate_schedule: GateScheduleSection | None = None
-    """Beyond the specification: a gate that moves linearly to `maskiou_gate`, by the number of the
-    step alone; null: none."""
+    """Beyond the specification: start with another gate and move it linearly to `maskiou_gate`,
+    depending only on the step number. null: the gate is constant."""
     maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
-    """Side of the canvas of the mask IoU, in pixels."""
+    """Width and height, in pixels, of the canvas on which mask IoU is computed."""
     fp_cost: NonNegativeFloat = 1.0
-    """Cost of an unmatched prediction, where a pair costs 1 - mask IoU."""
+    """Matching cost of an unmatched prediction, relative to 1 - mask IoU for a pair."""
     fn_cost: NonNegativeFloat = 1.0
-    """Cost of an unmatched ground truth."""
+    """Matching cost of an unmatched ground-truth object."""
     point_tolerance: PositiveFloat = POINT_TOLERANCE
-    """Distance of two points, in bins, that counts as a mask IoU of 0.5 wherever pairs are made, in
-    the matching and in reports: none is 1, twice this is 0. Without points it has no effect."""
+    """Distance of two points, in bins, that counts as a mask IoU of 0.5 in matching and reports.
+    Distance 0 counts as 1, twice the tolerance as 0. No effect without points."""
     ot_cost: Literal["l1", "l2"] = "l2"
-    """Distance of points, in bins, that the transport of a polygon to its match minimises."""
+    """Distance of points, in bins, in the optimal transport from a polygon to its match."""
     ot_epsilon: PositiveFloat = 10.0
-    """Entropic regularisation of that transport, in bins. Shapes not much larger are taught smaller
-    than they are."""
+    """Entropic regularisation of that transport, in bins. Lower it for small shapes: shapes not
+    much larger than it are taught too small."""
     ot_epsilon_cap: PositiveFloat | None = None
-    """Beyond the specification: `ot_epsilon` is at most this times the shorter side, in bins, of
-    the box around the ground-truth shape, which counts as 1 bin at least; null: no cap."""
+    """Beyond the specification: limit `ot_epsilon` to this times the shorter side, in bins (at
+    least 1), of the ground-truth shape's box. null: no limit."""
     ot_iters: PositiveInt = 30
-    """Sinkhorn iterations of that transport."""
+    """Number of Sinkhorn iterations of that transport."""
     trim_trailing_false_positives: bool = False
-    """Beyond the specification: keep a rollout as far as its last matched object, and nothing of
-    one that has none."""
+    """Beyond the specification: drop everything after the last matched object of a rollout (all of
+    it if nothing matched)."""
     supervise_separators: bool = False
-    """Beyond the specification: teach the token that goes on to a matched object in the kept
+    """Beyond the specification: teach the separator token before each matched object of the kept
     rollout, with the weight of appended structure."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout's weights may be older than the learner's; 1: the next step's
-    first round is generated while this step's last is learned."""
+    """Updates by which a rollout's weights may be older than the learner's. 1 saves time: the next
+    step's first round is generated while this step's last round is learned."""
     logprob_tolerance: PositiveFloat | None = None
-    """Largest difference, in nats, between the learner's and the engine's log-probability of a
-    sampled token; null: 1e-4 for float32 and 1 for bfloat16. In float32 the first token beyond it
-    ends the run; in bfloat16 more than 10 tokens of a step do, where they are more than 1 in 1,000
-    of those compared."""
+    """Largest allowed difference, in nats, of a sampled token's log-probability between learner and
+    engine. null: 1e-4 in float32 and 1 in bfloat16. The first larger difference ends the run in
+    float32. In bfloat16 more than 10 of them in a step end it, if they are over 1 in 1,000 compared
+    tokens."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
-    """When a response that repeats itself is ended early, in every backend alike."""
+    """The repeat guard, which ends answers that repeat themselves, in every backend."""
     offload: OffloadSection = OffloadSection()
-    """Mode `colocate`: what makes room for the engine."""
+    """Mode `colocate`: what is moved off the device to make room for the engine."""
     vllm: VllmSection = VllmSection()
-    """The engines."""
+    """Settings of the vLLM engines."""
 
     @property
     def backend_name(self) -> str:
-        """The key of `BACKENDS` that the configuration chooses."""
+        """The name of the selected backend in `BACKENDS`."""
         return self.vllm.mode if self.rollout_backend == "vllm" else self.rollout_backend
 
     @property
@@ -460,22 +461,22 @@ class RolloutMatchingSection(Section):
 
     @property
     def in_learner(self) -> bool:
-        """Tell whether each learner rank generates its rollouts in its own process."""
+        """Return whether each learner rank generates its own rollouts in its process."""
         return self.backend.location is EngineLocation.RANKS
 
     @property
     def servers(self) -> ServerSection | None:
-        """The servers that generate; None where the run's own processes do."""
+        """The servers that generate; None if the run's own processes generate."""
         return self.vllm.server if self.backend.location is EngineLocation.SERVERS else None
 
     @property
     def starts_engines(self) -> bool:
-        """Tell whether the run has vLLM engines of its own, next to the learner or in actors."""
+        """Return whether the run starts vLLM engines, in the learner or in actors."""
         return self.backend.uses_vllm and self.servers is None
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:
-        """The mode as written or, where it is not, by the temperature (decision 27)."""
+        """`decode_mode`; if it is not set, sample or greedy by the temperature (decision 27)."""
         if self.decode_mode is not None:
             return self.decode_mode
         return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY
@@ -483,7 +484,7 @@ class RolloutMatchingSection(Section):
     def decode_settings(
         self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]
     ) -> DecodeSettings:
-        """Make the settings of every response from the ids that end one and the banned ids."""
+        """Return the run's decoding settings with these stop token ids and banned token ids."""
         return DecodeSettings(
             mode=self.resolved_decode_mode,
             temperature=self.decoding.effective_temperature,

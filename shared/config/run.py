@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""The configuration of a run, with all its sections."""
 
 from __future__ import annotations
 
@@ -36,76 +36,76 @@ from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.fresh import FILE, FreshTokens
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
-"""In nats. bfloat16 rounds logits between 16 and 32, where those of trained models lie, to an
-eighth: no largest difference is bounded there (`shared.weight_sync.canary`)."""
+"""In nats. None in bfloat16: it rounds logits between 16 and 32, a usual range of trained models,
+to an eighth. So no bound of the largest difference works (`shared.weight_sync.canary`)."""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
-"""In nats. The demo's trained model in bfloat16 on CPU differs by 0.11 at most over 2,000 sampled
-tokens (1e-5 in float32); a run compares millions, of deeper models."""
+"""In nats. In bfloat16 on CPU the demo's trained model differs by at most 0.11 over 2,000 sampled
+tokens (float32: 1e-5). A run compares millions of tokens, of deeper models."""
 
 
 class RowRule(StrEnum):
-    """The way in which the segments of a step come to rows (decision 7)."""
+    """How the segments of a step are put into rows (decision 7)."""
 
     SEGMENT = "segment"
     """No packing: each segment is a row."""
     STEP = "step"
-    """Packed, and every segment of a step is learned in it."""
+    """Packed; all segments of a step are learned in that step."""
     CARRY = "carry"
-    """One row per micro-step; the segments left wait for a later one, in this step or the next."""
+    """Packed, one row per micro-step; the remaining segments wait for later rows or steps."""
 
 
 class RunConfig(Section):
-    """One run, validated. Only `shared.config.load_config` makes one: it compares sections too.
+    """The validated configuration of a run, made by `shared.config.load_config` only.
 
     Example: with `learner.world_size: 2`, `per_device_train_batch_size: 4` and
     `effective_batch_size: 32` a step has 4 accumulation steps of 8 samples.
     """
 
     model: ModelSection
-    """The checkpoint that is trained and served."""
+    """The model that is trained and served."""
     data: DataSection = DataSection()
-    """Training and validation samples; under `trajectory_pg` the environment has them."""
+    """Training and held-out samples; under `trajectory_pg` the environment has its own data."""
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
-    """Longest prompt + target of a sample, or prompt + answer of a call, and the capacity of a
-    packed row, in tokens."""
+    """Maximum tokens of prompt + target (of environments: prompt + answer of a model call), and of
+    a packed row. Raise it if a sample does not fit; longer rows need more memory."""
     training: TrainingSection
-    """Batch, optimizer, schedule and packing."""
+    """Batch sizes, optimizer, schedules and packing."""
     custom: CustomSection
-    """Which training loop runs."""
+    """The training algorithm."""
     rollout_matching: RolloutMatchingSection
-    """Rollouts, matching and objective."""
+    """Generation of rollouts, matching with the ground truth, and the objective."""
     environment: EnvironmentSection | None = None
-    """What trajectories are of, under `trajectory_pg`; null under the other variants."""
+    """The environment of `trajectory_pg`, which requires it; null under the other variants."""
     stage2_ab: Stage2ABSection = Stage2ABSection()
-    """Which channel a step runs."""
+    """Which steps use channel A or B, and how a channel-B step proceeds."""
     learner: LearnerSection = LearnerSection()
-    """The ranks that train."""
+    """The learner ranks and their resources."""
     cluster: ClusterSection = ClusterSection()
     """The Ray cluster."""
     timeouts: TimeoutsSection = TimeoutsSection()
-    """The longest each kind of wait may take."""
+    """Time limits of the waits of a run."""
     evaluation: EvaluationSection = EvaluationSection()
-    """The held-out report."""
+    """Settings of the reports on the held-out set."""
     telemetry: TelemetrySection = TelemetrySection()
-    """What the run writes down."""
+    """The run folder, its files, and the loggers."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """What is kept of the weights."""
+    """When checkpoints are saved, and which are kept."""
     resume: ResumeSection = ResumeSection()
-    """The run that this one goes on with."""
+    """The run that this run continues."""
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # JSON is what files, loggers and comparisons get of a configuration.
+        # Files, loggers and comparisons receive the configuration as JSON.
         return dict(masked(handler(self)))
 
     @property
     def algorithm(self) -> AlgorithmSpec:
-        """The facts about the run's `custom.trainer_variant`."""
+        """The properties of the run's `custom.trainer_variant`."""
         return ALGORITHMS[self.custom.trainer_variant]
 
     @property
     def geometry(self) -> frozenset[GeometryKind]:
-        """Kinds of shapes that are taught and read (decision 8)."""
+        """Kinds of shapes that are taught and parsed (decision 8)."""
         kinds = self.rollout_matching.geometry
         if kinds is None:
             return self.algorithm.geometry & self.answer_format.geometry & DEFAULT_GEOMETRY
@@ -113,33 +113,33 @@ class RunConfig(Section):
 
     @property
     def user_prompt(self) -> str:
-        """`data.user_prompt`; its default asks for what `data.answer_format` is."""
+        """`data.user_prompt`; if it is not set, the default prompt of `data.answer_format`."""
         written = self.data.user_prompt
         return self.answer_format.user_prompt if written == DEFAULT_USER_PROMPT else written
 
     @property
     def prompts(self) -> Prompts:
-        """The questions that samples are asked."""
+        """The prompts that samples are shown with."""
         templates = self.data.prompts or (self.user_prompt,)
         return Prompts(templates, self.data.system_prompt, self.training.seed)
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """The format in which the model writes its objects."""
+        """The format of the model's answers."""
         return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
     def canary_tolerance(self) -> float | None:
-        """Largest canary difference in nats, as written or by the number type.
+        """Largest allowed canary difference in nats: the key, or its default by `model.dtype`.
 
-        None in bfloat16, where the noise is measured instead.
+        None in bfloat16: the sync compares with measured noise instead.
         """
         written = self.rollout_matching.vllm.sync.canary_tolerance
         return written or _CANARY_TOLERANCE[self.model.dtype]
 
     @property
     def logprob_tolerance(self) -> float:
-        """`rollout_matching.logprob_tolerance` as written, or by the number type."""
+        """`rollout_matching.logprob_tolerance`, or its default by `model.dtype`, in nats."""
         return self.rollout_matching.logprob_tolerance or _LOGPROB_TOLERANCE[self.model.dtype]
 
     def channel(self, step: int) -> Channel:
@@ -150,7 +150,7 @@ class RunConfig(Section):
 
     @property
     def used_channels(self) -> tuple[Channel, ...]:
-        """The channels that steps are of, if the run is long enough."""
+        """The channels of the run's steps, if the run is long enough to reach all of them."""
         if not self.algorithm.is_scheduled:
             return self.algorithm.channels
         schedule = self.stage2_ab.schedule
@@ -175,7 +175,7 @@ class RunConfig(Section):
         return min(self.stage2_ab.schedule.warmup_steps, self.training.max_steps)
 
     def maskiou_gate(self, step: int) -> float:
-        """Return the mask IoU under which pairs cannot match in a step (from 0).
+        """Return the least mask IoU of a matched pair in a step (from 0).
 
         Example: with `maskiou_gate: 0.3` and the schedule `{start: 0.1, steps: 100}`, after 20
         steps of warm-up, it is 0.1 up to step 20, 0.2 at step 70, and 0.3 from step 120 on.
@@ -189,14 +189,14 @@ class RunConfig(Section):
 
     @property
     def row_rule(self) -> RowRule:
-        """How the segments of the run's steps come to rows."""
+        """How segments are put into rows in this run."""
         if not self.training.packing:
             return RowRule.SEGMENT
         return RowRule.CARRY if self.algorithm.carries_segments else RowRule.STEP
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-steps per update: as written, as `effective_batch_size` needs, or 1."""
+        """Micro-steps per update: as configured, derived from `effective_batch_size`, or 1."""
         training = self.training
         if training.gradient_accumulation_steps is not None:
             return training.gradient_accumulation_steps
@@ -205,9 +205,9 @@ class RunConfig(Section):
         return self.needed_accumulation_steps(training.effective_batch_size)
 
     def needed_accumulation_steps(self, num_samples: int) -> int:
-        """Return the fewest micro-steps that give at least `num_samples` samples over all ranks.
+        """Return the fewest micro-steps that have at least `num_samples` samples over all ranks.
 
-        Example: 33 samples by 2 ranks that take 4 each are 5 micro-steps, of 40 samples.
+        Example: 33 samples need 5 micro-steps of 2 ranks with 4 samples each.
         """
         return -(-num_samples // self._samples_per_micro_step)
 
@@ -217,36 +217,36 @@ class RunConfig(Section):
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per update over all ranks, where micro-steps count them."""
+        """Samples per update over all ranks, counted from the micro-steps."""
         return self._samples_per_micro_step * self.accumulation_steps
 
     @property
     def raw_rollouts_per_step(self) -> int:
-        """Rollouts per channel-B update over all ranks; 0 where the variant has none."""
+        """Rollouts per channel-B update over all ranks; 0 if the variant has no rollouts."""
         if not self.algorithm.uses_rollouts:
             return 0
         return self.stage2_ab.channel_b.rollouts_per_step or self.effective_batch_size
 
     @property
     def group_size(self) -> int:
-        """Rollouts that stay together in rounds and shares.
+        """Rollouts that must stay together when steps are split into rounds and over ranks.
 
-        The rollouts of one example of an environment are compared with each other.
+        Rollouts of one example of an environment are compared with each other.
         """
         return 1 if self.environment is None else self.environment.rollouts_per_example
 
     @property
     def has_held_out(self) -> bool:
-        """Tell whether there is anything to make held-out reports on."""
+        """Return whether the run has held-out samples or examples to report on."""
         if self.environment is None:
             return self.data.val is not None
         return self.environment.num_eval_examples != 0
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:
-        """The devices of each engine, in the order in which rounds are split.
+        """The number of devices of each engine, in the order of the split of rounds.
 
-        None where servers have to be asked, or the cluster for its GPUs.
+        None if it is known only after asking the servers, or the cluster for its GPUs.
 
         Example: three actors with `tensor_parallel_size: 2` are `(2, 2, 2)`.
         """
@@ -268,18 +268,18 @@ class RunConfig(Section):
 
     @property
     def adapts_vision(self) -> bool:
-        """Tell whether the run's adapter is in the vision tower or the aligner.
+        """Return whether the run's adapter is in the vision tower or the aligner.
 
-        Engines are sent such an adapter in full weights: vLLM calls its own way of serving it
-        experimental, and nobody has compared that with the learner here.
+        Such an adapter is sent as full weights: vLLM's support for it is experimental, and its
+        results have not been compared with the learner's here.
         """
         return any(part is not ModelPart.LANGUAGE_MODEL for part in self.adapted_parts)
 
     @property
     def tokens_beside_adapter(self) -> FreshTokens | None:
-        """The checkpoint's fresh tokens where they are trained with the run's adapter.
+        """The checkpoint's fresh tokens if they are trained together with the run's adapter.
 
-        vLLM takes no adapter that has rows of embeddings, so they are sent in full weights.
+        vLLM accepts no adapter with rows of embeddings, so these runs send full weights.
         """
         if ModelPart.LANGUAGE_MODEL not in self.adapted_parts:
             return None
@@ -287,7 +287,7 @@ class RunConfig(Section):
 
     @property
     def sync_mode(self) -> Literal["full", "adapter"]:
-        """`sync.mode`, of which `auto` is `adapter` where the engines can take one (LoRA)."""
+        """`sync.mode`, with `auto` resolved: `adapter` if the engines can take one, else `full`."""
         mode = self.rollout_matching.vllm.sync.mode
         if mode != "auto":
             return mode
@@ -295,31 +295,31 @@ class RunConfig(Section):
 
     @property
     def why_full_sync(self) -> str | None:
-        """The reason for which an adapter cannot travel without its base; None: it can."""
+        """Why the adapter cannot be sent without the base weights; None if it can."""
         adapter = self.model.adapter
         if adapter is None:
             return "the learner trains no adapter (model.adapter)"
         if adapter.kind == "dora":
             return "vLLM serves DoRA only merged (model.adapter.kind)"
         if not self.rollout_matching.vllm.enable_lora:
-            return "engines serve no adapter (rollout_matching.vllm.enable_lora: false)"
+            return "the engines serve no adapter (rollout_matching.vllm.enable_lora: false)"
         merged = (
-            "which engines serve merged alone; set rollout_matching.vllm.enable_lora: false, which"
-            " they do without"
+            "which engines serve only merged, so they do not need enable_lora; set"
+            " rollout_matching.vllm.enable_lora: false"
         )
         if self.adapts_vision:
             where = "the vision tower or the aligner too (training.parts)"
             return f"the adapter is in {where}, {merged}"
         if self.model.is_quantized:
-            return f"the adapter is of weights in 4 bits (model.adapter.quantize), {merged}"
+            return f"the adapter is for 4-bit weights (model.adapter.quantize), {merged}"
         if (tokens := self.tokens_beside_adapter) is not None:
             return (
-                f"vLLM takes no adapter with the fresh embeddings of {tokens.count:,} tokens in"
-                f" {self.model.path} ({FILE})"
+                "vLLM takes no adapter with embeddings, and this one has the fresh embeddings of"
+                f" {tokens.count:,} tokens in {self.model.path} ({FILE})"
             )
         return None
 
     @property
     def may_send_full(self) -> bool:
-        """Tell whether a sync may be of full weights: always, or after an adapter sync failed."""
+        """Return whether a sync may send full weights: always, or after an adapter sync failed."""
         return self.sync_mode == "full" or self.rollout_matching.vllm.sync.fallback_to_full

@@ -1,8 +1,8 @@
-"""Secrets: which values are, and what files and messages show in their place.
+"""Find secrets in configurations and texts, and replace them in files and messages.
 
-A value is a secret because of its key (`api_key`, `hf_token`, `password`) or of its place in a URL.
-`redacted` also finds the values of environment variables with such names, and those that `hide` was
-given, anywhere in a text.
+A value is a secret because of its key (`api_key`, `hf_token`, `password`) or its place in a URL.
+`redacted` also finds the values of environment variables with such names, and the values that were
+passed to `hide`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from shared.config.base import leaves
 
 MASK = "<secret>"
-"""What stands in the place of a secret."""
+"""The text that replaces a secret."""
 
 _SECRET = re.compile(
     ".*(secret|password|passwd|pwd|apikey|authtoken|accesskey|secretkey)"
@@ -28,24 +28,24 @@ _OF_DATA = re.compile(
     "|primary|prompt|question|repeat|response|reward|row|sample|score|sep|sort|special|start|state"
     "|stop|target|task|text|time|unk|user|value|vision"
 )
-"""Words in front of "key" and "token" that make them a part of data."""
+"""Words before "key" and "token" that mark a name as data, not as a secret."""
 _SHORTEST = 6
-"""Characters of a value that is looked for in texts: shorter ones are parts of other words."""
+"""Minimum length of a secret that is searched for. Shorter values occur inside other words."""
 _USER = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|(?<=https://)[^/\s@]+(?=@)")
-"""User and password of a URL; of https a user alone may be a token."""
+"""User and password of a URL. In an https URL a user without a password may be a token."""
 _QUERY = re.compile(r"(?P<start>[?&](?P<key>[\w.-]+)=)[^&#\s'\"]+")
 
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables in which a shell has its working folders."""
+"""Variables that hold a shell's working folders."""
 
 _hidden: set[str] = set()
 
 
 def is_secret(key: str) -> bool:
-    """Tell whether the values of a key are secrets.
+    """Return whether the values of a key are secrets.
 
-    Example: those of `api_key`, `OPENAI_API_KEY`, `hfToken`, `X-Api-Key` and `credentials` are;
-    those of `tokenizer`, `token_env`, `max_tokens`, `answer_key` and `keys` are not.
+    Example: yes for `api_key`, `OPENAI_API_KEY`, `hfToken`, `X-Api-Key` and `credentials`; no for
+    `tokenizer`, `token_env`, `max_tokens`, `answer_key` and `keys`.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)]
     if not words:
@@ -64,7 +64,7 @@ def is_secret(key: str) -> bool:
 
 
 def masked(value: Any, *, in_secret: bool = False) -> Any:
-    """Copy a value of JSON with `MASK` in the place of its secrets.
+    """Copy a JSON value with all secrets replaced by `MASK`.
 
     Example:
         >>> masked({"mode": "ok", "api_key": "sk-1", "url": "https://me:pw@host/?token=1"})
@@ -83,23 +83,23 @@ def masked(value: Any, *, in_secret: bool = False) -> Any:
 
 
 def masked_keys(values: Mapping[str, object]) -> list[str]:
-    """Return the dotted keys whose secrets are not there any more, because they were masked."""
+    """Return the dotted keys whose values contain a masked secret."""
     return [key for key, value in leaves(values).items() if MASK in str(value)]
 
 
 def hide(values: Mapping[str, object]) -> None:
-    """Have `redacted` find the secrets of a mapping in texts of this process."""
+    """Make `redacted` also replace the secrets of this mapping, in this process."""
     _hidden.update(_secrets_in(values))
 
 
 def redacted(text: str) -> str:
-    """Replace the secrets that this process knows in a text."""
+    """Replace all secrets known to this process in a text."""
     of_variables = (
         value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS
     )
     known = {value for value in (*_hidden, *of_variables) if len(value) >= _SHORTEST}
-    # The longest first, as one may be a part of another, and all at once, as one may be a part of
-    # the mask.
+    # The longest first, because one secret may contain another. All in one pass, because a secret
+    # may be part of the mask.
     either = "|".join(re.escape(value) for value in sorted(known, key=len, reverse=True))
     return _without_url_secrets(re.sub(either, MASK, text) if known else text)
 

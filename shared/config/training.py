@@ -1,4 +1,4 @@
-"""`training`, `learner` and `checkpoint`: how a model is trained, by whom, and what is kept."""
+"""`training`, `learner` and `checkpoint`: training, learner ranks, and saved checkpoints."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ from shared.model_families import ModelPart
 
 
 class LearnerSection(Section):
-    """The ranks that train, and the resources that Ray reserves for each."""
+    """The learner ranks, and the resources that Ray reserves for each."""
 
     world_size: PositiveInt = 1
-    """Learner ranks."""
+    """Number of learner ranks (processes that train together)."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Each rank holds all of the model (ddp), or a part (fsdp: FSDP2). No effect with one rank."""
+    """ddp: each rank holds the whole model; fsdp: a shard (FSDP2). No effect with one rank."""
     gpus: WholeGPUs | None = None
-    """Whole GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""
+    """Number of GPUs that Ray reserves for each rank; null: 1 if the cluster has GPUs, else 0."""
     cpus: NonNegativeFloat | None = None
-    """CPU cores that Ray reserves for each rank; null: 1."""
+    """Number of CPU cores that Ray reserves for each rank; null: 1."""
     cpu_threads: PositiveInt | None = None
-    """Threads of torch in each rank; null: as many as the process may use cores. The number decides
-    the order of float sums, and is recorded in the run's folder."""
+    """Number of torch threads in each rank; null: as many as cores that the process may use. It
+    changes the order of float sums, so set it to repeat a run exactly on another machine."""
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether every rank holds only a part of the model's parameters."""
+        """Return whether each rank holds only a shard of the model."""
         return self.world_size > 1 and self.parallel == "fsdp"
 
 
 class CheckpointSection(Section):
-    """The checkpoints that are saved and kept."""
+    """When checkpoints are saved, and which are kept."""
 
     save_final: bool = True
-    """Save the trained model at the end, as an ordinary checkpoint in the run's folder."""
+    """Save the trained model at the end, as an ordinary checkpoint in the run folder."""
     save_steps: PositiveInt | None = None
-    """Save after every this many updates too; null: not."""
+    """Save a checkpoint after every this many steps; null: do not save by steps."""
     save_minutes: PositiveFloat | None = 15.0
-    """Save after an update, too, when the newest checkpoint, or the start, is this old; null:
-    not."""
+    """Save a checkpoint after an update if the newest checkpoint (or the start) is this many
+    minutes old; null: do not save by time."""
     keep_last: PositiveInt = 2
-    """Checkpoints of `save_steps` and `save_minutes` that are kept, the newest."""
+    """Number of the newest checkpoints of `save_steps` and `save_minutes` that are kept."""
     keep_best: NonNegativeInt = 0
-    """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`)
-    or, of environments, mean reward, the best; one is considered at every report."""
+    """Number of checkpoints kept for the best held-out F1 (at the first of
+    `evaluation.iou_thresholds`) or the best mean reward of an environment. Each held-out report may
+    add one."""
     full: bool = True
-    """Save with the weights what a resumed run needs (float32 masters, optimizer, buffers): of a
-    bfloat16 model seven times as much."""
+    """Also save what a resumed run needs: float32 master weights, optimizer, buffers. Without it a
+    run cannot be resumed. With a bfloat16 model checkpoints are seven times as large."""
     background: bool = True
-    """Copy what a periodic or best checkpoint holds to host memory and write it while the run goes
-    on; false, or where the memory is too little: the run waits until it is written."""
+    """Copy periodic and best checkpoints to host memory and write them while the run continues.
+    false, or too little memory: the run waits until they are written."""
     save_on_interrupt: bool = True
     """Save the last finished update when a signal (Ctrl-C, SIGTERM, SIGHUP) or a failed rollout or
     sync ends the run."""
@@ -67,44 +68,44 @@ class CheckpointSection(Section):
 
 class PartSection(Section):
     frozen: bool = False
-    """Keep the part as the checkpoint has it."""
+    """Do not train this part."""
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the part; null: `training.learning_rate`."""
+    """Peak learning rate of this part; null: `training.learning_rate`."""
     adapted: bool | None = None
-    """With `model.adapter`: adapt those of the part's linear layers that `target_modules` names, or
-    none of them; null: those of the language model alone."""
+    """With `model.adapter`: adapt this part's layers that `target_modules` names (true), or not
+    (false). null: true only for the language model."""
 
     @model_validator(mode="after")
     def _rate_has_effect(self) -> PartSection:
         if self.frozen and self.learning_rate is not None:
-            wrong = f"{self.learning_rate:g}, and the part is frozen"
+            wrong = f"{self.learning_rate:g} has no effect, because the part is frozen"
             raise refusal(wrong, "remove one of the two keys", "learning_rate")
         return self
 
 
 class PartsSection(Section):
     vision_tower: PartSection = PartSection()
-    """The vision encoder up to its mergers."""
+    """The vision encoder, without its mergers."""
     aligner: PartSection = PartSection()
-    """The mergers, which turn patches into the language model's embeddings."""
+    """The mergers between vision encoder and language model: they turn patches into embeddings."""
     language_model: PartSection = PartSection()
     """The language model, with its embeddings and head."""
 
     @model_validator(mode="after")
     def _something_is_trained(self) -> PartsSection:
         if all(section.frozen for _, section in self.items()):
-            raise refusal("all of them are frozen: nothing is left to train", "unfreeze one")
+            raise refusal("all parts are frozen, so nothing is trained", "unfreeze one")
         return self
 
     def items(self) -> Iterator[tuple[ModelPart, PartSection]]:
-        """Yield every part with its section."""
+        """Yield every part and its section."""
         yield ModelPart.VISION_TOWER, self.vision_tower
         yield ModelPart.ALIGNER, self.aligner
         yield ModelPart.LANGUAGE_MODEL, self.language_model
 
     @property
     def adapted(self) -> tuple[ModelPart, ...]:
-        """The parts that an adapter is put into, if the run has one."""
+        """The parts that get an adapter, if the run has one."""
         unset = {part: part is ModelPart.LANGUAGE_MODEL for part in ModelPart}
         return tuple(
             part
@@ -115,68 +116,68 @@ class PartsSection(Section):
 
 class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
-    """The run's seed: data order, initial state and, through `request_seed`, every rollout."""
+    """Seed of the run: data order, initial state and every rollout (`request_seed`)."""
     max_steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Steps of the run, each of one optimizer update, or of `updates_per_batch`."""
+    """Number of steps of the run. Each has one optimizer update, or `updates_per_batch`."""
     updates_per_batch: PositiveInt = 1
-    """Optimizer updates that a step takes of its rollouts, between generation and sync: all of its
-    rows are learned once for each. Only under `trajectory_pg`. Schedules, weight versions and
-    checkpoints count steps, so the updates of a step have one learning rate."""
+    """Number of optimizer updates per step on the same rollouts, between generation and sync. Each
+    learns all rows once. Only under `trajectory_pg`. Schedules, weight versions and checkpoints
+    count steps, so all updates of a step have the same learning rate."""
     per_device_train_batch_size: PositiveInt = 1
-    """Samples per learner rank and micro-step. Under `stage2_rollout_aligned` the raw rollouts that
+    """Samples per learner rank and micro-step. Under `stage2_rollout_aligned`: raw rollouts that
     enter the carry buffer before each row."""
     per_device_eval_batch_size: PositiveInt = 1
-    """No effect in this version: an evaluation has no forward of the learner."""
+    """No effect in this version, because evaluation does not run the learner's model."""
     effective_batch_size: PositiveInt | None = None
-    """Samples, or rollouts of environments, per update wanted over all learner ranks; the
-    accumulation steps follow from it, rounded up. So an update may take more than asked."""
+    """Samples (of environments: rollouts) per update over all learner ranks. It sets the number of
+    accumulation steps, rounded up, so an update may have more samples."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-steps per update; null: as `effective_batch_size` needs, or 1."""
+    """Micro-steps per update; null: as many as `effective_batch_size` needs, or 1."""
     eval_steps: PositiveInt | None = None
-    """Evaluate after every this many updates, on `data.val` or the environment's held-out examples;
-    null: only where the warm-up of channel A ends and at the end of the run, where reports are made
-    in any case."""
+    """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
+    null: only at the end of the channel-A warm-up and of the run, when reports are made in any
+    case."""
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload"] = "adamw_torch"
-    """adamw_torch: moments and float32 masters where the model is. adamw_bnb_8bit: moments of 8
-    bits, by blocks of 256 values (bitsandbytes; embeddings and tensors under 4,096 values keep 32):
-    6 bytes less for each trained value. adamw_offload: gradients, moments and masters in host
-    memory: 16 bytes less, or 12 of a float32 model, and updates at the speed of the CPU and of the
-    way there. The last two not with `learner.parallel: fsdp`."""
+    """adamw_torch: float32 moments and master weights on the model's device. adamw_bnb_8bit: 8-bit
+    moments in blocks of 256 values (bitsandbytes; 32 bits for embeddings and tensors under 4,096
+    values); saves 6 bytes per trained value. adamw_offload: gradients, moments and master weights
+    in host memory; saves 16 bytes (12 with a float32 model), but updates are slower. The last two
+    do not support `learner.parallel: fsdp`."""
     learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
     """Peak learning rate of AdamW, at most 1."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW, of matrices alone; norms and biases do not decay."""
+    """Decoupled weight decay of AdamW, applied to matrices only, not to norms and biases."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Decay of AdamW's first moment."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
-    """Decay of AdamW's second moment."""
+    """Decay rate of AdamW's second moment."""
     adam_epsilon: PositiveFloat = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """Added to the square root of AdamW's second moment."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after its warm-up, down to the floor at `max_steps`."""
+    """Learning rate after the warm-up; cosine and linear fall to the minimum at `max_steps`."""
     min_lr_ratio: Fraction01 = 0.0
-    """Floor of the schedule as a fraction of `learning_rate`."""
+    """Minimum of a falling learning rate, as a fraction of `learning_rate`."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Largest L2 norm of the gradient of one update; null: no clipping."""
+    """Clip the gradient of an update to this L2 norm; null: no clipping."""
     max_nonfinite_updates: NonNegativeInt = 0
-    """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one
-    more stops the run. A skipped update leaves weights and optimizer as they are, and is the last
-    of its step."""
+    """How many successive updates may be skipped because the gradient is not finite; one more stops
+    the run. A skipped update leaves weights and optimizer unchanged, is counted, and ends its step.
+    """
     parts: PartsSection = PartsSection()
-    """What is trained, and how fast."""
+    """Which parts of the model are trained, and their learning rates."""
     packing: bool = True
-    """Put several segments into one forward; false: one segment per row."""
+    """Pack several segments into one row, for speed; false: one segment per row."""
     packing_buffer: PositiveInt = 256
-    """Most segments waiting for a row; at least the samples of a step, under
-    `stage2_rollout_aligned` of a micro-step, where a buffer that leftovers would overflow stops the
-    run. Under `trajectory_pg` a full buffer gives a row."""
+    """Maximum number of segments that wait for a row; at least the samples of a step. Under
+    `stage2_rollout_aligned`: at least those of a micro-step, and a full buffer stops the run. Under
+    `trajectory_pg` a full buffer is made into a row."""
     packing_min_fill_ratio: Fraction01 = 0.7
-    """A row filled less than this fraction of `global_max_length` is counted and logged."""
+    """Rows filled less than this fraction of `global_max_length` are counted and logged."""
     packing_drop_last: bool = True
-    """Segments left in the carry buffer of `stage2_rollout_aligned` at the run's end are dropped;
-    under packing it must be true there."""
+    """Drop the segments left in the carry buffer at the end of the run. Only for
+    `stage2_rollout_aligned`, which requires true with packing."""
     packing_window: PositiveInt = 8
-    """Rows are taken after every this many rollouts (of environments: segments), in index order. No
+    """Build rows after every this many rollouts (of environments: segments), in index order. No
     effect under `stage2_rollout_aligned`, which takes one row per micro-step."""

@@ -162,7 +162,7 @@ def test_a_second_ctrl_c_ends_a_command_at_once_and_says_what_it_leaves():
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
         told = process.stderr.read()
-    assert "ended at once: what was being written may be lost" in told
+    assert "ended at once: files that were being written may be incomplete" in told
     assert "processes none were not waited for" in told
 
 
@@ -330,7 +330,7 @@ def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={}, check=False)
     remedy = (
         f"does not have the project's packages; run `{ROOT}/.venv/bin/python -m launch.train ...`"
-        " (`make setup` makes it)\n"
+        " (`make setup` creates it)\n"
     )
     assert done.returncode == 1
     assert done.stderr.endswith(remedy) and "Traceback" not in done.stderr

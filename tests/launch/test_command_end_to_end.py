@@ -61,7 +61,7 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(undist
         (4, "B"),
     ]
     started = re.findall(
-        r"^start     (.+): \d+\.\d s, \d+ s in all$", run.output, flags=re.MULTILINE
+        r"^start     (.+): \d+\.\d s, \d+ s in total$", run.output, flags=re.MULTILINE
     )
     assert started == [
         "checks",

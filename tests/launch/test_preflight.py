@@ -165,7 +165,7 @@ def test_an_environment_beside_the_engine_has_its_place_in_the_learner(demo_lm, 
     beside = {"rollout_matching__vllm": {"mode": "colocate"}}
     run = trajectory_config(demo_lm, tmp_path / "run", queue=False, **beside)
     text = "\n".join(preflight(run, **CPU_NODE).lines)
-    assert "CPU, with an engine of 1 device beside it" in text
+    assert "CPU, with an engine of 1 device next to it" in text
     assert "place     copy_digits: in the process of each learner rank" in text
 
 
@@ -188,7 +188,9 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         assert found(url) == []
     with serving(FakeTeacher(tokenizer, max_model_len=48).app()) as url:
         (problem,) = found(url, waits=True)
-        assert problem.startswith(f"environment.teacher: {url} accepts 48 tokens, but must score up to")
+        assert problem.startswith(
+            f"environment.teacher: {url} accepts 48 tokens, but must score up to"
+        )
     teacher = FakeTeacher(tokenizer, loads=2)
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []
@@ -271,7 +273,7 @@ def test_one_server_under_two_addresses_is_noticed(config, roomy):
     asyncio.run(one.start())
     with serving(make_app(one)) as first, serving(make_app(one)) as second:
         problems = preflight(config(**in_server_mode(first, second))).problems
-    twice = f"{SERVER.format(1, second)} is the server of servers[0]; list every server once"
+    twice = f"{SERVER.format(1, second)} is the same server as servers[0]; list it once"
     assert problems == [twice]
 
 
@@ -302,7 +304,7 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
         run = config(**in_server_mode(url, kind="vllm"))
         (problem,) = asked(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
-        f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
+        f"{url} answers /health, but did not report its settings in 1 s: its engine may"
         " be stuck; start it again"
     )
 
@@ -327,7 +329,7 @@ def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     (problem,) = path_problems(config(telemetry={"run_dir": str(file / "run")}))
-    remedy = f"cannot be made, {file} permits no writing; choose another folder, or permit it"
+    remedy = f"cannot be created, because {file} is not writable; choose another folder, "
     assert remedy in problem
 
 
@@ -340,14 +342,14 @@ def test_every_folder_that_a_run_writes_is_looked_at(config, tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     problems = list(path_problems(config(cluster__temp_dir="/tmp")))
     assert keys(problems) == ["XDG_CACHE_HOME", "HOME"]
-    assert all(f"{tmp_path / 'file'} permits no writing" in problem for problem in problems)
+    assert all(f"{tmp_path / 'file'} is not writable" in problem for problem in problems)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 20)))
     (problem,) = path_problems(config())
     assert problem.startswith("TMPDIR: ") and "107 are possible; set cluster.temp_dir" in problem
     (tmp_path / f"rollmatch-{os.getuid()}").symlink_to("/")
     (*_, problem) = path_problems(config(cluster__temp_dir=str(tmp_path)))
-    assert "is not a folder of this user" in problem
+    assert "is a link or another user's folder" in problem
 
 
 def test_a_full_folder_for_temporary_files_is_told(config, monkeypatch):
@@ -393,13 +395,15 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
         "rollout_matching__offload": {"enabled": True, "offload_model": True},
     }
     (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
-    assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+    assert problem.startswith(
+        "rollout_matching.offload.enabled: the learner already runs on the CPU"
+    )
 
 
 def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
     stock = make_stock_model(tmp_path / "model", "qwen3_5")
     config = trajectory_config(stock, tmp_path / "run")
-    message = "float32, and vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU in"
+    message = "float32, but vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU"
     assert any(message in problem for problem in preflight(config, **CPU_NODE).problems)
     in_half = trajectory_config(stock, tmp_path / "run", model__dtype="bfloat16")
     assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
@@ -429,8 +433,7 @@ def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the
         f" {demo_checkpoint} is called embed_tokens, q_projj; it has down_proj, gate_proj, k_proj,"
         " o_proj, q_proj, up_proj, v_proj"
     )
-    most = "model.adapter.rank: 100000 is more than the rank of any layer that is adapted, "
-    assert rank.startswith(most) and rank.endswith(" at most; lower it")
+    assert rank.startswith("model.adapter.rank: 100000 is more") and rank.endswith("; lower it")
     assert preflight(config(model__adapter={"kind": "lora"}), **CPU_NODE).problems == []
 
 
@@ -519,10 +522,10 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, w
     (problem,) = preflight(config(data__train=file), **CPU_NODE).problems
     first, second, count = problem.splitlines()
     refused = (
-        "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"
+        "has an image of 300 x 1 pixels, which the checkpoint's image processor does not accept"
         " (absolute aspect ratio must be smaller than 200, got 300.0)"
     )
-    remedy = "crop or pad the picture, or remove the row"
+    remedy = "crop or pad the image, or remove the row"
     assert first == f"{file}:4: images: sample train:4 {refused}; {remedy}"
     assert second.startswith(f"{file}:6: images: sample train:6 {refused}")
     assert count == f"{file}: bad rows: these 2"
@@ -579,7 +582,7 @@ def test_where_memory_is_too_little_settings_that_fit_are_named(config):
             [CPU, GPU],
             None,
             [],
-            "memory    not compared, and engines not estimated: this machine has no GPU to ask; ",
+            "memory    not compared, and engines not estimated: this machine has no GPU; ",
             id="GPUs seen from a head or login node",
         ),
         pytest.param([CPU], 2**20, ["cluster.address"], "", id="one CPU node"),
@@ -587,14 +590,14 @@ def test_where_memory_is_too_little_settings_that_fit_are_named(config):
             [CPU, CPU],
             2**20,
             [],
-            "memory    not compared: which of the 2 nodes a process comes to",
+            "memory    not compared: it is not known on which of the 2 nodes a process",
             id="two CPU nodes",
         ),
         pytest.param(
             [GPU, GPU],
             2**20,
             ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"],
-            "memory    compared with this machine's GPUs, for those of all nodes",
+            "memory    compared with this machine's GPUs; other nodes may have others",
             id="GPUs of several nodes",
         ),
     ],
@@ -627,7 +630,7 @@ def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(
         f"telemetry.run_dir={tmp_path}/run",
     ]
     for further, expected, last in (
-        ([], 0, "nothing stands in the way"),
+        ([], 0, "no problem was found"),
         (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "),
     ):
         status, output = call_command("launch.preflight", *overrides, *further)

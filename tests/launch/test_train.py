@@ -154,7 +154,7 @@ def test_a_job_that_could_not_be_started_again_is_refused(
         (
             [LOST] * 3,
             True,
-            r"ended; the job is not started again, for .*max_restarts permits 2 in 3600 s",
+            r"ended; the job is not started again: .*max_restarts permits 2 in 3600 s",
         ),
         ([LATE] * 3, True, r"^start on actor-0: no answer from actor-0; .*max_restarts permits 2"),
         ([ConfigError("a.b: is wrong")], True, "a.b"),

@@ -70,5 +70,5 @@ def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_pat
     job = ("+experiment=stage2_hf", *FROM_RANDOM_WEIGHTS, "cluster=local", "training.max_steps=1")
     told = run(rollmatch, "train", *job, "telemetry.run_dir=run", cwd=elsewhere)
     assert "step    1/1 A" in told
-    assert run(rollmatch, "ledger", "run", cwd=elsewhere).startswith("whole, steps 1 to 1,")
+    assert run(rollmatch, "ledger", "run", cwd=elsewhere).startswith("complete, steps 1 to 1,")
     assert sorted(path.name for path in elsewhere.iterdir()) == ["outputs", "run"]

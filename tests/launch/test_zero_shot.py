@@ -104,4 +104,4 @@ def test_an_evaluation_says_what_vllm_does_not_do_with_the_family(demo_data, tmp
     config = config_of(make_stock_model(tmp_path / "model", "qwen3_5"), demo_data, *SIZES)
     assert config.model.dtype == "float32"
     (problem,) = engine_family_problems(config.model, config.rollout_matching, Device.CPU)
-    assert problem.startswith("model.dtype: float32, and vLLM 0.32 computes the linear attention")
+    assert problem.startswith("model.dtype: float32, but vLLM 0.32 computes the linear attention")

@@ -212,6 +212,6 @@ def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_ch
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
     model.peft_config.clear()
-    message = r"offer on learner: it cannot be written down \(KeyError: 'default'\)"
+    message = r"offer on learner: the adapter cannot be serialized \(KeyError: 'default'\)"
     with pytest.raises(WeightSyncError, match=message):
         adapter_to_offer(model)

@@ -58,11 +58,11 @@ def test_the_first_differing_prompt_token_is_shown_with_the_samples_id(engine, l
     [
         ([], 0, None),
         ([5, 5], 0, None),
-        ([4], 0, "version 4, the learner holds 5; a sync was skipped or lost"),
-        ([6], 0, "version 6, the learner holds 5; a sync was skipped or lost"),
+        ([4], 0, "version 4, the learner has 5; a weight sync was skipped or lost"),
+        ([6], 0, "version 6, the learner has 5; a weight sync was skipped or lost"),
         ([4], 1, None),
-        ([3], 1, "version 3, the learner holds 5, and rollout_matching.max_staleness is 1"),
-        ([6], 1, "version 6, the learner holds 5, and rollout_matching.max_staleness is 1"),
+        ([3], 1, "version 3, the learner has 5, and rollout_matching.max_staleness is 1"),
+        ([6], 1, "version 6, the learner has 5, and rollout_matching.max_staleness is 1"),
         (
             [5, 4],
             1,
@@ -126,7 +126,7 @@ def test_a_bfloat16_run_ends_on_the_share_of_tokens_beyond_the_tolerance_and_not
     assert compare(*off_by(10, 1000), ROUNDED).num_outliers == 10
     message = (
         r"4 of the 10 tokens of this step so far differ by more than 1"
-        r" \(rollout_matching\.logprob_tolerance\), and at most 0\.01"
+        r" \(rollout_matching\.logprob_tolerance\), and at most a share of 0\.01"
     )
     with pytest.raises(RolloutError, match=message):
         compare(*off_by(4, 10), ROUNDED)

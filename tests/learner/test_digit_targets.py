@@ -182,8 +182,8 @@ def test_terms_of_coord_tokens_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(mapping(tmp_path, tmp_path, tmp_path, **changes))
     for problem in (
-        "objective[1].name: 'coord_reg' reads one token for each coordinate, and qwen3_vl writes",
-        "rollout_matching.geometry: poly cannot be written in data.answer_format qwen3_vl",
+        "objective[1].name: 'coord_reg' needs one token per coordinate, but qwen3_vl writes digits",
+        "rollout_matching.geometry: data.answer_format qwen3_vl has no poly",
         "max_object_keys: has no effect in data.answer_format qwen3_vl",
         "custom.object_field_order: has no effect in data.answer_format qwen3_vl",
     ):

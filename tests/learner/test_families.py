@@ -259,7 +259,7 @@ def test_weights_that_have_diverged_are_the_learners_error(parts, value):
     before = weight[0].item()
     weight[0] = value
     message = (
-        r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and are not"
+        r"canary on the learner: .*canary's token 1 is nan: the weights have diverged and are not"
         r" saved; .*learning_rate"
     )
     try:

@@ -258,7 +258,7 @@ def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_an
     assert caplog.text.count("bad row skipped: data/train.jsonl") == 2
     first = require(codec, *samples, on_bad_row="skip", most=1)
     assert [kept.sample_id for kept in first.samples] == ["scene"]
-    with pytest.raises(RecordError, match="has no usable row: 2 were bad, the first: a row"):
+    with pytest.raises(RecordError, match="has no usable row: 2 are bad, the first: a row"):
         require(codec, thin, on_bad_row="skip")
 
 
@@ -276,7 +276,7 @@ def test_the_length_of_a_prompt_follows_from_the_size_of_its_pictures(demo_check
         shown = Sample("s", (ImageRef(None, file.getvalue(), ""),) * number, width, height, ())
         assert encoder.num_tokens(shown) == len(encoder.encode(shown).token_ids)
     unread = Sample("thin", (ImageRef(Path("nowhere.png"), None, ""),), 300, 1, ())
-    message = "sample thin has a picture of 300 x 1 pixels, which the checkpoint's image processor"
+    message = "sample thin has an image of 300 x 1 pixels, which the checkpoint's image processor"
     with pytest.raises(RecordError, match=message):
         encoder.num_tokens(unread)
 

@@ -135,7 +135,7 @@ def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itsel
     backend = HFBackend(EngineHost(config, learner), decode_batch_size=3)
     requests = begun(config, learner)
     learner.stop()
-    message = "generate on learner: told to stop, because the run is being ended"
+    message = "generate on learner: stopped because the run is ending"
     with pytest.raises(RolloutError, match=message):
         backend.generate(requests)
     assert learner.loaded.model.training

@@ -282,7 +282,7 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
             learner.stop()
 
     learner.loaded.model.lm_head.register_full_backward_hook(stop_in_the_third_row)
-    with pytest.raises(LearnerError, match="told to stop, because the run is being") as caught:
+    with pytest.raises(LearnerError, match="stopped because the run is ending") as caught:
         learner.accumulate(rollouts)
     assert (len(rows), learner.num_updates) == (3, 0)
     assert type(caught.value) is LearnerError

@@ -119,7 +119,7 @@ def test_oversized_segment_fails_fast_when_it_is_inserted():
     buffer = CarryBuffer(capacity=10, max_segments=4)
     buffer.insert("aaaa")
     message = (
-        r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower"
+        r"the segment has 11 tokens, but a row holds 10; raise global_max_length, lower"
         r" rollout_matching\.max_new_tokens, or set"
     )
     with pytest.raises(ConfigError, match=message):
@@ -132,8 +132,8 @@ def test_carry_buffer_overflow_fails_fast_with_actionable_guidance():
     buffer.insert("aa")
     buffer.insert("bbb")
     message = (
-        r"raise training\.packing_buffer \(now 2\), lower the raw batch"
-        r" \(training\.per_device_train_batch_size, stage2_ab\.channel_b\.rollouts_per_step\)"
+        r"raise training\.packing_buffer \(now 2\), lower"
+        r" training\.per_device_train_batch_size or stage2_ab\.channel_b\.rollouts_per_step"
     )
     with pytest.raises(ConfigError, match=message):
         buffer.insert("c")

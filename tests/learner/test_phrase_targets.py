@@ -117,8 +117,8 @@ def test_what_a_phrase_cannot_do_is_refused_by_name(tmp_path):
         load_config(config)
     for problem in (
         "objective[0].config.matched_desc_weight: in data.answer_format rex_omni one phrase names",
-        "rollout_matching.geometry: poly cannot be written in data.answer_format rex_omni",
-        "rollout_matching.geometry: point_2d cannot be written in data.answer_format rex_omni",
+        "rollout_matching.geometry: data.answer_format rex_omni has no poly",
+        "rollout_matching.geometry: data.answer_format rex_omni has no point_2d",
         "max_object_keys: has no effect in data.answer_format rex_omni",
         "custom.object_field_order: has no effect in data.answer_format rex_omni",
     ):
@@ -141,7 +141,7 @@ def test_a_checkpoint_as_rex_omnis_learns_on_both_channels(demo_data, tmp_path):
         stage2_ab__channel_b={"rollouts_per_step": 4},
     )
     with pytest.raises(
-        ConfigError, match=r"<0> is token 343, and transformers reads it as \d+; of"
+        ConfigError, match=r"<0> is token 343, but transformers reads it as \d+; for"
     ):
         load_tokens(config)
     assert write_tokenizer(folder).endswith("1,000 tokens of the vocabulary renamed")

@@ -56,13 +56,13 @@ def test_other_images_than_those_of_the_tokens_are_refused_with_both_counts(
 ):
     two, _ = prompt_of(processor, images[:2])
     message = (
-        rf"the engine has \[24, 35\] tokens of its images, the learner \[{counts}\]; engines and"
-        r" learner must load the same checkpoint, with the image size limits"
+        rf"the engine has \[24, 35\] tokens for its images, the learner \[{counts}\]; engines and"
+        r" learner must load the same checkpoint, with the same image size limits"
     )
     with pytest.raises(ValueError, match=message):
         encoder.encode([images[index] for index in brought], two)
     text = [token_id for token_id in two if not encoder.num_images([token_id])]
-    with pytest.raises(ValueError, match=r"the engine has \[\] tokens of its images, the learner"):
+    with pytest.raises(ValueError, match=r"the engine has \[\] tokens for its images, the learner"):
         encoder.encode([images[index] for index in brought], text)
 
 
@@ -79,7 +79,7 @@ def test_the_images_of_the_rollout_before_are_not_encoded_again(processor, image
     again = encoder.encode(copies, [*two, *two[:3]])
     assert counting.call_count == 1
     assert torch.equal(again.pixel_values_RD, first.pixel_values_RD)
-    message = r"the engine has \[24\] tokens of its images, the learner \[24, 35\]"
+    message = r"the engine has \[24\] tokens for its images, the learner \[24, 35\]"
     with pytest.raises(ValueError, match=message):
         encoder.encode(images[:2], one)
     encoder.encode(images[:1], one)
@@ -91,5 +91,5 @@ def test_the_images_of_the_rollout_before_are_not_encoded_again(processor, image
 def test_an_image_that_cannot_be_decoded_is_a_bad_record(processor, encoder, images, damage):
     data = b"no picture" if damage == "no picture" else images[0].data[:200]
     token_ids, _ = prompt_of(processor, images[:1])
-    with pytest.raises(RecordError, match=r"^images: .* is no readable image"):
+    with pytest.raises(RecordError, match=r"^images: .* is not a readable image"):
         encoder.encode([ImageRef(None, data, "damaged")], token_ids)

@@ -199,9 +199,9 @@ def test_excluded_and_unmatched_ground_truth_is_appended_in_ground_truth_order(c
 @pytest.mark.parametrize(
     ("position", "target", "problem"),
     [
-        (-1, 5, "outside the assistant span"),
-        (7, 5, "outside the assistant span"),
-        (0, 5, "no coord token"),
+        (-1, 5, "outside the target"),
+        (7, 5, "outside the target"),
+        (0, 5, "not a coordinate token"),
     ],
     ids=["prompt", "behind", "text"],
 )

@@ -98,7 +98,7 @@ def test_the_shares_of_the_ranks_have_whole_groups_and_the_first_have_one_more()
 
 def test_a_total_that_is_no_whole_groups_is_a_programmers_error():
     """The configuration is refused before (`shared.config.checks.algorithm`)."""
-    with pytest.raises(AssertionError, match="30 are no groups of 8"):
+    with pytest.raises(AssertionError, match="30 is not a multiple of the group size 8"):
         rank_share(30, 2, 0, together=8)
 
 

@@ -104,7 +104,7 @@ def test_a_bad_row_is_an_error_with_file_line_field_and_remedy(
     [
         ((row(), "bad"), [2], None),
         ((row(), "one", row(id=""), "three"), [2, 3, 4], "these 3"),
-        ((*["bad"] * 57, row()), list(range(1, 21)), "57, of which the first 20 are above"),
+        ((*["bad"] * 57, row()), list(range(1, 21)), "57; the first 20 are listed above"),
     ],
 )
 def test_all_bad_rows_are_told_up_to_20_with_their_number(write, lines, told, ending) -> None:
@@ -149,7 +149,7 @@ def test_objects_of_a_geometry_that_the_run_does_not_learn_are_no_bad_rows_to_sk
 
 @pytest.mark.parametrize(
     ("lines", "problem"),
-    [((), "is empty"), (("", "  ", "\n"), "is empty"), (("{", "}"), "no usable row: 2 were bad")],
+    [((), "is empty"), (("", "  ", "\n"), "is empty"), (("{", "}"), "no usable row: 2 are bad")],
 )
 def test_a_file_without_a_usable_row_is_an_error_even_when_bad_ones_may_be_skipped(
     write, lines: tuple[str, ...], problem: str

@@ -78,7 +78,7 @@ def test_a_row_that_cannot_fill_the_template_is_a_bad_row_with_its_line(tmp_path
     rows = [{**ROW, "phrase": "a cup"}, ROW, {**ROW, "prompt": "Where is the cup?"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     require = Prompts(("Find {phrase}.",)).texts
-    message = r"train.jsonl:2: phrase: is missing, and the prompt is 'Find {phrase}.'"
+    message = r"train.jsonl:2: phrase: is missing, but the prompt is 'Find {phrase}.'"
     with pytest.raises(RecordError, match=message):
         load_dataset(
             file, on_bad_row="error", sort_objects=True, check_images=False, require=require

@@ -267,9 +267,9 @@ def test_a_row_with_the_stored_size_of_a_turned_picture_is_told_of_its_orientati
     with pytest.raises(RecordError) as caught:
         load_record(row(), root=tmp_path, image_size=lambda data: PictureSize(512, 768, 6))
     assert caught.value.field == "images[0]"
-    assert "is 512 x 768 pixels as EXIF orientation 6 turns it" in caught.value.problem
+    assert "is 512 x 768 pixels after its EXIF orientation 6" in caught.value.problem
     assert "the row says 768 x 512" in caught.value.problem
-    assert "as it is displayed" in caught.value.remedy
+    assert "as displayed" in caught.value.remedy
 
 
 def test_an_image_that_does_not_decode_is_refused_with_the_reason_where_images_are_read(

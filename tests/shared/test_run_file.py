@@ -105,8 +105,8 @@ def test_a_full_disk_is_waited_for_and_no_part_of_a_line_is_written_twice(tmp_pa
     assert refused.startswith(
         f"cannot write {folder / 'log'}: [Errno 28] No space left on device; "
     )
-    assert "tries again for 300 s (timeouts.storage_s)" in refused
-    assert written == f"{folder / 'log'} could be written after 3 s"
+    assert "retries for 300 s (timeouts.storage_s)" in refused
+    assert written == f"{folder / 'log'} was written after 3 s"
 
 
 def test_what_stays_refused_ends_with_its_first_cause(clock):
@@ -120,7 +120,7 @@ def test_what_stays_refused_ends_with_its_first_cause(clock):
     with pytest.raises(StorageError) as caught:
         Patience(25.0, told.append)(write)
     assert str(caught.value) == (
-        f"cannot write /run/metrics.jsonl: [Errno {errno.ENOSPC}] refused, and again for 25 s"
+        f"cannot write /run/metrics.jsonl: [Errno {errno.ENOSPC}] refused, also after 25 s"
         f" (timeouts.storage_s); {StorageError.REMEDY}"
     )
     assert clock.waits == [1.0, 2.0, 4.0, 8.0, 10.0]

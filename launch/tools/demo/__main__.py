@@ -1,8 +1,8 @@
-"""Makes data and models: `rollmatch demo WHAT --out FOLDER`, where WHAT is data, crowded,
-model, crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a
-run, and `rollmatch demo compare RUN RUN` says which of several ended better.
+"""Makes data and models: `rollmatch demo WHAT --out FOLDER`. WHAT is data, crowded, model,
+crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a run, and
+`rollmatch demo compare RUN RUN` shows which run ended better.
 
-What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
+Folders that were made from the same arguments are kept. `rollmatch demo WHAT --help` lists options.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = ", ".join(f"{number} {split}" for split, number in counts.items())
         result = f"crowded scenes ({made})"
     else:
-        # Only the models need torch.
+        # Only models need torch.
         from transformers.utils import logging
 
         from launch.tools.demo.language_model import make_demo_lm
@@ -104,11 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     crowded = commands.add_parser("crowded", help="many digits among clutter; three splits")
     model = commands.add_parser("model", help="a small random Qwen3-VL")
     crowded_model = commands.add_parser(
-        "crowded-model", help="the same for crowded scenes, with a tower that has learned digits"
+        "crowded-model", help="the same for crowded scenes, with a tower trained on digits"
     )
     language_model = commands.add_parser("language-model", help="a small random Qwen3")
     trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
-    trained.add_argument("overrides", nargs="+", help="as of launch.train: +experiment=demo_start")
+    trained.add_argument("overrides", nargs="+", help="of launch.train: +experiment=demo_start")
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
     folders |= {crowded_model: "crowded_model", trained: "start"}
     for command, folder in folders.items():
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     picture = commands.add_parser("picture", help="held-out scenes before and after a run")
     picture.add_argument("--run", type=Path, required=True, help="the run's folder")
     picture.add_argument("--scenes", type=int, default=3, help="default: %(default)s")
-    compare = commands.add_parser("compare", help="which of some runs ended better")
+    compare = commands.add_parser("compare", help="which of the runs ended better")
     compare.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     data.add_argument("--train", type=int, default=2000, help="training scenes")
     data.add_argument("--val", type=int, default=256, help="validation scenes")
@@ -140,12 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         type=DemoGeometry,
         choices=geometries,
         default=DemoGeometry.BOXES,
-        help="polygons: an outline of the ink in place of a box; mixed: for the odd digits",
+        help="polygons: outlines of the ink instead of boxes; mixed: outlines of odd digits",
     )
     language_model.add_argument(
         "--tools",
         action="store_true",
-        help="one that can call the tool of the environment hidden_digit",
+        help="make a model that can call the tool of the environment hidden_digit",
     )
     return parser
 

@@ -1,11 +1,11 @@
-"""The model of the crowded scenes: the demo's, with a vision tower that has learned the digits.
+"""Makes the model of the crowded scenes: the demo's model with a pre-trained vision tower.
 
-From random weights a run learns places and no names: a name is right or wrong as a whole, and the
-loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
-labels for every image token: which digit lies there, how far its edges are, where the token lies,
-and the four coordinates that an answer has to write, as the model's own coord tokens. Linear heads
-read them from what the language model is going to be given, the tower's output and its deepstack
-features, and are thrown away. docs/evidence.md has the figures.
+From random weights, a run learns places but no names: only one token in twenty belongs to a name,
+and its gradient reaches the tower through the whole language model. So the tower is trained first,
+with labels for every image token: its digit, the distances to the digit's edges, the token's
+position, and the box as the model's own coordinate tokens. Linear heads predict the labels from the
+inputs of the language model (the tower's output and deepstack features), and are then discarded.
+docs/evidence.md has the figures.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from launch.tools.demo.scenes import NAMES, SPLITS, Placed, crowded_scenes, draw
 from shared.tokens.vocabulary import NUM_BINS, coord_token
 
 NOTHING = len(NAMES)
-"""Label of an image token that lies on no digit."""
+"""Label of an image token outside all digits."""
 TOKENS = CANVAS // (PATCH * MERGE)
-"""Image tokens in a row of a scene."""
+"""Number of image tokens along a side of a scene."""
 TEXT_SETTINGS = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
@@ -41,30 +41,30 @@ TEXT_SETTINGS = {
         "mrope_interleaved": True,
     },
 }
-"""Settings of the language model, which has to find one digit among many: more layers and wider
-heads than the demo's (docs/evidence.md)."""
+"""Settings of the language model. Finding one digit among many needs more layers and wider heads
+than the demo (docs/evidence.md)."""
 BATCH = 8
-"""Scenes of an update. It is the number of updates that counts (docs/evidence.md)."""
+"""Scenes per update. The number of updates matters more (docs/evidence.md)."""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05
 COORD_WEIGHT = 0.3
 COORD_SIGMA = 16.0
-"""Width of a coordinate's target, in bins: 2.6 pixels."""
+"""Width of a coordinate's target distribution, in bins: 2.6 pixels."""
 
 
 class DenseLabels(NamedTuple):
-    """The labels of a scene's image tokens, in their order."""
+    """The labels of a scene's image tokens, in order."""
 
     digit: np.ndarray
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
     edges: np.ndarray
-    """[TOKENS * TOKENS, 4] float32: from the token's middle to the digit's left, upper, right and
-    lower edge, in units of the largest digit's side."""
+    """[TOKENS * TOKENS, 4] float32: distances from the token's centre to the digit's left, upper,
+    right and lower edge, in units of the largest digit's side."""
 
 
 def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
-    """Label every token with the digit whose middle is nearest, of those that it lies on."""
+    """Label each token with the digit that contains it and has the nearest centre."""
     middle_T = (np.arange(TOKENS) + 0.5) * (CANVAS / TOKENS)
     digit = np.full((TOKENS, TOKENS), NOTHING)
     edges = np.zeros((TOKENS, TOKENS, 4), dtype=np.float32)
@@ -92,11 +92,11 @@ def make_crowded_model(
     steps: int,
     report: Callable[[str], None],
 ) -> bool:
-    """Write the checkpoint into the folder `out`, as `make_once` does.
+    """Write the checkpoint to the folder `out` with `make_once`.
 
     Args:
-        steps: updates of the tower, of `BATCH` new scenes of training digits each; 0: none.
-        report: is given a line now and then.
+        steps: updates of the tower, each with `BATCH` new scenes of training digits; may be 0.
+        report: called with lines about the progress.
     """
 
     def make(folder: Path) -> None:
@@ -131,7 +131,7 @@ def _teach_tower(
     parameters = [*tower.parameters(), *head.parameters(), *to_coord_tokens.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
     train = crowded_scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
-    # Most tokens lie on nothing.
+    # Most tokens lie outside all digits.
     weight_of_digit = torch.ones(NOTHING + 1)
     weight_of_digit[NOTHING] = 0.5
     for step in range(steps):
@@ -151,11 +151,11 @@ def _teach_tower(
         side_error = nn.functional.l1_loss(sides[is_on], edges[is_on])
         loss = nn.functional.cross_entropy(names, digit, weight=weight_of_digit) + side_error
         loss += nn.functional.l1_loss(places, middle)
-        # As the language model will write them: by the product with its coord tokens.
+        # Coordinates as in the language model: products with its coordinate tokens.
         logits = to_coord_tokens(given[is_on]).view(-1, 4, HIDDEN) @ coord_CD.T
         outward = torch.tensor([-1.0, -1.0, 1.0, 1.0])
         sides_px = CANVAS * middle[is_on][:, [1, 0, 1, 0]] + max(SIZES) * outward * edges[is_on]
-        # A box ends with its last pixel.
+        # A box ends at its last pixel.
         sides_px -= torch.tensor([0.0, 0.0, 1.0, 1.0])
         distance = bin_C - (NUM_BINS - 1) / (CANVAS - 1) * sides_px[..., None]
         target = torch.softmax(-0.5 * (distance / COORD_SIGMA) ** 2, dim=-1)

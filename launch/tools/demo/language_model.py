@@ -1,9 +1,8 @@
-"""The demo environments' language model: Qwen3's architecture with 248,896 random parameters.
+"""Makes the language model of the demo environments: a Qwen3 with 248,896 random parameters.
 
-An ordinary checkpoint that `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this
-project. The same arguments give the same bytes. With `tools` the model knows the words of the
-environment `hidden_digit`, and a whole tool call is one token, which random weights write now and
-then.
+`AutoModelForCausalLM`, `AutoTokenizer` and vLLM load the checkpoint without code of this project.
+The same arguments give the same bytes. With `tools`, the model knows the words of the environment
+`hidden_digit`. A whole tool call is one token, so that random weights sometimes sample it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollout_actors.environments.examples import copy_digits, hidden_digit
 
 HIDDEN = 128
 HEAD_SIZE = 32
-"""The smallest attention head that vLLM computes on CPU."""
+"""The smallest attention head that vLLM supports on CPU."""
 MAX_LENGTH = 512
 
 PAD = "<|endoftext|>"
@@ -31,9 +30,9 @@ END = "<|im_end|>"
 UNKNOWN = "<|unknown|>"
 SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
 
-# A word with the space before it and the line's end behind it, or any one character. A digit is the
-# same token in a question and as an answer, so a model that copies has one embedding to find; and
-# texts of tokens put behind each other are the text.
+# A word with the space before it and the line feed after it, or any single character. A digit has
+# the same token in questions and answers, so a model that copies it needs only one embedding.
+# Joining the texts of tokens gives the whole text.
 PIECES = r" ?[A-Za-z]+\n?|[^A-Za-z]"
 
 CHAT_TEMPLATE = """\
@@ -66,11 +65,11 @@ TOOLS_CHAT_TEMPLATE = """\
 {%- endif %}
 """
 TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
-"""A tool call as the template writes it and vLLM's parser `hermes` reads it."""
+"""A tool call in the form of the template and of vLLM's parser `hermes`."""
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield everything that the model reads and writes."""
+    """Yield all texts of the model."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
@@ -82,16 +81,16 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 
 
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Make one token of each word of `tokenizer_texts`, in order behind the special ones.
+    """Return a tokenizer with the special tokens, then a token per word of `tokenizer_texts`.
 
-    Any other word is the unknown token.
+    Any other word becomes the unknown token.
     """
     words = [piece for text in tokenizer_texts(tools=tools) for piece in re.findall(PIECES, text)]
     distinct = dict.fromkeys((*SPECIAL_TOKENS, *words))
     vocabulary = {word: number for number, word in enumerate(distinct)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    # Without one, tokens would be joined by spaces.
+    # Without a decoder, tokens would be joined by spaces.
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
@@ -131,7 +130,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
-    """Write the checkpoint into the folder `out`, as `make_once` does."""
+    """Write the checkpoint to the folder `out` with `make_once`."""
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(tools=tools)

@@ -1,7 +1,7 @@
-"""The demo's model: Qwen3-VL's architecture with about three million random parameters.
+"""Makes the demo's model: a Qwen3-VL with about three million random parameters.
 
-`AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without this project. The same
-arguments give the same bytes.
+`AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without code of this project. The
+same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
-"""Near 1 / sqrt(HIDDEN): from transformers' 0.02 the weights would first have to grow."""
+"""Close to 1 / sqrt(HIDDEN). With transformers' 0.02 the weights would first have to grow."""
 MAX_LENGTH = 4096
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
@@ -49,9 +49,9 @@ IMAGE_PAD = "<|image_pad|>"
 VIDEO_PAD = "<|video_pad|>"
 SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 
-# A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run
-# of anything else. As in Qwen's vocabulary, the brace that ends an object is one token with what
-# the model goes on to: `}}` or `},`.
+# A word with the space before it, `{}`, a closing brace with the brace or comma after it, or a run
+# of other characters. As in Qwen's vocabulary, the brace that ends an object is one token together
+# with the next character: `}}` or `},`.
 PIECES = r" ?[\p{L}\p{N}_]+|\{\}|\}[},]?|[^\p{L}\p{N}_}]+"
 
 CHAT_TEMPLATE = """\
@@ -79,7 +79,7 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer_texts(prompt: str) -> Iterator[str]:
-    """Yield everything that the model reads and writes, each geometry and order of fields once."""
+    """Yield all texts of the model, with each geometry and order of fields once."""
     yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
     triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")
@@ -89,9 +89,9 @@ def tokenizer_texts(prompt: str) -> Iterator[str]:
 
 
 def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE in which every word of `tokenizer_texts` is one token.
+    """Train a byte-level BPE tokenizer with one token for each word of `tokenizer_texts`.
 
-    The special tokens follow, then the coord tokens in order.
+    Special tokens follow, then the coordinate tokens in order.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,7 +101,7 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # No limit on the vocabulary: training ends when every word is one token.
+    # The vocabulary is not limited: training ends when every word is one token.
     trainer = trainers.BpeTrainer(
         vocab_size=100_000,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -114,7 +114,7 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
-    # Ordinary tokens, so that decoding without special tokens keeps them.
+    # These are not special tokens, so that decoding with skip_special_tokens keeps them.
     tokenizer.add_tokens(
         [AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS]
     )
@@ -130,8 +130,8 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> Qwen3VLProcessor:
-    # Every image is brought to the pixels of one scene, here and not per request, so that the
-    # learner and the engines agree.
+    # Resizes every image to the pixels of one scene. The setting is in the processor and not in
+    # requests, so that learner and engines agree.
     scene = canvas * canvas
     common = {
         "patch_size": PATCH,
@@ -162,7 +162,7 @@ def make_config(
     canvas: int = CANVAS,
     text_settings: Mapping[str, object] = NO_SETTINGS,
 ) -> Qwen3VLConfig:
-    """Return the architecture. `text_settings` replace those of the language model."""
+    """Return the configuration. `text_settings` override keys of the language model."""
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -172,7 +172,7 @@ def make_config(
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": MAX_LENGTH,
-        # Half a head is rotated pairs: shared by time, height and width.
+        # The 16 rotated pairs of a head are divided among time, height and width.
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,
@@ -213,8 +213,8 @@ def make_config(
 def _order_coord_embeddings(
     model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Give near bins near embeddings, at the scale of the others."""
-    # With 1,000 independent rows the demo ends before the model knows their order.
+    """Give neighbouring bins similar embeddings, at the scale of the other embeddings."""
+    # With 1,000 independent rows, the demo is too short for the model to learn their order.
     embeddings = model.get_input_embeddings().weight
     first = tokenizer.convert_tokens_to_ids(coord_token(0))
     mixed_CD = mixed_waves(torch.randn(HIDDEN, NUM_WAVES))
@@ -223,7 +223,7 @@ def _order_coord_embeddings(
 
 
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
-    """Write the checkpoint into the folder `out`, as `make_once` does."""
+    """Write the checkpoint to the folder `out` with `make_once`."""
 
     def make(folder: Path) -> None:
         model, processor = random_model(seed, prompt, canvas=CANVAS)
@@ -236,9 +236,9 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 def random_model(
     seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, object] = NO_SETTINGS
 ) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs.
+    """Return the model and the processor for scenes of `canvas` x `canvas` pixels.
 
-    `text_settings`: as of `make_config`.
+    `text_settings` are the ones of `make_config`.
     """
     tokenizer = make_tokenizer(prompt)
     with torch.random.fork_rng():

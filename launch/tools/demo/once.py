@@ -1,4 +1,4 @@
-"""Folders that are made once, from stated settings, and never half."""
+"""Makes folders once, atomically, and records the settings that they were made from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
         }.items()
     }
 )
-"""Models and data of the shipped experiments: the arguments of `rollmatch demo` that make them."""
+"""Folders of the shipped experiments, with the arguments of `rollmatch demo` that make them."""
 UNTRAINED: Mapping[Path, Path] = MappingProxyType(
     {
         Path("outputs/demo") / trained: Path("outputs/demo") / untrained
@@ -45,26 +45,26 @@ UNTRAINED: Mapping[Path, Path] = MappingProxyType(
         }.items()
     }
 )
-"""Models of `DEMO_FOLDERS` that take minutes to train, with one of the same shape that does not."""
+"""Models of `DEMO_FOLDERS` that take minutes to train, with an untrained one of equal shape."""
 SETTINGS_FILE = "made_from.json"
-"""The settings that a folder was made from, inside it."""
+"""File in a folder with the settings that it was made from."""
 
 
 def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
-    """Fill the folder `out` by `make(folder)`, unless it exists, made from the same settings.
+    """Create the folder `out` with `make(folder)`, unless it exists with the same settings.
 
-    `make` works in a folder beside `out` which is renamed at the end, so `out` is complete whenever
-    it exists. Returns whether it was made now.
+    `make` works in a temporary folder, which is renamed at the end. So `out` is complete if it
+    exists. Returns whether the folder is new.
 
     Raises:
-        ConfigError: `out` holds something else: other settings, or none at all.
+        ConfigError: `out` exists with other settings, or without recorded settings.
     """
     if out.exists():
         _require_made_from(out, settings)
         return False
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}-unfinished-{os.getpid()}")
-    shutil.rmtree(folder, ignore_errors=True)  # of a process of that number that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # may be left by a killed process with the same id
     folder.mkdir()
     try:
         make(folder)
@@ -72,15 +72,15 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
         open_as_folder(*(path for path in folder.rglob("*") if path.is_file()))
         folder.rename(out)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # exists only where `make` was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # exists only if `make` failed
     return True
 
 
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
-    """Put a run of `launch.train` with these overrides into the folder `out`, as `make_once` does.
+    """Run `launch.train` with these overrides in the folder `out`, with `make_once`.
 
     Raises:
-        ConfigError: the run failed. It has printed why.
+        ConfigError: the run failed. It has printed the reason.
     """
 
     def train(folder: Path) -> None:
@@ -88,7 +88,7 @@ def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
             "launch.train", *overrides, f"telemetry.run_dir={folder}", f"telemetry.name={out.name}"
         )
 
-    # The Makefile trained the starts until 2026-11-28: the same runs, without SETTINGS_FILE.
+    # Until 2026-11-28 the Makefile made the same runs, without SETTINGS_FILE.
     if out in DEMO_FOLDERS and _is_complete_run(out) and not (out / SETTINGS_FILE).exists():
         return False
     return make_once(out, {"overrides": " ".join(overrides)}, train)
@@ -97,13 +97,13 @@ def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
 def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> None:
     """Make the model and the data of a shipped experiment if their folders do not exist.
 
-    Paths of the user's own are never made: only those of `DEMO_FOLDERS`, as `conf/` writes them.
+    Only paths of `DEMO_FOLDERS`, as written in `conf/`, are made, and never the user's own paths.
 
     Args:
-        show: is given a line before a folder is made.
+        show: called with a line before a folder is made.
 
     Raises:
-        ConfigError: a command failed. It has printed why.
+        ConfigError: a command failed. It has printed the reason.
     """
     files = [source.path for split in ("train", "val") for source in config.data.sources(split)]
     if config.environment is not None:
@@ -116,24 +116,25 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
 
 
 def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section with an untrained model of the same shape and tokenizer, if the run would
-    train its own one first (`UNTRAINED`).
+    """Return the section with an untrained model, if the run's model does not exist yet.
+
+    `UNTRAINED` names a model with the same shape and tokenizer.
 
     Args:
-        show: is given a line that says so.
+        show: called with a line about it.
     """
     folder = _model_folder(model)
     if folder.exists() or folder not in UNTRAINED:
         return model
     show(
-        f"demo      {folder} does not exist: the run trains it first, in some minutes, as"
-        f" `{_command(folder)}` does. Checked is {UNTRAINED[folder]}, untrained, of the same shape"
+        f"demo      {folder} does not exist: the run trains it first, which takes minutes, with"
+        f" `{_command(folder)}`. The check uses {UNTRAINED[folder]}: the same shape, untrained"
     )
     return model.model_copy(update={"path": str(UNTRAINED[folder])})
 
 
 def _model_folder(model: ModelSection) -> Path:
-    """Return the folder that holds the model: of a trained one, that of its run."""
+    """Return the folder of the model; for a trained model, the folder of its run."""
     path = Path(model.path)
     return path.parent if path.name == "checkpoint" else path
 
@@ -147,15 +148,15 @@ def _is_complete_run(folder: Path) -> bool:
 
 
 def _run(*words: str) -> None:
-    """Run a module in a process of its own, because this one loads neither torch nor transformers.
+    """Run a module in a child process: this process does not import torch and transformers.
 
     Raises ConfigError if it fails.
     """
     status = subprocess.run([sys.executable, "-m", *words], check=False).returncode
     if status != 0:
         raise ConfigError(
-            f"`python -m {' '.join(words)}` ended with status {status}; correct what it printed,"
-            " and give the command again"
+            f"`python -m {' '.join(words)}` ended with status {status}; correct the problem"
+            " that it printed, and run the command again"
         )
 
 

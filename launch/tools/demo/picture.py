@@ -1,5 +1,4 @@
-"""Draws held-out scenes as the model saw them before and after a run and as they are, and compares
-runs in lines.
+"""Draws held-out scenes before and after a run next to the ground truth, and compares runs.
 
 ::
 
@@ -30,19 +29,19 @@ GAP = 8
 
 
 def draw_run(run: Path, *, num_scenes: int) -> Path:
-    """Write `demo.png` into the run's folder: the first scenes of its first and last report.
+    """Write `demo.png` to the run folder: the first scenes of its first and last report.
 
-    Raises ConfigError where the run has fewer than two reports.
+    Raises ConfigError if the run has fewer than two reports.
     """
     reports = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
     if len(reports) < 2:
-        raise ConfigError(f"{run}: a picture needs two held-out reports, found {len(reports)}")
+        raise ConfigError(f"{run}: has {len(reports)} held-out reports; two are needed")
     data = json.loads((run / "config.json").read_text())["data"]
     held_out = load_dataset(
         Path(data["val"]), on_bad_row=data["on_bad_row"], sort_objects=True, check_images=False
     )
     before, after = (_objects_by_sample(reports[index]) for index in (0, -1))
-    # A row that the run left out, as one without its picture, is in no report.
+    # Reports lack rows that the run skipped, such as rows without their image.
     samples = [sample for sample in held_out.samples if sample.sample_id in before][:num_scenes]
     columns = []
     for title, found in (
@@ -62,10 +61,10 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
 
 
 def compare_runs(runs: Sequence[Path]) -> list[str]:
-    """Return a line for each run, and one that says which ended with the best class-aware F1.
+    """Return a line for each run, and a line with the run of the best final class-aware F1.
 
-    Raises ConfigError where a run has no held-out report, or began from another model or reports on
-    other scenes than the first.
+    Raises ConfigError if a run has no held-out report, or has another initial model or other
+    held-out scenes than the first run.
     """
     lines = []
     begun = None
@@ -74,7 +73,7 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
         reports = read_evaluations(run)
         scores = [report.class_f1 for report in reports if report.class_f1 is not None]
         if not scores:
-            raise ConfigError(f"{run}: has no held-out report of objects to compare")
+            raise ConfigError(f"{run}: has no held-out report of detection to compare")
         steps = read_lines(run / "metrics.jsonl")
         seconds = sum(step["time/step_s"] for step in steps)
         config = json.loads((run / "config.json").read_text())
@@ -83,7 +82,7 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
         begun = begun or begins
         if begins != begun:
             raise ConfigError(
-                f"{run}: has {begins}, and {runs[0]} has {begun}; compare runs that have the same"
+                f"{run}: has {begins}, but {runs[0]} has {begun}; compare runs with equal values"
             )
         lines.append(
             f"{name:<9} F1 with names {scores[0]:.3f} -> {scores[-1]:.3f} in {len(steps)} updates,"
@@ -91,7 +90,7 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
         )
         if best is None or scores[-1] > best[0]:
             best = scores[-1], name
-    assert best is not None, "there is a run at least"
+    assert best is not None, "at least one run is given"
     return [*lines, f"ahead     {best[1]}, at {best[0]:.3f}"]
 
 

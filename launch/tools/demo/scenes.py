@@ -1,11 +1,11 @@
-"""Scenes of real handwritten digits, with a box and a name each (decision 31): two kinds of data.
+"""Makes two kinds of scenes of handwritten digits with boxes and names (decision 31).
 
-`make_demo_data`: one to four digits on 96 x 96 pixels, none over another. `make_crowded_data`: on
-160 x 160 pixels, and digits overlap a little among clutter. It is the task of docs/evidence.md: in
-long answers a model's own mistakes are what follows.
+`make_demo_data`: one to four digits on 96 x 96 pixels, without overlap. `make_crowded_data`: more
+digits on 160 x 160 pixels, with some overlap and clutter. It is the task of docs/evidence.md: in
+long answers, a model continues its own mistakes.
 
-The digits come with scikit-learn. Splits are made of disjoint digits, and other people wrote those
-of validation and test scenes. The same arguments give the same bytes.
+The digits come from scikit-learn. The splits have disjoint digits, and validation and test digits
+are by other writers than training digits. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 CANVAS = 96
 """Width and height of a demo scene, in pixels."""
 GRID = 8
-"""Positions and sizes are multiples of a patch of the demo's model, so a box is learnt exactly."""
+"""Positions and sizes are multiples of the model's patch, so boxes can be learned exactly."""
 SIZES = (32, 40, 48)
 DEMO_MAX_DIGITS = 4
 DEMO_SPLITS = {"train": slice(0, 1500), "val": slice(1500, 1797)}
-"""Which of the set's digits the scenes of a split are made of."""
+"""The digits of the data set that each split uses."""
 INK = 96
-"""Pixels of at least this brightness (of 255) lie inside a digit's outline."""
+"""Minimum brightness (of 255) of the pixels inside a digit's outline."""
 MAX_VERTICES = 6
-"""The most an outline has: an object with one has 35 tokens, one with a box 19."""
+"""Maximum vertices of an outline: an object takes 35 tokens with an outline, 19 with a box."""
 
 CROWDED_CANVAS = 160
 CROWDED_GRID = 4
-"""Half a patch of the model."""
+"""Half of the model's patch."""
 CROWDED_SIZES = (24, 32, 40, 48)
 MIN_DIGITS = 6
 MAX_DIGITS = 14
 MAX_OVERLAP = 0.15
-"""The most of the smaller one's area that two digits share."""
+"""Maximum shared area of two digits, as a fraction of the smaller digit."""
 MAX_CLUTTER = 8
 CLUTTER_SIZES = (12, 16, 20)
 SPLITS = {"train": slice(0, 1200), "val": slice(1200, 1497), "test": slice(1497, 1797)}
@@ -58,7 +58,7 @@ class DemoGeometry(StrEnum):
     BOXES = "boxes"
     POLYGONS = "polygons"
     MIXED = "mixed"
-    """Polygons for the odd digits, boxes for the even ones."""
+    """Polygons for odd digits, boxes for even digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Placed:
         return self.digit.name
 
     def overlap(self, other: Placed) -> float:
-        """Return the shared area as a fraction of the smaller one's."""
+        """Return the shared area as a fraction of the smaller digit."""
         right = min(self.left + self.size, other.left + other.size)
         bottom = min(self.top + self.size, other.top + other.size)
         width = max(0, right - max(self.left, other.left))
@@ -96,26 +96,26 @@ class Placed:
         return width * height / min(self.size, other.size) ** 2
 
     def bins(self) -> tuple[int, int, int, int]:
-        """Return (x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
+        """Return x1, y1, x2, y2 of the first and last pixel, in norm1000."""
         last = self.size - 1
         corners = (self.left, self.top, self.left + last, self.top + last)
         return bin_box(corners, width=self.canvas, height=self.canvas)
 
     def picture(self) -> Image.Image:
-        """Draw the digit: `size` x `size`, grey, 0 to 255."""
+        """Draw the digit in grey, 0 to 255, with `size` x `size` pixels."""
         scan = Image.fromarray((self.digit.scan * 255.0 / 16).astype(np.uint8))
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """Return x, y in norm1000 of the ink's convex hull, simplified to `MAX_VERTICES`.
+        """Return x, y of the ink's convex hull in norm1000, with at most `MAX_VERTICES` vertices.
 
-        Clockwise from the topmost, then leftmost vertex.
+        The order is clockwise from the topmost, then leftmost vertex.
         """
         ys, xs = np.nonzero(np.asarray(self.picture()) >= INK)
         ink = np.stack([xs, ys], axis=1)
-        # Qhull goes counterclockwise where y points up, so clockwise in an image.
+        # Qhull is counterclockwise for y up, so clockwise in an image.
         hull = [(int(x), int(y)) for x, y in ink[ConvexHull(ink).vertices]]
-        # Turned before as well, so that what is left out does not depend on where Qhull begins.
+        # Rotated before simplifying too: the result must not depend on Qhull's first vertex.
         ring = _from_the_top(simplify_ring(_from_the_top(hull), MAX_VERTICES))
         return bin_points(
             [value for x, y in ring for value in (self.left + x, self.top + y)],
@@ -124,7 +124,7 @@ class Placed:
         )
 
     def record_object(self, geometry: DemoGeometry) -> dict[str, object]:
-        """Describe the digit as an object of a record."""
+        """Return the digit as an object of a record."""
         is_odd = NAMES.index(self.name) % 2 == 1
         if geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and is_odd):
             return {"poly": self.outline(), "desc": self.name}
@@ -135,13 +135,13 @@ Scene = list[Placed]
 
 
 def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Turn the ring to begin with its topmost, then leftmost vertex."""
+    """Rotate the ring so that it begins at the topmost, then leftmost vertex."""
     first = min(range(len(ring)), key=lambda i: (ring[i][1], ring[i][0]))
     return [*ring[first:], *ring[:first]]
 
 
 def load_all_digits() -> list[Digit]:
-    """Return scikit-learn's 1,797 digits in their order, in which writers change."""
+    """Return scikit-learn's 1,797 digits in their order, which is by writer."""
     scans = load_digits()
     return [
         Digit(scan=scan.astype(np.uint8), name=NAMES[label])
@@ -160,10 +160,10 @@ def _arranged(
     max_overlap: float,
     max_attempts: Iterable[int],
 ) -> Scene:
-    """Put `count` digits on the canvas, in reading order.
+    """Return `count` digits placed on the canvas, in reading order.
 
-    `max_attempts`: a scene that is not full after so many is begun again, because there may be no
-    room left; then the next number holds.
+    A scene may run out of room. If it is not full after the first number of `max_attempts`, it is
+    started again with the next number.
     """
     for most in max_attempts:
         scene: Scene = []
@@ -174,7 +174,7 @@ def _arranged(
                 scene.append(placed)
             if len(scene) == count:
                 return sorted(scene, key=lambda placed: (placed.top, placed.left))
-    raise AssertionError("attempts have no end")
+    raise AssertionError("max_attempts must be infinite")
 
 
 def _somewhere(digit: Digit, size: int, grid: int, canvas: int, rng: np.random.Generator) -> Placed:
@@ -183,7 +183,7 @@ def _somewhere(digit: Digit, size: int, grid: int, canvas: int, rng: np.random.G
 
 
 def demo_scenes(digits: Sequence[Digit], rng: np.random.Generator) -> Iterator[Scene]:
-    """Yield scenes of one to four digits, without end."""
+    """Yield scenes of one to four digits forever."""
     while True:
         count = int(rng.integers(1, DEMO_MAX_DIGITS + 1))
         yield _arranged(
@@ -205,7 +205,7 @@ def crowded_scenes(
     fewest: int = MIN_DIGITS,
     most: int = MAX_DIGITS,
 ) -> Iterator[Scene]:
-    """Yield scenes of digits, then clutter where there is room, without end."""
+    """Yield scenes of digits with clutter in the remaining room forever."""
     place = {"grid": CROWDED_GRID, "canvas": CROWDED_CANVAS}
     while True:
         count = int(rng.integers(fewest, most + 1))
@@ -215,11 +215,11 @@ def crowded_scenes(
             rng,
             sizes=CROWDED_SIZES,
             max_overlap=MAX_OVERLAP,
-            max_attempts=chain((200,), repeat(201)),  # as the data of docs/evidence.md were made
+            max_attempts=chain((200,), repeat(201)),  # reproduces the data of docs/evidence.md
             **place,
         )
         for _ in range(int(rng.integers(MAX_CLUTTER + 1))):
-            # A digit's ink in disorder, so that ink alone does not make an object.
+            # Shuffled ink of a digit, so that ink does not always mean an object.
             ink = digits[int(rng.integers(len(digits)))].scan.ravel()
             clutter = Digit(rng.permutation(ink).reshape(8, 8), "")
             placed = _somewhere(clutter, int(rng.choice(CLUTTER_SIZES)), rng=rng, **place)
@@ -229,7 +229,7 @@ def crowded_scenes(
 
 
 def draw(scene: Sequence[Placed]) -> Image.Image:
-    """Draw the scene in grey: the brighter one is seen where two overlap."""
+    """Draw the scene in grey. Overlapping digits show the brighter pixel."""
     side = scene[0].canvas
     canvas = np.zeros((side, side), dtype=np.uint8)
     for placed in scene:
@@ -240,7 +240,7 @@ def draw(scene: Sequence[Placed]) -> Image.Image:
 
 
 def _reading_order(found: dict[str, Any]) -> tuple[int, int]:
-    # An outline begins further down and right than the box of its digit.
+    # The outline of a digit begins further down and right than its box.
     bins = found["poly"] if "poly" in found else found["bbox_2d"]
     return min(bins[1::2]), min(bins[::2])
 
@@ -252,7 +252,7 @@ def _write_split(
     geometry: DemoGeometry = DemoGeometry.BOXES,
     phrase_rng: np.random.Generator | None = None,
 ) -> None:
-    """Write the scenes: `folder/{split}.jsonl` and `folder/{split}/00000.png` and so on."""
+    """Write the scenes to `folder/{split}.jsonl` and `folder/{split}/00000.png`, ...."""
     (folder / split).mkdir()
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
         for number, scene in enumerate(scenes):
@@ -276,7 +276,7 @@ def make_demo_data(
     num_val: int,
     geometry: DemoGeometry = DemoGeometry.BOXES,
 ) -> bool:
-    """Write both splits into the folder `out`, as `make_once` does."""
+    """Write both splits to the folder `out` with `make_once`."""
     counts = {"train": num_train, "val": num_val}
 
     def make(folder: Path) -> None:
@@ -286,7 +286,7 @@ def make_demo_data(
             _write_split(folder, split, islice(scenes, counts[split]), geometry)
 
     settings: dict[str, str | int] = {"seed": seed, **counts}
-    # Folders from before there was a choice stay valid.
+    # Folders from before this option stay valid.
     if geometry is not DemoGeometry.BOXES:
         settings["geometry"] = str(geometry)
     return make_once(out, settings, make)
@@ -301,10 +301,10 @@ def make_crowded_data(
     most: int = MAX_DIGITS,
     phrases: bool = False,
 ) -> bool:
-    """Write `counts` scenes of each split into the folder `out`, as `make_once` does.
+    """Write `counts` scenes of each split to the folder `out` with `make_once`.
 
-    `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, one of the names in its
-    scene, and its objects are the digits of that name alone. The scenes are the same.
+    `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, a name in its scene,
+    and its objects are only the digits of that name. The scenes are the same.
     """
 
     def make(folder: Path) -> None:

@@ -1,12 +1,12 @@
-"""Turns annotations of other formats into records.
+"""Converts annotations of other formats to records.
 
     rollmatch import-data format=yolo source=FOLDER out=data/train.jsonl
 
-Formats: coco, lvis, refcoco, yolo, voc, swift, hf; `format=NAME --help` lists the keys of one.
-Beside `train.jsonl` there is `train.import.json` afterwards, which counts what was left out or
-altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`; and
-`train.categories.json`, with which `rollmatch coco export` makes COCO results of predictions. The
-records appear when the ordinary loader has read them. Nothing is overwritten.
+Formats: coco, lvis, refcoco, yolo, voc, swift, hf; `format=NAME --help` lists the keys of a format.
+Writes two files next to `train.jsonl`. `train.import.json` counts what was left out or changed, by
+reason; it counts each annotation in one of `boxes`, `polygons` and `skipped`. `rollmatch coco
+export` needs `train.categories.json` to convert predictions to COCO results. The records appear
+after the training loader has read them. Existing files are not overwritten.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from launch.tools.import_data.voc import VocImport
 from launch.tools.import_data.yolo import YoloImport
 from shared.errors import ConfigError
 
-# The readers are the project's own: `supervision` has two of them (YOLO, VOC), brings OpenCV along
-# and does not say what it leaves out.
+# Own readers: `supervision` reads only two of the formats (YOLO, VOC), depends on OpenCV, and does
+# not report what it leaves out.
 FORMATS: dict[str, type[ImportOptions]] = {
     "coco": CocoImport,
     "lvis": LvisImport,

@@ -1,4 +1,4 @@
-"""Tells what the four numbers of a box mean, and whether those of a whole file fit that meaning.
+"""Interprets the four numbers of a box, and checks that the boxes of a file fit.
 
 Shape legend: N boxes.
 """
@@ -18,16 +18,16 @@ from shared.errors import RecordError
 
 
 class BoxOrder(StrEnum):
-    """The four numbers of a box."""
+    """The order of the four numbers of a box."""
 
     XYWH = "xywh"
-    """Upper left corner, width and height, as COCO has it."""
+    """Upper left corner, width and height, as in COCO."""
     XYXY = "xyxy"
     """Upper left and lower right corner."""
     YXYX = "yxyx"
-    """The same corners, y before x, as TensorFlow has it."""
+    """The same corners with y before x, as in TensorFlow."""
     CXCYWH = "cxcywh"
-    """Centre, width and height, as YOLO has it."""
+    """Centre, width and height, as in YOLO."""
 
 
 class BoxUnit(StrEnum):
@@ -35,19 +35,19 @@ class BoxUnit(StrEnum):
 
     PIXELS = "pixels"
     PARTS = "parts"
-    """Of the picture's width and height: 0 to 1."""
+    """Fractions of the image's width and height: 0 to 1."""
     THOUSANDTHS = "thousandths"
-    """0 to 1000, as Qwen-VL answers."""
+    """0 to 1000, as in answers of Qwen-VL."""
 
 
 _WHOLE = {BoxUnit.PIXELS: None, BoxUnit.PARTS: 1.0, BoxUnit.THOUSANDTHS: 1000.0}
-"""The number of a picture's right and lower border; None: its size."""
+"""The number at an image's right and lower border; None: its size in pixels."""
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxReading:
-    """The meaning of the four numbers of a box.
+    """The order and unit of the four numbers of a box.
 
     Example: `BoxReading(BoxOrder.XYXY).box([10, 20, 40, 60])` is `(10, 20, 30, 40)`.
     """
@@ -55,7 +55,7 @@ class BoxReading:
     order: BoxOrder = BoxOrder.XYWH
     unit: BoxUnit = BoxUnit.PIXELS
     one_based: bool = False
-    """Corners in pixels count from 1, and the last pixel is inside (Pascal VOC)."""
+    """Pixel corners count from 1, and the last pixel is inside the box (Pascal VOC)."""
 
     def box(self, numbers: Sequence[float]) -> Box:
         """Return x, y, w, h in the same unit."""
@@ -71,7 +71,7 @@ class BoxReading:
         return a, b, c - a, d - b
 
     def numbers(self, box: Box) -> Box:
-        """Return the numbers that `box` was read from."""
+        """Return the numbers of `box` in this order."""
         x, y, w, h = box
         if self.order is BoxOrder.XYWH:
             return x, y, w, h
@@ -83,7 +83,7 @@ class BoxReading:
         return (y, x, below, right) if self.order is BoxOrder.YXYX else (x, y, right, below)
 
     def pixels_per_unit(self, size: tuple[int, int]) -> tuple[float, float]:
-        """Return the factors that turn x and y into pixels of a picture of that size."""
+        """Return the factors that convert x and y to pixels, for an image of this size."""
         whole = _WHOLE[self.unit]
         return (1.0, 1.0) if whole is None else (size[0] / whole, size[1] / whole)
 
@@ -95,39 +95,39 @@ PIXELS_XYWH = BoxReading()
 
 
 def is_in_parts(numbers: Sequence[float]) -> bool:
-    """Tell whether numbers are hardly pixels: up to 1, and not whole."""
+    """Return whether numbers look like fractions: at most 1, and not all integers."""
     return max(numbers) <= 1 and any(value != int(value) for value in numbers)
 
 
-# A true box reaches beyond its picture by little. Where a file is misread, of the boxes of COCO
-# 647 of 839 lie far outside, and of true ones none.
+# True boxes hardly reach beyond their image. On COCO, 647 of 839 boxes lie far outside with a wrong
+# reading, and none with the right one.
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The boxes that have to leave their pictures, so that another reading is considered."""
+    """How many boxes must leave their image before another reading is considered."""
 
     far: float
-    """By that part of a side."""
+    """Minimum distance outside, as a fraction of a side."""
     share: float
     least: int
 
 
 _RULES = (_Rule(0.1, 0.2, 1), _Rule(0.03, 0.08, 20))
-"""Few boxes have to leave by much; of many, fewer and by less."""
+"""With few boxes, the distance must be large; with many, a smaller share and distance do."""
 _NEAR = 0.02
 _SLACK_PIXELS = 2.0
 _EXPLAINED = 0.9
-"""The share of them that fits the other reading."""
+"""Minimum share of these boxes that must fit the other reading."""
 
 
 class BoxEvidence:
-    """The boxes of a file with the sizes of their pictures; they tell a wrong order or unit."""
+    """Detects a wrong order or unit from all boxes of a file and their image sizes."""
 
     def __init__(self) -> None:
         self._values: defaultdict[BoxReading, array[float]] = defaultdict(lambda: array("d"))
         self._where: defaultdict[BoxReading, list[str]] = defaultdict(list)
 
     def add(self, reading: BoxReading, box: Box, size: tuple[int, int], where: str) -> None:
-        """Add a box as `reading` has read it, and the size of the picture it is relative to."""
+        """Add a box that was read with `reading`, and the size of its image."""
         self._values[reading].extend((*reading.numbers(box), *size))
         self._where[reading].append(where)
 
@@ -149,13 +149,13 @@ class BoxEvidence:
             keys = [f"box_order={best.order}"] if best.order is not reading.order else []
             keys += [f"box_unit={best.unit}"] if best.unit is not reading.unit else []
             if best.unit is BoxUnit.THOUSANDTHS:
-                keys[-1] += ", or give the pictures that the boxes were drawn on"
+                keys[-1] += ", or give the images that the boxes were drawn on"
             raise RecordError(
-                f"{wrong_N.sum()} of {len(wrong_N)} boxes cannot be {reading}; they fit as"
+                f"{wrong_N.sum()} of {len(wrong_N)} boxes do not fit {reading}, but fit"
                 f" {' or '.join(map(str, likely[:4]))} (first: [{shown}] on {width} x {height}"
                 f" pixels, {self._where[reading][first]})",
                 field="boxes",
-                remedy=f"set {' '.join(keys)}; check_boxes=false takes them as they are",
+                remedy=f"set {' '.join(keys)}; check_boxes=false turns this check off",
                 file=str(file),
             )
 
@@ -164,7 +164,7 @@ _Found = tuple[np.ndarray, list[BoxReading]]
 
 
 def _in_parts(reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray) -> _Found | None:
-    """Numbers up to 1 in nearly all boxes of a file are no pixels."""
+    """Find readings in fractions if nearly all boxes of a file have numbers up to 1."""
     if reading.unit is not BoxUnit.PIXELS:
         return None
     tiny_N = numbers_N4.max(axis=1) <= 1
@@ -180,7 +180,7 @@ def _in_parts(reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray)
 def _misread(
     reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray, rule: _Rule
 ) -> _Found | None:
-    """Find readings that fit the boxes that leave their picture, and all others too."""
+    """Find readings that fit both the boxes outside their image and the other boxes."""
     wrong_N = _misfits(reading, numbers_N4, sizes_N2, rule.far)
     num_wrong, num_boxes = int(wrong_N.sum()), len(wrong_N)
     if num_wrong < max(rule.share * num_boxes, rule.least):
@@ -191,7 +191,7 @@ def _misread(
         spoiled = int((~wrong_N & _misfits(other, numbers_N4, sizes_N2, rule.far)).sum())
         if explained < _EXPLAINED * num_wrong or spoiled > (1 - _EXPLAINED) * explained:
             continue
-        # A centre, or a larger scale, fits any box that leaves its picture: one is no evidence.
+        # A centre or another unit fits nearly any box, so a single box is not enough evidence.
         is_weak = other.order is BoxOrder.CXCYWH or other.unit is not reading.unit
         if is_weak and (num_wrong < 2 or (num_wrong < 5 and num_wrong < 0.5 * num_boxes)):
             continue
@@ -200,7 +200,7 @@ def _misread(
 
 
 def _others(reading: BoxReading) -> Iterator[BoxReading]:
-    """Yield other readings, the likeliest first."""
+    """Yield other readings, the most likely first."""
     for unit in (reading.unit, *(unit for unit in BoxUnit if unit is not reading.unit)):
         for order in (reading.order, *(order for order in BoxOrder if order is not reading.order)):
             other = replace(reading, order=order, unit=unit)
@@ -211,11 +211,11 @@ def _others(reading: BoxReading) -> Iterator[BoxReading]:
 def _misfits(
     reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray, slack: float
 ) -> np.ndarray:
-    """Tell which boxes leave their picture by more than `slack` of a side, or have no area."""
+    """Return which boxes have no area or leave the image by more than `slack` of a side."""
     a, b, c, d = numbers_N4.T
     if reading.order is BoxOrder.YXYX:
         a, b, c, d = b, a, d, c
-    with np.errstate(over="ignore", invalid="ignore"):  # numbers of a file go up to 1e308
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers in files go up to 1e308
         if reading.order is BoxOrder.CXCYWH:
             a, b = a - c / 2, b - d / 2
         elif reading.one_based and reading.order is not BoxOrder.XYWH:

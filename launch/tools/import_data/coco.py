@@ -1,4 +1,4 @@
-"""Reads COCO annotations ("instances"), and LVIS, whose files have the same form."""
+"""Reads COCO annotations ("instances"), and LVIS annotations of the same form."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class CocoImage(FileEntry):
     neg_category_ids: list[int] = Field(default_factory=list)
     """LVIS: categories that are not on the image."""
     not_exhaustive_category_ids: list[int] = Field(default_factory=list)
-    """LVIS: categories of which some objects are not annotated."""
+    """LVIS: categories with some objects that are not annotated."""
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Width and height that the file states; None: the picture's own are taken."""
+        """Return the stated width and height; None: use the size of the image file."""
         if self.width is None or self.height is None:
             return None
         return self.width, self.height
@@ -57,7 +57,7 @@ class CocoImage(FileEntry):
     @model_validator(mode="before")
     @classmethod
     def _named_by_url(cls, value: object) -> object:
-        """LVIS v1 has a `coco_url` that ends in `train2017/000000000009.jpg`, and no file name."""
+        """Take the file name from `coco_url` (`.../train2017/000000000009.jpg`) of LVIS v1."""
         if isinstance(value, dict) and "file_name" not in value:
             url = value.get("coco_url")
             if isinstance(url, str):
@@ -70,7 +70,7 @@ _ROTATION = "rotation"
 
 
 Rings = list[list[float]] | dict[str, object] | None
-"""Rings x, y, ... in pixels; a mapping is a run-length code."""
+"""Rings x, y, ... in pixels, or a mapping with a run-length code."""
 
 
 class CocoAnnotation(FileEntry):
@@ -82,10 +82,9 @@ class CocoAnnotation(FileEntry):
     iscrowd: Annotated[bool, Field(strict=False)] = False
     segmentation: Rings = None
     rotation: float = 0.0
-    """CVAT's `attributes.rotation`: degrees by which the box is turned about its centre, clockwise.
-    """
+    """CVAT's `attributes.rotation`: clockwise rotation of the box about its centre, in degrees."""
     unknown_keys: tuple[str, ...] = ()
-    """Keys that are not known here: with those of `attributes`, as `attributes.name`."""
+    """Unknown keys, including `attributes.name` for unknown attributes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +112,7 @@ class CocoAnnotation(FileEntry):
     @classmethod
     def _pairs(cls, value: Rings) -> Rings:
         if isinstance(value, list) and any(len(ring) % 2 for ring in value):
-            raise ValueError("a ring must have x, y for each vertex, so an even number of values")
+            raise ValueError("a ring must have an even number of values: x, y for each vertex")
         return value
 
 
@@ -150,7 +149,7 @@ class CocoFile(FileEntry):
 
     @property
     def first_malformed(self) -> tuple[str, str]:
-        """The field and the problem of the first annotation that cannot be read."""
+        """Return field and problem of the first annotation that cannot be read."""
         for index, one in enumerate(self.annotations):
             if isinstance(one, Malformed):
                 field, problem = first_problem(one.error)
@@ -162,9 +161,8 @@ def read_annotations(path: Path) -> CocoFile:
     """Read a file of COCO annotations ("instances").
 
     Raises:
-        RecordError: the file cannot be read, an entry of images or categories is malformed, or
-            every annotation is, an id is repeated, or a name in use cannot be learned or stands for
-            two categories.
+        RecordError: the file cannot be read; an image, a category or every annotation is
+            malformed; an id is repeated; or a used name cannot be learned or has two categories.
     """
     remedy = "correct the entry, or remove it"
     file = parse_json(path, CocoFile.model_validate_json, read_bytes(path), remedy)
@@ -180,7 +178,7 @@ def read_annotations(path: Path) -> CocoFile:
         for index, entry in enumerate(entries):
             first = first_of_id.setdefault(entry.id, index)
             if first != index:
-                problem = f"is {entry.id}, as {kind}[{first}].id is"
+                problem = f"is {entry.id}, like {kind}[{first}].id"
                 field, remedy = f"{kind}[{index}].id", "give every entry its own id"
                 raise RecordError(problem, field=field, remedy=remedy, file=str(path))
     used = {annotation.category_id for annotation in file.readable}
@@ -189,13 +187,13 @@ def read_annotations(path: Path) -> CocoFile:
         if category.id not in used:
             continue
         first = first_of_name.setdefault(category.name, index)
-        # A name is text that the model learns: no token of the answer's own grammar.
+        # The model learns names as text, so they may not contain tokens of the answer format.
         if not is_learnable(category.name):
             problem = "which cannot be an object's desc"
             remedy = "give the category a name in words"
         elif first != index:
-            problem = f"as that of categories[{first}] is, and both are in use"
-            remedy = "rename one: predictions find their category by its name"
+            problem = f"like categories[{first}].name, and both are in use"
+            remedy = "rename one: predictions are assigned to categories by name"
         else:
             continue
         field, problem = f"categories[{index}].name", f"is {category.name!r}, {problem}"
@@ -204,7 +202,7 @@ def read_annotations(path: Path) -> CocoFile:
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, object]]:
-    """List the categories for the export. Of those with one name, the one in use stays."""
+    """List the categories for the export. Of equal names, the category in use is kept."""
     used = {annotation.category_id for annotation in file.readable}
     in_use_last = sorted(file.categories, key=lambda category: category.id in used)
     id_of = {category.name: category.id for category in in_use_last}
@@ -214,7 +212,7 @@ def distinct_categories(file: CocoFile) -> list[dict[str, object]]:
 
 
 class CrowdReading(StrEnum):
-    """What annotations with iscrowd 1 are."""
+    """How annotations with iscrowd 1 are read."""
 
     IGNORE = "ignore"
     OBJECTS = "objects"
@@ -232,8 +230,8 @@ class CocoImport(ImportOptions):
     """Folder that the annotations' file names are relative to."""
 
     crowds: Annotated[CrowdReading, Field(strict=False)] = CrowdReading.IGNORE
-    """Annotations with iscrowd 1 are regions to ignore (`ignore`, as COCO means it), or single
-    objects (`objects`: CVAT marks every mask so).
+    """How annotations with iscrowd 1 are read: as regions to ignore (`ignore`, as in COCO) or as
+    single objects (`objects`: CVAT sets iscrowd 1 for every mask).
     """
 
     @property
@@ -254,8 +252,8 @@ class CocoImport(ImportOptions):
         masks = [one for one in file.readable if isinstance(one.segmentation, dict)]
         if self.crowds is CrowdReading.IGNORE and masks and all(m.iscrowd for m in masks):
             yield (
-                f"all {len(masks)} masks have iscrowd 1, as CVAT writes single objects too; if they"
-                " are single objects, set crowds=objects"
+                f"all {len(masks)} masks have iscrowd 1, which CVAT also writes for single objects;"
+                " if they are single objects, set crowds=objects"
             )
 
     def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
@@ -296,7 +294,7 @@ class CocoImport(ImportOptions):
 def source_object(
     annotation: CocoAnnotation, names: dict[int, str], reading: BoxReading
 ) -> SourceObject | ObjectSkip:
-    """Read one annotation; `names` are those of the categories by id."""
+    """Read one annotation; `names` maps category ids to names."""
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
     box = reading.box(annotation.bbox)
@@ -307,14 +305,14 @@ def source_object(
         if _is_box(rings, box):
             angle = math.radians(annotation.rotation)
             return turned_box(desc, box, angle, unknown)
-        unknown = (*unknown, "attributes.rotation")  # of a shape that is no box
+        unknown = (*unknown, "attributes.rotation")  # cannot be applied to other shapes
     return SourceObject(desc, box, rings, unknown_keys=unknown)
 
 
 def _is_box(
     rings: Sequence[Sequence[float]] | dict[str, object] | None, box: Sequence[float]
 ) -> bool:
-    """Tell whether an annotation has no shape but its box, which some tools write as a ring too."""
+    """Return whether an annotation is only a box, which some tools also write as a ring."""
     if not rings:
         return True
     if isinstance(rings, dict) or len(rings) > 1:
@@ -328,16 +326,16 @@ def _is_box(
 class LvisImport(CocoImport):
     """The keys of `format=lvis`.
 
-    LVIS (Gupta et al., 2019) labels every object of some classes, and says of others that they are
-    absent. A row's `classes` are these two together, so that `Find every {classes}.` has a complete
-    answer; objects of classes that are not labelled throughout are left out.
+    LVIS (Gupta et al., 2019) labels every object of some classes, and lists other classes as
+    absent. A row's `classes` are both together, so that `Find every {classes}.` has a complete
+    answer. Objects of classes that are only partly labelled are left out.
     """
 
     annotations: Annotated[ConfigPath, Field(examples=["lvis_v1_train.json"])]
     """JSON file of LVIS annotations."""
 
     images: Annotated[ConfigPath, Field(examples=["coco"])]
-    """Folder of COCO's `train2017` and `val2017`, as the `coco_url` of LVIS's images ends in."""
+    """Folder with COCO's `train2017` and `val2017`, as named at the end of `coco_url`."""
 
     def _image(
         self, image: CocoImage, annotations: list[CocoAnnotation | Malformed], names: dict[int, str]
@@ -346,7 +344,7 @@ class LvisImport(CocoImport):
         partial = set(image.not_exhaustive_category_ids)
         readable = [one for one in annotations if isinstance(one, CocoAnnotation)]
         complete = {one.category_id for one in readable} | set(image.neg_category_ids)
-        # By name, so that the order does not tell which are there.
+        # Sorted by name, so that the order does not reveal which classes are present.
         classes = sorted(names[id] for id in complete - partial if id in names)
         objects = [
             Ignored(ObjectSkip.NOT_EXHAUSTIVE, one, is_crowd=False)

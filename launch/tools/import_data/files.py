@@ -1,4 +1,4 @@
-"""Finds and reads the files of a source, and writes files that appear when they are complete."""
+"""Finds and reads the files of a source, and writes files that appear only when complete."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 class FileEntry(BaseModel):
-    """One entry of a file. Keys that nobody here reads are let through; numbers are finite."""
+    """An entry of a file. Unknown keys are ignored; numbers must be finite."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def find_file(path: Path) -> Path:
-    """Return the file of this path.
+    """Return the file at this path, or one with an equivalent name.
 
-    If there is none: one whose suffix differs in case alone, or a name in Unicode normalisation (a
-    disk of macOS has `u` and two dots where JSON has `ü`).
+    The suffix may differ in case. The name may differ in Unicode normalisation: on a macOS disk,
+    `ü` is `u` and two dots.
     """
     if path.is_file():
         return path
@@ -43,14 +43,14 @@ def find_file(path: Path) -> Path:
 
 
 def file_key(name: str) -> tuple[str, str]:
-    """Return the stem in one Unicode normalisation, and the suffix in lower case."""
+    """Return the stem in Unicode form NFC, and the suffix in lower case."""
     path = PurePath(unicodedata.normalize("NFC", name))
     return path.stem, path.suffix.lower()
 
 
 @lru_cache(maxsize=64)
 def _find_folder(path: Path) -> Path:
-    """Return the folder of this path, or one whose name differs in Unicode normalisation alone."""
+    """Return the folder at this path, or one whose name differs only in Unicode form."""
     if path.is_dir() or path == path.parent:
         return path
     folder = _find_folder(path.parent)
@@ -62,7 +62,7 @@ def _find_folder(path: Path) -> Path:
 
 @lru_cache(maxsize=8)
 def files_by_suffix(folder: Path) -> Mapping[tuple[str, str], Path]:
-    """List the files of a folder by `file_key`; of two, the first by name."""
+    """Map `file_key` to the files of a folder; the first by name wins."""
     files = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
     return {file_key(file.name): file for file in files if file.is_file()}
 
@@ -73,7 +73,7 @@ def require_folder(key: str, path: Path, holds: str) -> None:
 
 
 def read_bytes(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read a file without its byte order mark, as `read_file`. Raises RecordError."""
+    """Read a file like `read_file`, without its byte order mark. Raises RecordError."""
     with readable(path):
         content = read_file(path, name, limit)
     require_utf8(content, path)
@@ -86,7 +86,7 @@ def parse_json(
     """Return `parse(data)`, a pydantic reader of JSON.
 
     Raises:
-        RecordError: names the field of the first problem, and counts the others.
+        RecordError: names the field of the first problem and counts the others.
     """
     try:
         return parse(data)
@@ -98,12 +98,12 @@ def parse_json(
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Return the field of the first problem, and what it is, with the number of others."""
+    """Return the field and the message of the first problem, with the number of others."""
     first = error.errors(include_url=False)[0]
-    # A union puts the type that it tried into `loc`: `list[list[float]]`, `dict[str,any]`.
+    # For unions, `loc` contains the tried type: `list[list[float]]`, `dict[str,any]`.
     keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
     message = first["msg"].removeprefix("Value error, ")
-    shown = _SHORT.repr(first["input"])  # aliases may write out a thousandfold
+    shown = _SHORT.repr(first["input"])  # YAML aliases may expand a thousandfold
     is_shown = len(shown) <= 60 and first["type"] != "missing"
     got = f", got {shown}" if is_shown else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -112,7 +112,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 @contextmanager
 def written_once(path: Path) -> Iterator[IO[str]]:
-    """Open a file beside `path`; it gets that name if the block ends well, else it is removed."""
+    """Open a temporary file. It becomes `path` if the block succeeds, else it is removed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def require_absent(*paths: Path) -> None:
-    """Raise ConfigError where a file that would be written exists."""
+    """Raise ConfigError if a file to be written already exists."""
     existing = [str(path) for path in paths if path.exists()]
     if existing:
         raise ConfigError(f"out: {', '.join(existing)} exists; choose another name or remove it")

@@ -1,4 +1,4 @@
-"""Reads a data set of the library `datasets`, with a column of images and one of objects."""
+"""Reads a data set of the library `datasets` with a column of images and one of objects."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class HuggingFaceImport(ImportOptions):
     """The keys of `format=hf`."""
 
     source: Annotated[str, Field(min_length=1, examples=["cppe-5"])]
-    """Folder of `save_to_disk`, or what `datasets.load_dataset` takes: a folder or a hub's id."""
+    """Folder of `save_to_disk`, or a folder or hub id for `datasets.load_dataset`."""
 
     split: str = "train"
-    """Split of the data set; without meaning where the folder has no splits."""
+    """Split of the data set; ignored if the folder has no splits."""
 
     image: str = "image"
     """Column of images."""
@@ -40,20 +40,20 @@ class HuggingFaceImport(ImportOptions):
     """Column of objects: lists by key, or a list of mappings."""
 
     bbox: str = "bbox"
-    """Key of the boxes in it."""
+    """Key of the boxes in the column of objects."""
 
     category: str = "category"
-    """Key of the categories in it: texts, class labels, or numbers of `names`."""
+    """Key of the categories in the same column: texts, class labels, or numbers of `names`."""
 
     names: str | None = None
-    """Names of categories 0, 1, ..., with commas between, where the data set does not have them."""
+    """Names of the categories 0, 1, ..., separated by commas, if the data set lacks them."""
 
     @property
     def name(self) -> str:
         return self.split
 
     def read(self) -> Source:
-        import datasets  # two seconds, for this format alone
+        import datasets  # takes two seconds, and only this format needs it
 
         folder = Path(self.source)
         saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
@@ -67,33 +67,33 @@ class HuggingFaceImport(ImportOptions):
             else:
                 data = datasets.load_dataset(self.source, split=self.split)
         except Exception as error:
-            # All of them: the library passes on whatever its readers, hub and disk raise.
+            # Catch all errors: the library raises those of its readers, the hub and the disk.
             reason = " ".join(str(error).split()) or type(error).__name__
             told = f"source: {self.source} (split {self.split}) cannot be loaded: {reason[:300]}"
             raise ConfigError(f"{told}; correct source=... or split=...") from error
         missing = [key for key in (self.image, self.objects) if key not in data.features]
         if missing:
             columns = ", ".join(data.features)
-            told = f"the data set has no column {', '.join(missing)}, but {columns}"
+            told = f"the data set has no column {', '.join(missing)}, only {columns}"
             raise ConfigError(f"image, objects: {told}; give their names (image=..., objects=...)")
         pictures = data.features[self.image]
-        is_text = isinstance(pictures, datasets.Value) and "string" in pictures.dtype  # of paths
+        is_text = isinstance(pictures, datasets.Value) and "string" in pictures.dtype  # paths
         if not (is_text or isinstance(pictures, datasets.Image)):
-            told = f"column {self.image} holds {type(pictures).__name__}, not one image a row"
-            raise ConfigError(f"image: {told}; give the name of another (image=...)")
+            told = f"column {self.image} holds {type(pictures).__name__}, not one image per row"
+            raise ConfigError(f"image: {told}; give another column (image=...)")
         per_object = _element(data.features[self.objects])
         keys = list(per_object) if isinstance(per_object, dict) else []
         if missing := [key for key in (self.bbox, self.category) if key not in keys]:
             has = ", ".join(keys) or "none"
-            told = f"column {self.objects} has no key {', '.join(missing)}, but {has}"
+            told = f"column {self.objects} has no key {', '.join(missing)}, only {has}"
             raise ConfigError(f"bbox, category: {told}; give their names (bbox=..., category=...)")
         label = _element(per_object[self.category])
         names = label.names if isinstance(label, datasets.ClassLabel) else []
         if self.names is not None:
             names = [name.strip() for name in self.names.split(",")]
         elif isinstance(label, datasets.Value) and "int" in label.dtype:
-            told = f"the data set numbers its {self.category} and does not name the numbers"
-            raise ConfigError(f"names: {told}; give them in order (names=cat,dog,...)")
+            told = f"the data set has numbers in {self.category}, but no names for them"
+            raise ConfigError(f"names: {told}; give the names in order (names=cat,dog,...)")
         data = data.cast_column(self.image, datasets.Image(decode=False))
         known = {self.bbox, self.category} | HARMLESS_KEYS
         unknown = tuple(key for key in keys if key not in known)
@@ -144,18 +144,18 @@ class HuggingFaceImport(ImportOptions):
 
 
 def _element(feature: Any) -> Any:
-    """Return the feature of a list's elements, or of what is no list."""
+    """Return the feature of a list's elements, or the feature itself."""
     from datasets import List
 
     return feature.feature if isinstance(feature, List) else feature
 
 
 def _write(content: bytes, folder: Path) -> Path:
-    """Write a picture under the digest of its bytes, so that no other one is ever overwritten."""
+    """Write an image under the digest of its bytes, so that no other image is overwritten."""
     try:
         with open_picture(content) as picture:
             suffix = (picture.format or "image").lower()
-    except Exception:  # the writer of records finds it unreadable, and says so
+    except Exception:  # reported later as an unreadable image
         suffix = "image"
     path = folder / f"{hashlib.sha256(content).hexdigest()[:32]}.{suffix}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Turns one annotation in pixels into an object of a record, or into the reason why it is none."""
+"""Converts one annotation in pixels to an object of a record, or to a reason to skip it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ HARMLESS_KEYS = frozenset(
     {"id", "image_id", "area", "attributes", "num_keypoints", "keypoints", "score", "caption"}
     | {"category_name", "supercategory", "image_name"}
 )
-"""Keys of an annotation that do not change what its box means."""
+"""Keys of an annotation that do not affect the meaning of its box."""
 
 
 class WantedGeometry(StrEnum):
     """The geometry of the records."""
 
     BBOX = "bbox"
-    """The annotations' boxes."""
+    """Boxes of the annotations."""
     POLY = "poly"
-    """Polygons; an annotation without one usable ring is left out."""
+    """Polygons. An annotation without exactly one usable ring is left out."""
     AUTO = "auto"
-    """Polygons where there is one usable ring, boxes for the rest."""
+    """Polygons for annotations with one usable ring, boxes for the others."""
 
 
 class ObjectSkip(StrEnum):
-    """The reason why an annotation was left out; the last five are of polygons."""
+    """Reasons to leave out an annotation. The last five apply to polygons."""
 
     UNKNOWN_IMAGE = "unknown_image"
     IMAGE_SKIPPED = "image_skipped"
@@ -57,7 +57,7 @@ class ObjectSkip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceObject:
-    """One annotation as its file has it, in pixels or in parts of its image.
+    """One annotation as in its file, in pixels or in fractions of its image.
 
     Example: `SourceObject("cat", (10, 20, 30, 40))` is 30 wide and 40 high.
     """
@@ -66,13 +66,13 @@ class SourceObject:
     box: tuple[float, float, float, float]
     """x, y, w, h; half-open."""
     rings: Sequence[Sequence[float]] | dict[str, object] | None = None
-    """Rings x, y, ...; a mapping is a run-length code."""
+    """Rings x, y, ..., or a mapping with a run-length code."""
     is_turned: bool = False
-    """A box that is turned about its centre: `box` encloses it, its corners are the one ring."""
+    """Whether it is a rotated box: `box` encloses it, and its corners are the only ring."""
     unknown_keys: tuple[str, ...] = ()
-    """Keys next to the box that its reader does not know."""
+    """Keys of the annotation that its reader does not know."""
     skip: ObjectSkip | None = None
-    """The reason of the reader to leave it out; its box tells all the same what the file's mean."""
+    """Why the reader leaves it out. Its box still counts as evidence for the file's box order."""
 
     def scaled(self, width: float, height: float) -> SourceObject:
         """Multiply x by `width` and y by `height`."""
@@ -83,11 +83,11 @@ class SourceObject:
         return replace(self, box=(x * width, y * height, w * width, h * height), rings=rings)
 
     def upright(self, orientation: int, width: int, height: int) -> SourceObject:
-        """Turn an annotation of a stored picture as EXIF turns the picture.
+        """Turn an annotation of a stored image like EXIF turns the image.
 
         Args:
-            orientation: of EXIF, 1 to 8.
-            width: of the picture as it is stored, as `height` is.
+            orientation: EXIF orientation, 1 to 8.
+            width: width of the stored image. The same holds for `height`.
         """
 
         def turned(x: float, y: float) -> tuple[float, float]:
@@ -109,10 +109,10 @@ class SourceObject:
 def turned_box(
     desc: str, box: Sequence[float], angle: float, unknown_keys: tuple[str, ...] = ()
 ) -> SourceObject | ObjectSkip:
-    """Read a box x, y, w, h in pixels that is turned about its centre.
+    """Read a box x, y, w, h in pixels that is rotated about its centre.
 
     Args:
-        angle: in radians, clockwise as the picture is seen.
+        angle: in radians, clockwise as displayed.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:
@@ -123,7 +123,7 @@ def turned_box(
     ys = [y + (h + right * sin + down * cos) / 2 for right, down in corners]
     if finite([*xs, *ys]) is None:
         return ObjectSkip.MALFORMED
-    # Without the noise of sine and cosine, which might reach into the next bin.
+    # Rounding removes the noise of sine and cosine, which might change the bin.
     xs, ys = ([round(value, 6) for value in axis] for axis in (xs, ys))
     ring = list(itertools.chain(*zip(xs, ys, strict=True)))
     around = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
@@ -132,31 +132,31 @@ def turned_box(
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """An annotation that is not taught, and in whose region no prediction is judged."""
+    """An annotation that is not trained. Predictions in its region are not counted."""
 
     reason: ObjectSkip
     region: SourceObject
     is_crowd: bool
-    """As of `IgnoredRegion`."""
+    """Like `IgnoredRegion.is_crowd`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """An object and what had to be done to it."""
+    """An object, and what was changed to convert it."""
 
     object: GroundTruthObject
     source: SourceObject
-    """The annotation that it was made of, in pixels."""
+    """The annotation that was converted, in pixels."""
     clamped: bool
-    """The shape reaches beyond its image."""
+    """Whether the shape reaches beyond its image."""
     simplified: bool = False
-    """A polygon that lost vertices to `max_vertices`."""
+    """Whether `max_vertices` removed vertices of the polygon."""
     no_polygon: ObjectSkip | None = None
-    """Why it is a box where a polygon was wanted."""
+    """Why it is a box although polygons were wanted."""
 
 
 def finite(values: Iterable[Any]) -> list[float] | None:
-    """Read numbers, or texts of them; None where one is not a finite number."""
+    """Convert values to numbers; None if a value is not a finite number."""
     try:
         numbers = [float(value) for value in values]
     except (TypeError, ValueError, OverflowError):
@@ -165,19 +165,19 @@ def finite(values: Iterable[Any]) -> list[float] | None:
 
 
 def is_learnable(text: str) -> bool:
-    """Tell whether a model can learn the text: words, without tokens of chats and of answers."""
+    """Return whether a text is not blank and has no control tokens or coordinate tokens."""
     return bool(text.strip()) and not any(token in text for token in CONTROL_TOKENS + COORD_TOKENS)
 
 
 def convert(
     found: SourceObject, size: tuple[int, int], wanted: WantedGeometry, max_vertices: int | None
 ) -> Converted | ObjectSkip:
-    """Convert one annotation.
+    """Convert one annotation to an object, or to the reason to skip it.
 
     Args:
-        found: in pixels.
+        found: annotation in pixels.
         size: width and height of the image, at least 2 pixels each.
-        max_vertices: polygons with more are simplified; None: never.
+        max_vertices: polygons with more vertices are simplified; None: no limit.
     """
     if not is_learnable(found.desc):
         return ObjectSkip.UNUSABLE_NAME
@@ -197,7 +197,7 @@ def _box(found: SourceObject, size: tuple[int, int]) -> Converted | ObjectSkip:
     if x >= size[0] or y >= size[1] or x + w <= 0 or y + h <= 0:
         return ObjectSkip.OUTSIDE_IMAGE
     bins = bins_of_coco_box(found.box, *size)
-    if bins[0] == bins[2] or bins[1] == bins[3]:  # inside the last pixel, which is one bin
+    if bins[0] == bins[2] or bins[1] == bins[3]:  # within the last pixel, which is one bin
         return ObjectSkip.DEGENERATE_BOX
     return Converted(
         GroundTruthObject(GeometryKind.BBOX, bins, found.desc),
@@ -235,7 +235,7 @@ def _polygon(
 
 
 def _reaches_beyond(pixels: Sequence[float], size: tuple[int, int]) -> bool:
-    """Tell whether one of the points x, y, ... lies outside its image."""
+    """Return whether one of the points x, y, ... lies outside the image."""
     xs = pixels[::2]
     ys = pixels[1::2]
     return min(xs) < 0 or min(ys) < 0 or max(xs) > size[0] or max(ys) > size[1]

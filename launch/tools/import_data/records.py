@@ -1,4 +1,4 @@
-"""Turns what a reader finds into records, and counts what cannot be used."""
+"""Converts the images and annotations of a reader to records, and counts what is left out."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from shared.records import GeometryKind, PictureSize, read_image
 
 
 def import_data(options: ImportOptions) -> ImportReport:
-    """Write the records and the files beside them; count what cannot be used.
+    """Write the records and the files next to them, and return the counts.
 
     Raises:
-        RecordError: the source is malformed, or gives no record.
-        ConfigError: a file exists already, or a folder of the source does not.
+        RecordError: the source is malformed or gives no record.
+        ConfigError: an output file exists, or a folder of the source is missing.
     """
     records = options.records
     categories = records.with_suffix(".categories.json")
     counts = records.with_suffix(".import.json")
     require_absent(records, categories, counts)
-    files_by_suffix.cache_clear()  # of an earlier import in this process
+    files_by_suffix.cache_clear()  # may hold files of an earlier import
     report = ImportReport()
     source = options.read()
     report.notes = source.notes
@@ -74,7 +74,7 @@ def import_data(options: ImportOptions) -> ImportReport:
 
 @contextmanager
 def _removed_on_failure(folder: Path | None) -> Iterator[None]:
-    """Remove the folder of pictures that a refused import has made."""
+    """Remove the folder of images if the import that created it fails."""
     is_new = folder is not None and not folder.exists()
     try:
         yield
@@ -85,7 +85,7 @@ def _removed_on_failure(folder: Path | None) -> Iterator[None]:
 
 
 def _require_records(report: ImportReport, options: ImportOptions, file: Path) -> None:
-    """Raise RecordError where no image became a record."""
+    """Raise RecordError if no image became a record."""
     if report.images["written"]:
         return
     first = [
@@ -96,7 +96,7 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
     raise RecordError(
         f"gives no record; images skipped: {counted(report.images_skipped)}; objects skipped:"
         f" {counted(report.objects_skipped)}"
-        f" ({', '.join(first) or 'there is no image with an object'})",
+        f" ({', '.join(first) or 'no image has an object'})",
         field="images",
         remedy=EXIF_REMEDY
         if report.images_skipped[ImageSkip.ROTATED]
@@ -108,7 +108,7 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
 def _records(
     images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
 ) -> Iterator[dict[str, object]]:
-    """Yield one record per usable image, in the source's order, and count everything."""
+    """Yield one record per usable image, in the order of the source, and count everything."""
     for image in images:
         if isinstance(image, Orphans):
             report.objects["read"] += image.num_annotations
@@ -116,12 +116,12 @@ def _records(
             continue
         report.images["read"] += 1
         report.objects["read"] += len(image.objects)
-        # Rows about one image, or none, are told apart by their id.
+        # The sample id distinguishes rows with the same image, or with none.
         path = find_file(image.path)
         where = f"{path} (sample {image.sample_id})"
         frame = _frame(image, path, options)
         skip = frame if isinstance(frame, ImageSkip) else None
-        # Of an image that is not opened, these are reasons.
+        # Without an opened image, only the annotations that cannot be used have results.
         results: list[Converted | Ignored | ObjectSkip] = [
             found for found in image.objects if not isinstance(found, SourceObject)
         ]
@@ -159,7 +159,7 @@ def _records(
             ],
             "annotated": [_annotation(one).as_json() for one in converted],
             **({"ignore": ignored} if ignored else {}),
-            # For `rollmatch coco export`: annotations were turned with their picture.
+            # For `rollmatch coco export`: annotations were turned with their image.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
             "image_id": report.images["read"],
             **image.keys,
@@ -168,24 +168,24 @@ def _records(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The size of a record's picture, and how annotations become relative to it."""
+    """The size of a record's image, and how annotations are converted to its pixels."""
 
     size: tuple[int, int]
-    """Width and height as the picture is displayed."""
+    """Width and height of the displayed image."""
     is_turned: bool = False
-    """Its EXIF orientation turns the picture."""
+    """Whether the EXIF orientation turns the image."""
     orientation: int = 1
-    """The orientation by which annotations are turned; 1: they are relative to `size`."""
+    """Orientation that turns annotations; 1: they already refer to `size`."""
     reading: BoxReading = PIXELS_XYWH
-    """The meaning of the annotations' numbers."""
+    """Order and unit of the annotations' numbers."""
 
     @property
     def annotated_size(self) -> tuple[int, int]:
-        """Width and height of the picture that annotations are relative to."""
+        """Return width and height of the image that annotations refer to."""
         return self.size[::-1] if self.orientation >= 5 else self.size
 
     def upright(self, found: SourceObject) -> SourceObject:
-        """Return an annotation in pixels of the picture as it is displayed."""
+        """Return an annotation in pixels of the displayed image."""
         width, height = self.annotated_size
         is_pixels = self.reading.unit is BoxUnit.PIXELS
         scale = self.reading.pixels_per_unit((width, height))
@@ -196,17 +196,17 @@ class _Frame:
 
 
 def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | ImageSkip:
-    """Read the picture's size and orientation, or tell why the image cannot be used.
+    """Return the size and orientation of an image, or the reason to skip it.
 
-    A stated size that fits the picture as it is displayed, and not as it is stored, tells what the
-    annotations are relative to; else `exif` does.
+    If the stated size fits only the displayed image and not the stored one, the annotations refer
+    to the displayed image. Otherwise `exif` decides.
     """
     if image.skip is not None:
         return image.skip
     if not path.is_file():
         return ImageSkip.MISSING_FILE
     if not options.keep_empty and not any(isinstance(one, SourceObject) for one in image.objects):
-        return ImageSkip.NO_OBJECTS  # its file is not read
+        return ImageSkip.NO_OBJECTS  # without reading the file
     stated = image.size
     try:
         seen = image_size(read_image(path)) if options.check_images else header_size(path)
@@ -217,7 +217,7 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
     size = seen.displayed
     is_upright = seen.orientation == 1
     if is_upright and stated is not None and not options.check_images:
-        size = stated  # whoever uses the sample compares it
+        size = stated  # compared when the sample is used
     elif stated not in (None, size, seen.stored):
         return ImageSkip.SIZE_MISMATCH
     if min(size) < 2:
@@ -231,7 +231,7 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
 
 
 def _annotation(converted: Converted) -> Annotation:
-    """Return what is kept of an object's annotation: its box, and the ring of a polygon."""
+    """Return the part of an annotation to keep: its box, and a polygon's ring."""
     is_polygon = converted.object.kind is GeometryKind.POLY
     return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
 
@@ -241,7 +241,7 @@ def _ignored_regions(
     unlabelled: Sequence[str],
     size: tuple[int, int],
 ) -> list[dict[str, object]]:
-    """Return ignored annotations; and of LVIS the whole picture for each unlabelled class."""
+    """Return the ignored regions. For a partly labelled class of LVIS, it is the whole image."""
     whole = Annotation((0.0, 0.0, float(size[0]), float(size[1])))
     found = [
         IgnoredRegion(
@@ -267,5 +267,5 @@ def _converted(
         return found.skip
     is_checked = options.check_boxes and frame.reading.unit is BoxUnit.PIXELS
     if is_checked and not found.is_turned and is_in_parts(frame.reading.numbers(found.box)):
-        return ObjectSkip.MALFORMED  # a single box; `BoxEvidence` judges the whole file
+        return ObjectSkip.MALFORMED  # one box; `BoxEvidence` checks the file as a whole
     return convert(frame.upright(found), frame.size, options.geometry, options.max_vertices)

@@ -1,4 +1,4 @@
-"""Reads RefCOCO, RefCOCO+ and RefCOCOg: phrases of COCO's objects (Yu et al., 2016)."""
+"""Reads RefCOCO, RefCOCO+ and RefCOCOg: phrases for objects of COCO (Yu et al., 2016)."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class _Ref(FileEntry):
 class RefcocoImport(ImportOptions):
     """The keys of `format=refcoco`.
 
-    Each sentence of a ref is a row: `phrase` is the sentence, and its one object has the name of
-    the annotation's category.
+    Each sentence of a ref becomes a row. `phrase` is the sentence, and the only object has the
+    name of the annotation's category.
     """
 
     source_key: ClassVar[str] = "images"
 
     refs: Annotated[ConfigPath, Field(examples=["refcoco/refs(unc).p"])]
-    """File of the refs: the pickle of the release, or the same list as JSON."""
+    """File of the refs: the released pickle, or the same list as JSON."""
 
     annotations: Annotated[ConfigPath, Field(examples=["refcoco/instances.json"])]
-    """JSON file of the instances beside it."""
+    """JSON file of the instances, from the same release."""
 
     images: Annotated[ConfigPath, Field(examples=["train2014"])]
-    """Folder of COCO's `train2014` pictures."""
+    """Folder of COCO's `train2014` images."""
 
     split: str = "train"
-    """`train`, `val`, `test`, `testA` or `testB`, as the refs have it."""
+    """Split in the refs: `train`, `val`, `test`, `testA` or `testB`."""
 
     @property
     def name(self) -> str:
@@ -64,8 +64,7 @@ class RefcocoImport(ImportOptions):
 
     def no_coco_results(self, _report: ImportReport, /) -> str | None:
         return (
-            "a row asks for one object by a free phrase, and COCO results are of every object of a"
-            " class"
+            "a row asks for one object by a phrase, but COCO results are of every object of a class"
         )
 
     def read(self) -> Source:
@@ -77,7 +76,7 @@ class RefcocoImport(ImportOptions):
         if not chosen:
             splits = ", ".join(sorted({ref.split for ref in refs})) or "none"
             raise RecordError(
-                f"is {self.split} of no ref", field="split", remedy=f"choose of {splits}",
+                f"is {self.split}: no ref has it", field="split", remedy=f"choose from {splits}",
                 file=str(self.refs),
             )  # fmt: skip
         file = parse_json(
@@ -117,13 +116,13 @@ class RefcocoImport(ImportOptions):
         refs = TypeAdapter(list[_Ref])
         if self.refs.suffix.lower() == ".json":
             return refs.validate_json(content)
-        remedy = "give refs(unc).p or its like, or the same list as a .json file"
+        remedy = "give a released file such as refs(unc).p, or the same list as a .json file"
         try:
-            # Python 2 wrote the release: its strings are bytes.
+            # Python 2 wrote the released file, so its strings are bytes.
             plain = _PlainUnpickler(io.BytesIO(content), encoding="utf-8", errors="replace").load()
         except Exception as error:
-            # All of them: on damaged bytes the unpickler raises whatever it runs into.
-            problem = f"is no pickle of lists, dictionaries, texts and numbers ({error})"
+            # Catch all errors: damaged bytes make the unpickler raise errors of any type.
+            problem = f"is not a pickle of lists, dictionaries, texts and numbers ({error})"
             raise RecordError(problem, field="refs", remedy=remedy, file=str(self.refs)) from error
         found = _problem_of([plain])
         if found is not None:
@@ -135,7 +134,7 @@ _CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
 
 
 def _problem_of(value: Any) -> str | None:
-    """Tell what a file of refs never has: references may unfold without an end."""
+    """Return what a file of refs may not contain: too many values, or large integers."""
     waiting = [value]
     num_values = 1
     while waiting:
@@ -143,7 +142,7 @@ def _problem_of(value: Any) -> str | None:
         inner = one.values() if isinstance(one, dict) else one
         num_values += len(inner)
         if num_values > MAX_VALUES:
-            return f"unfolds into {above('MAX_VALUES', MAX_VALUES)}"
+            return f"expands to {above('MAX_VALUES', MAX_VALUES)}"
         for value in inner:
             if type(value) in _CONTAINERS:
                 waiting.append(value)
@@ -153,7 +152,7 @@ def _problem_of(value: Any) -> str | None:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads data alone: a pickle may name any function, and would call it."""
+    """Unpickles plain data only, because a pickle may call any function it names."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")

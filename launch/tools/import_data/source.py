@@ -1,4 +1,4 @@
-"""The face of a reader: its options, and the images that it finds, in a format's own terms."""
+"""The interface of a reader: its options, and the images and annotations that it finds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.records import GeometryKind
 
 
 class ImageSkip(StrEnum):
-    """The reason why an image, or a row about one, was left out."""
+    """Reasons to leave out an image, or a row with an image."""
 
     MISSING_FILE = "missing_file"
     UNREADABLE = "unreadable"
@@ -43,17 +43,17 @@ class ImageSkip(StrEnum):
 
 
 class ExifFrame(StrEnum):
-    """The picture that annotations are relative to, if its file has an EXIF orientation."""
+    """The image that annotations refer to, if the file has an EXIF orientation."""
 
     DISPLAYED = "displayed"
-    """The turned one, as a person sees it."""
+    """The image after EXIF has turned it."""
     STORED = "stored"
-    """The one before it is turned."""
+    """The image before EXIF turns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceImage:
-    """One image and its annotations as a reader found them; it becomes one row.
+    """One image and its annotations as a reader found them. It becomes one row.
 
     Example: `SourceImage("7", Path("7.jpg"), [SourceObject("cat", (10, 20, 30, 40))], (64, 48))`.
     """
@@ -61,22 +61,22 @@ class SourceImage:
     sample_id: str
     path: Path
     objects: Sequence[SourceObject | Ignored | ObjectSkip]
-    """Annotations, or why one cannot be used."""
+    """Annotations, or the reason to skip one."""
     size: tuple[int, int] | None = None
-    """Width and height in pixels that the format states; None: the file's."""
+    """Width and height in pixels as stated by the format; None: use the image file's."""
     reading: BoxReading = PIXELS_XYWH
-    """The meaning that the numbers of its boxes were read by."""
+    """Order and unit with which the boxes were read."""
     keys: Mapping[str, object] = field(default_factory=dict)
-    """Further keys of the row: `phrase`, `prompt`, ..., and metadata."""
+    """Additional keys of the row: `phrase`, `prompt`, ..., and metadata."""
     unlabelled: Sequence[str] = ()
-    """Classes of which some objects have no annotation: nothing is said about a prediction."""
+    """Partly annotated classes. Predictions of these classes are not counted."""
     skip: ImageSkip | None = None
-    """The reason of the reader to leave the image out."""
+    """Why the reader leaves the image out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Annotations of images that the source does not have."""
+    """Annotations of images that are not in the source."""
 
     file: Path
     num_annotations: int
@@ -85,35 +85,35 @@ class Orphans:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The images and objects that a reader has found."""
+    """The images and annotations that a reader has found."""
 
     file: Path
-    """The file or folder that errors name."""
+    """The file or folder to name in errors."""
     images: Iterable[SourceImage | Orphans]
     categories: list[dict[str, object]] | None = None
-    """Content of the file of categories, for formats whose results are COCO's."""
+    """Content of the file of categories; None: number them by name."""
     notes: tuple[str, ...] = ()
-    """What a user has to know of it as a whole."""
+    """Remarks for the user about the source as a whole."""
     written: Path | None = None
-    """Folder that the reader writes pictures to."""
+    """Folder to which the reader writes images."""
 
 
-REPEATED_IMAGE = "picture of an earlier row"
-"""A reason of `ImportReport.first`."""
+REPEATED_IMAGE = "image of an earlier row"
+"""A key of `ImportReport.first`."""
 EXIF_REMEDY = (
-    f"the size does not tell whether the boxes of {ImageSkip.ROTATED} images are relative to the"
-    " picture as it is displayed or as it is stored: set exif=displayed or exif=stored"
+    f"the size does not show whether the boxes of {ImageSkip.ROTATED} images refer to the displayed"
+    " or the stored image: set exif=displayed or exif=stored"
 )
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """Counts of images and annotations: what was read, and what became of it."""
+    """Counts of images and annotations by outcome."""
 
     images: Counter[str] = field(
         default_factory=lambda: Counter(read=0, written=0, turned_by_exif=0, repeated=0)
     )
-    """`written` ones became records, of which EXIF turns some, and some repeat a picture."""
+    """`written` images became records. EXIF turns some of them; `repeated` ones occur again."""
     images_skipped: Counter[ImageSkip] = field(default_factory=Counter)
     objects: Counter[str] = field(
         default_factory=lambda: Counter(
@@ -121,31 +121,31 @@ class ImportReport:
             | dict.fromkeys(("turned_boxes", "one_pixel", "repeated", "ignored"), 0)
         )
     )
-    """`ignored` ones became regions to ignore, and are in `objects_skipped` too; `turned_boxes` are
-    turned about their centre; `repeated` ones have the name and the box of another one.
+    """`ignored` objects became regions to ignore, and also count in `objects_skipped`.
+    `turned_boxes` are rotated boxes. `repeated` objects equal another one in name and box.
     """
     objects_skipped: Counter[ObjectSkip] = field(default_factory=Counter)
     boxes_for_polygons: Counter[ObjectSkip] = field(default_factory=Counter)
-    """Boxes that were kept where polygons were wanted, by the reason."""
+    """Boxes that were kept although polygons were wanted, by reason."""
     unknown_keys: Counter[str] = field(default_factory=Counter)
-    """Keys next to a box that its reader does not know, by name; they had no effect."""
+    """Keys of annotations that the reader does not know, by name. They had no effect."""
     no_coco_results: str | None = None
-    """Why predictions cannot become COCO results."""
+    """Why predictions cannot be exported as COCO results."""
     notes: tuple[str, ...] = ()
-    """What a user has to know of the source as a whole."""
+    """Remarks of the reader about the source as a whole."""
     first: dict[str, str] = field(default_factory=dict)
-    """The image or file where each reason, or unknown key, was met first."""
+    """The first image or file with each reason or unknown key."""
     boxes: BoxEvidence = field(default_factory=BoxEvidence)
     names: set[str] = field(default_factory=set)
     """Classes of objects and of regions to ignore."""
     sample_of: dict[Path, str] = field(default_factory=dict)
-    """The first sample about each picture."""
+    """The first sample with each image."""
 
     def skip_image(self, reason: ImageSkip, num_objects: int, where: str) -> None:
         """Count an image that is left out, with its annotations."""
         self.images_skipped[reason] += 1
         self.first.setdefault(reason, where)
-        if reason is not ImageSkip.NO_OBJECTS:  # its annotations have reasons of their own
+        if reason is not ImageSkip.NO_OBJECTS:  # its annotations have their own reasons
             self.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += num_objects
 
     def skip_objects(self, reason: ObjectSkip, number: int, where: str) -> None:
@@ -180,7 +180,7 @@ class ImportReport:
     def add_record(
         self, image: SourceImage, path: Path, converted: list[Converted], where: str
     ) -> None:
-        """Count an image that is written, and what is odd about it."""
+        """Count an image that is written, and its unusual properties."""
         self.images["written"] += 1
         ignored = [one.region.desc for one in image.objects if isinstance(one, Ignored)]
         self.names.update([one.object.desc for one in converted], filter(str.strip, ignored))
@@ -216,18 +216,18 @@ class ImportReport:
         odd = {
             "boxes of one pixel": objects["one_pixel"],
             "repeated objects (same name and box)": objects["repeated"],
-            "rows about a picture of an earlier row": images["repeated"],
+            "rows with the image of an earlier row": images["repeated"],
         }
         odd = {name: number for name, number in odd.items() if number}
         optional = [
             ("exif", EXIF_REMEDY if self.images_skipped[ImageSkip.ROTATED] else ""),
             *(("note", note) for note in self.notes),
-            ("ignored", _number(objects["ignored"], "regions, in which no answer is judged")),
+            ("ignored", _number(objects["ignored"], "regions, in which nothing is counted")),
             ("exif", _number(images["turned_by_exif"], "images are turned")),
-            ("results", why and f"no COCO results of predictions: {why}"),
+            ("results", why and f"predictions cannot be exported as COCO results: {why}"),
             ("odd", counted(odd) if odd else ""),
             ("unknown", f"keys without effect: {counted(keys)}" if keys else ""),
-            ("turned", _number(objects["turned_boxes"], "boxes about their centre")),
+            ("turned", _number(objects["turned_boxes"], "boxes are rotated about their centre")),
             *(("first", f"{reason}: {where}") for reason, where in self.first.items()),
         ]
         return (
@@ -248,87 +248,84 @@ def _number(number: int, of_what: str) -> str:
 
 def _no_other_file(out: Path) -> Path:
     if out.suffix in (".json", ".parquet", ".csv"):
-        raise refusal(f"{out} is no name of a JSONL file", f"write {out.with_suffix('.jsonl')}")
+        raise refusal(f"{out} does not end in .jsonl", f"write {out.with_suffix('.jsonl')}")
     return out
 
 
 class ImportOptions(Section):
-    """The keys that every format has. A format adds its own, and `read`."""
+    """The keys of all formats. A format adds its own keys and `read`."""
 
     source_key: ClassVar[str] = "source"
-    """The key to correct where no image is found."""
+    """The key to correct if no image is found."""
 
     format_reading: ClassVar[BoxReading] = PIXELS_XYWH
-    """The meaning of a box's numbers in the format."""
+    """Order and unit of a box's numbers in the format."""
 
     out: Annotated[ConfigPath, AfterValidator(_no_other_file), Field(examples=["data/train.jsonl"])]
-    """JSONL file to write, or a folder for it; image paths in it are relative to it."""
+    """JSONL file to write, or a folder for it. Image paths in the file are relative to it."""
 
     geometry: Annotated[WantedGeometry, Field(strict=False)] = WantedGeometry.BBOX
-    """Boxes (`bbox`), polygons (`poly`: an annotation without one usable ring is left out), or both
-    (`auto`: it becomes its box).
+    """Boxes (`bbox`), polygons (`poly`), or both (`auto`). Annotations without exactly one usable
+    ring are left out by `poly` and become boxes with `auto`.
     """
 
     max_vertices: Annotated[int, Field(ge=3)] | None = None
-    """Polygons with more vertices are simplified to this many; null: never. Each vertex costs
-    tokens.
-    """
+    """Polygons with more vertices are simplified to this many, to save tokens; null: no limit."""
 
     max_objects: PositiveInt | None = None
-    """Images with more objects are left out; null: none is."""
+    """Images with more objects are left out; null: no limit."""
 
     keep_empty: bool = False
-    """Keep images without any object; their answer is an empty one."""
+    """Keep images without objects; their answer is empty."""
 
     exif: Annotated[ExifFrame, Field(strict=False)] | None = None
-    """The picture that boxes are relative to, if EXIF turns it and the format's size does not tell:
-    as it is `displayed`, or as it is `stored` (boxes are turned with it); null: left out.
+    """The image that boxes refer to, if EXIF turns it and the stated size does not show this:
+    `displayed`, or `stored` (boxes are then turned too); null: such images are left out.
     """
 
     box_order: Annotated[BoxOrder, Field(strict=False)] | None = None
-    """Order of a box's numbers: `xywh`, `xyxy`, `yxyx` or `cxcywh`; null: that of the format."""
+    """Order of a box's numbers: `xywh`, `xyxy`, `yxyx` or `cxcywh`; null: the format's order."""
 
     box_unit: Annotated[BoxUnit, Field(strict=False)] | None = None
-    """`pixels`, `parts` of the picture (0 to 1) or `thousandths` (0 to 1000); null: that of the
-    format.
+    """Unit of a box: `pixels`, `parts` of the image (0 to 1) or `thousandths` (0 to 1000); null:
+    the format's unit.
     """
 
     check_boxes: bool = True
-    """Refuse a file whose boxes fit their pictures in another order or unit alone."""
+    """Refuse a file if its boxes fit their images only in another order or unit."""
 
     check_images: bool = True
-    """Decode every image and compare its size; false: a bad image is found when its sample is used.
-    """
+    """Decode every image and compare its size; false: bad images are found when they are used."""
 
     @property
     def records(self) -> Path:
-        """The file to write."""
+        """Return the file to write."""
         return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.name}.jsonl"
 
     @property
     def reading(self) -> BoxReading:
-        """The meaning of a box's numbers, as the keys or the format say."""
+        """Return order and unit of a box's numbers, from the keys or the format."""
         own = self.format_reading
         return replace(own, order=self.box_order or own.order, unit=self.box_unit or own.unit)
 
     @property
     def name(self) -> str:
-        """The name of the records where `out` is a folder."""
+        """Return the name of the records for the case that `out` is a folder."""
         raise NotImplementedError
 
     def no_coco_results(self, _report: ImportReport, /) -> str | None:
-        """Tell why predictions on the records cannot become COCO results; None: they can."""
+        """Return why predictions cannot be exported as COCO results; None: they can."""
         return None
 
     def read(self) -> Source:
-        """Open the source; its images are read one by one.
+        """Open the source. Images are read later, one by one.
 
-        Raises RecordError or ConfigError where the source as a whole cannot be read.
+        Raises RecordError or ConfigError if the source cannot be read.
         """
         raise NotImplementedError
 
 
 def counted(counts: Mapping[Any, int]) -> str:
-    """Format counts, most first: `crowd 2, rle 1`, or `none`."""
+    """Format counts, highest first: `crowd 2, rle 1`, or `none`."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name} {count}" for name, count in ordered) or "none"

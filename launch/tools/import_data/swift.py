@@ -37,7 +37,7 @@ _MARK = re.compile(f"{REF}|{BOX}")
 _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 _OBJECT_OR_REF = re.compile(r"\{[^{}]*\}|" + REF)
 _LABEL = re.compile(r'"(?:label|name|category|desc|ref)"\s*:\s*"([^"\\]*)"')
-"""The text that names the object of a JSON answer."""
+"""A name in a JSON object of an answer."""
 
 
 class _Message(FileEntry):
@@ -49,11 +49,11 @@ class _Objects(FileEntry):
     model_config = ConfigDict(extra="allow")
 
     ref: list[str] = Field(default_factory=list)
-    """Texts of the `<ref-object>`, in the order of the messages."""
+    """Texts of the `<ref-object>` marks, in the order of the messages."""
     bbox: list[list[float]] = Field(default_factory=list)
-    """x1, y1, x2, y2 (or a point x, y) of the `<bbox>`, in that order."""
+    """x1, y1, x2, y2 (or a point x, y) of the `<bbox>` marks, in the same order."""
     bbox_type: Literal["real", "norm1"] | None = None
-    """Pixels of the file's image (the default), or parts of it."""
+    """Pixels of the image file (the default), or fractions of it."""
 
     @property
     def unknown_keys(self) -> tuple[str, ...]:
@@ -69,10 +69,10 @@ class _Row(FileEntry):
 class SwiftImport(ImportOptions):
     """The keys of `format=swift`.
 
-    A row keeps its own `system` and `prompt`, the user's message with its refs filled in. A box is
-    called after its ref: the n-th of the answer where the answer has as many refs as boxes; the ref
-    or the `label` of its own JSON object; else the last one before it in the answer, or the next
-    one if boxes come first; else the only one of the question.
+    A row keeps its `system`, and the user's message with its refs filled in as `prompt`. Boxes get
+    their names from refs. If the answer has as many refs as boxes, they are paired in order.
+    Otherwise the name is the ref or the `label` in the box's JSON object; else the last ref before
+    the box, or the next one if boxes come first; else the only ref of the question.
     """
 
     format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY)
@@ -81,7 +81,7 @@ class SwiftImport(ImportOptions):
     """JSONL file with `messages`, `images` and `objects`."""
 
     images: ConfigPath | None = None
-    """Folder that relative paths of images start from; null: that of the file."""
+    """Folder that image paths are relative to; null: the folder of `source`."""
 
     @property
     def name(self) -> str:
@@ -91,13 +91,13 @@ class SwiftImport(ImportOptions):
         if not report.images["repeated"]:
             return None
         return (
-            "several rows ask about one picture, and COCO results are of every object on it (first:"
+            "several rows ask about one image, but COCO results are of every object on it (first:"
             f" {report.first[REPEATED_IMAGE]})"
         )
 
     def read(self) -> Source:
         if self.images is not None:
-            require_folder("images", self.images, "the rows' paths start from")
+            require_folder("images", self.images, "the rows' paths are relative to")
         return Source(self.source, self._images())
 
     def _images(self) -> Iterator[SourceImage]:
@@ -119,7 +119,7 @@ class SwiftImport(ImportOptions):
 def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> SourceImage:
     turns = [message for message in row.messages if message.role != "system"]
     objects = row.objects or _Objects()
-    unread = [ObjectSkip.MALFORMED] * len(objects.bbox)  # counted with its row
+    unread = [ObjectSkip.MALFORMED] * len(objects.bbox)  # counted with the row
     skip: ImageSkip | None = None
     if len(row.images) != 1:
         skip = ImageSkip.SEVERAL_IMAGES if row.images else ImageSkip.NO_IMAGE
@@ -136,7 +136,7 @@ def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> Source
     num_answered = answer.count(REF)
     if (num_asked + num_answered, answer.count(BOX)) != (len(objects.ref), len(objects.bbox)):
         return SourceImage(sample_id, path, unread, skip=ImageSkip.MALFORMED_LABELS)
-    # Not one by one: a ref may hold a placeholder itself.
+    # One pass over all placeholders: a ref may contain a placeholder.
     of_next = iter(objects.ref)
     question = re.sub(REF, lambda _: next(of_next), question)
     prompt = question.replace("<image>", "").strip()
@@ -162,12 +162,12 @@ def _image(row: _Row, sample_id: str, path: Path, reading: BoxReading) -> Source
 
 
 def _names(answer: str, asked: Sequence[str], refs: Sequence[str]) -> list[str]:
-    """Name the boxes of an answer, in order; a box that nobody names is called "".
+    """Return the names of an answer's boxes, in order; "" for a box without a name.
 
     Args:
-        asked: refs of the question, as `refs` of the answer.
+        asked: refs of the question; `refs` are the refs of the answer.
     """
-    # Of several that were asked for, nobody says which one it is.
+    # If the question has several refs, the box may belong to any of them.
     only = asked[0] if len(set(asked)) == 1 else ""
     num_boxes = answer.count(BOX)
     if len(refs) == num_boxes:
@@ -179,7 +179,7 @@ def _names(answer: str, asked: Sequence[str], refs: Sequence[str]) -> list[str]:
         return _names_in_json(answer, refs, only)
     if not refs:
         return [only] * num_boxes
-    # Before the boxes or behind them, as the first one is.
+    # The first mark shows whether labels come before or after their boxes.
     marks = _MARK.findall(answer)
     is_behind = BOX in marks and REF in marks and marks.index(BOX) < marks.index(REF)
     names: list[str] = []
@@ -195,13 +195,13 @@ def _names(answer: str, asked: Sequence[str], refs: Sequence[str]) -> list[str]:
             waiting += 1
         else:
             names.append(name)
-    # Behind the last label there is none for these; with a label in the question it may be that.
+    # Boxes after the last label have no name; a label in the question may belong to any box.
     names += [""] * waiting
     return [""] * num_boxes if is_behind and asked else names
 
 
 def _names_in_json(answer: str, refs: Sequence[str], only: str) -> list[str]:
-    """Name the boxes of JSON objects by the ref, or the text, next to each."""
+    """Return the names of boxes in JSON objects: the ref or text in the same object."""
     names = []
     of_next = iter(refs)
     for part in _OBJECT_OR_REF.findall(answer):

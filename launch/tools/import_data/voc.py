@@ -1,4 +1,4 @@
-"""Reads a Pascal VOC folder: `Annotations/*.xml` and the pictures."""
+"""Reads a Pascal VOC folder: `Annotations/*.xml` and images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KNOWN = frozenset(
     {"name", "bndbox", "robndbox", "angle", "type", "difficult", "attributes", "id", "score"}
     | {"pose", "truncated", "occluded", "part", "actions", "point", "deleted", "verified"}
 )
-"""Children of an object that are read, or do not change what its box means."""
+"""Children of an object that are read, or do not affect the meaning of its box."""
 _KNOWN_ATTRIBUTES = frozenset(
     {_ROTATION, "occluded", "truncated", "difficult", "track_id", "keyframe"}
 )
@@ -39,16 +39,16 @@ class VocImport(ImportOptions):
     format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY, one_based=True)
 
     source: Annotated[ConfigPath, Field(examples=["VOCdevkit/VOC2012"])]
-    """Folder with `Annotations/`, or with the XML files themselves."""
+    """Folder with `Annotations/`, or folder with XML files."""
 
     images: ConfigPath | None = None
-    """Folder of the pictures; null: `JPEGImages` or `images` of the source, or beside the XML."""
+    """Folder of the images; null: `JPEGImages` or `images` in `source`, or the XML folder."""
 
     split: str | None = None
-    """List of names in `ImageSets/Main`, such as `train`; null: every XML file."""
+    """Name of a list in `ImageSets/Main`, such as `train`; null: all XML files."""
 
     keep_difficult: bool = False
-    """Keep objects that are marked `difficult`, which VOC's own evaluation does not count."""
+    """Keep objects marked `difficult`, which the VOC evaluation does not count."""
 
     @property
     def name(self) -> str:
@@ -68,11 +68,11 @@ class VocImport(ImportOptions):
             file = find_file(lists / f"{self.split}.txt")
             if not file.is_file():
                 there = ", ".join(sorted(one.stem for one in lists.glob("*.txt"))[:20]) or "none"
-                remedy = f"choose of {there}, or leave split=... out for every XML file"
-                problem = f"is {self.split}, of which there is no list"
+                remedy = f"choose from {there}, or leave out split=... for all XML files"
+                problem = f"is {self.split}, but this list does not exist"
                 raise RecordError(problem, field="split", remedy=remedy, file=str(lists))
             listed = read_bytes(file)
-            # Lists of one class have a second column, 1, 0 or -1.
+            # Lists for one class have a second column: 1, 0 or -1.
             lines = listed.decode(errors="replace").splitlines()
             names = [line.split()[0] for line in lines if line.strip()]
             files = [find_file(folder / f"{name}.xml") for name in names]
@@ -93,7 +93,7 @@ class VocImport(ImportOptions):
                     root = ElementTree.fromstring(
                         read_file(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
                     )
-            except (ElementTree.ParseError, ValueError):  # ValueError: an encoding nobody knows
+            except (ElementTree.ParseError, ValueError):  # ValueError: an unknown encoding
                 yield SourceImage(file.stem, file, [], skip=ImageSkip.MALFORMED_LABELS)
                 continue
             path = _picture_of(file, (root.findtext("filename") or "").strip(), pictures)
@@ -103,7 +103,7 @@ class VocImport(ImportOptions):
                 file.stem,
                 path,
                 objects,
-                # Zeros stand for a size that the tool did not know.
+                # Tools write zeros for an unknown size.
                 (int(size[0]), int(size[1])) if size is not None and min(size) > 0 else None,
                 reading=self.reading,
             )
@@ -128,10 +128,10 @@ class VocImport(ImportOptions):
 
 
 def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
-    """Find the picture of an XML file: the one of its own stem, else the one it names.
+    """Return the image with the stem of the XML file, or else the image named in the file.
 
-    Names in the XML may be stale: they stay as they were when files are renamed or copied. They
-    may lack their suffix, or be paths on another disk.
+    The name in the XML may be outdated, because it stays when files are renamed or copied. It may
+    lack its suffix or be a path on another disk.
     """
     there = files_by_suffix(pictures)
     name = PureWindowsPath(filename).name  # reads both separators
@@ -147,11 +147,11 @@ def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
 
 
 def _box_of(entry: ElementTree.Element, reading: BoxReading) -> tuple[list[float], float] | None:
-    """Read x, y, w, h in pixels, and the angle in radians by which the box is turned, clockwise.
+    """Return x, y, w, h in pixels, and the clockwise rotation in radians.
 
-    The angle is roLabelImg's (`robndbox/angle`, also `angle` next to a `bndbox`; over 2 pi it can
-    only be degrees), or CVAT's attribute `rotation` in degrees. None: a number is missing, or is
-    none.
+    The rotation is roLabelImg's `robndbox/angle`, an `angle` next to a `bndbox` (values over 2 pi
+    are degrees), or CVAT's attribute `rotation` in degrees. Returns None if a value is missing or
+    not a number.
     """
     angle = finite([entry.findtext("angle") or entry.findtext("robndbox/angle") or 0])
     rotations = [
@@ -175,7 +175,7 @@ def _box_of(entry: ElementTree.Element, reading: BoxReading) -> tuple[list[float
 
 
 def _unknown_keys(entry: ElementTree.Element) -> tuple[str, ...]:
-    """Name what stands next to a box and is not known here."""
+    """Return the unknown keys of an object."""
     keys = [child.tag for child in entry if child.tag not in _KNOWN]
     keys += [
         f"bndbox.{child.tag}" for child in entry.iterfind("bndbox/*") if child.tag not in _CORNERS

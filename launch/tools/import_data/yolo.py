@@ -1,4 +1,4 @@
-"""Reads a YOLO folder as Ultralytics defines it: `data.yaml`, `images/` and `labels/`."""
+"""Reads a YOLO folder in the layout of Ultralytics: `data.yaml`, `images/`, `labels/`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from shared.errors import RecordError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 SLACK = 0.01
-"""By how much a coordinate may lie outside of 0..1, as in Ultralytics' own check: rounding."""
+"""How far a coordinate may lie outside 0..1 from rounding, as in Ultralytics' own check."""
 
 
 class _DataFile(FileEntry):
     names: dict[int, str]
     path: str = "."
-    """Root of the folders below, relative to the file."""
+    """Root of the folders below, relative to `data.yaml`."""
     train: list[str] = Field(default_factory=list)
     val: list[str] = Field(default_factory=list)
     test: list[str] = Field(default_factory=list)
     """Folders of images, or text files that list them."""
     kpt_shape: list[Annotated[int, Field(strict=False)]] | None = None
-    """Labels are of poses: points stand behind the box."""
+    """Set for labels of poses, which have points after the box."""
 
 
 class YoloImport(ImportOptions):
     """The keys of `format=yolo`."""
 
     source: Annotated[ConfigPath, Field(examples=["my_folder"])]
-    """Folder with `data.yaml`, or a file like it."""
+    """Folder with `data.yaml`, or a file of this form."""
 
     format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.CXCYWH, BoxUnit.PARTS)
 
     split: Literal["train", "val", "test"] = "train"
-    """Key of `data.yaml` that says where the images are."""
+    """Key of `data.yaml` with the folder of the images."""
 
     @property
     def name(self) -> str:
@@ -56,17 +56,17 @@ class YoloImport(ImportOptions):
         data = parse_json(file, lambda raw: _parse(file, raw), _content(file), remedy)
         splits = {"train": data.train, "val": data.val, "test": data.test}
         entries = splits[self.split]
-        # Absolute, because a label file is found by the folder `/images/` in its image's path.
+        # Absolute, because label files are found by the folder `/images/` in the image path.
         folder = file.parent.absolute()
         root = folder / data.path if (folder / data.path).is_dir() else folder
         places = []
         for entry in entries:
-            # Roboflow writes `../train/images` for a folder that lies beside the file.
+            # Roboflow writes `../train/images` for a folder next to the file.
             tried = [root / entry, folder / entry, folder / entry.removeprefix("../")]
             found = [place for place in tried if place.exists()]
             if not found:
                 remedy = f"correct it; tried {', '.join(map(str, dict.fromkeys(tried)))}"
-                problem = f"names {entry!r}, which is not there"
+                problem = f"names {entry!r}, which does not exist"
                 raise RecordError(problem, field=self.split, remedy=remedy, file=str(file))
             if found[0].resolve() == Path(folder.anchor):
                 remedy = "name the folder of the images"
@@ -75,7 +75,7 @@ class YoloImport(ImportOptions):
             places.append(found[0])
         if not places:
             there = ", ".join(name for name, found in splits.items() if found) or "none"
-            remedy = f"name a folder of images there, or choose another split=... (there: {there})"
+            remedy = f"add a folder of images, or choose another split=... (defined: {there})"
             raise RecordError("is missing", field=self.split, remedy=remedy, file=str(file))
         return Source(
             file,
@@ -106,20 +106,20 @@ class YoloImport(ImportOptions):
             folder = _labels_of(place / "any.jpg").parent
             if place.is_dir() and folder != place:
                 for labels in self._files(folder, (".txt",)):
-                    # LabelImg writes its list of names there.
+                    # LabelImg writes its list of names to classes.txt.
                     if labels not in used and labels.stem != "classes":
                         yield Orphans(labels, len(_lines(labels, _content)))
         if poses is not None and poses.are_poses:
             raise RecordError(
-                "is missing, and the rows of labels are poses: all points behind the first four"
-                f" numbers lie in the box that these are (first: {poses.first})",
+                "is missing, but the rows of labels are poses: the first four numbers are a box,"
+                f" and all further points lie in it (first: {poses.first})",
                 field="kpt_shape",
                 remedy="write the number of points, and 2 or 3 numbers each: kpt_shape: [17, 3]",
                 file=str(self.source),
             )
 
     def _files(self, folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-        """Find the files of these suffixes in a folder and those in it. Raises RecordError."""
+        """Return the files with these suffixes in a folder tree. Raises RecordError."""
         found: list[Path] = []
         num_seen = 0
         for place, _, names in os.walk(folder):
@@ -128,7 +128,7 @@ class YoloImport(ImportOptions):
                 raise RecordError(
                     f"names {folder}, which holds {above('MAX_FOLDER_FILES', MAX_FOLDER_FILES)}",
                     field=self.split,
-                    remedy="name the folder of the images, not one far above it",
+                    remedy="name the folder of the images, not a folder far above it",
                     file=str(self.source),
                 )
             found += [Path(place, name) for name in names if name.lower().endswith(suffixes)]
@@ -137,7 +137,7 @@ class YoloImport(ImportOptions):
 
 def _parse(file: Path, content: bytes) -> _DataFile:
     try:
-        # Every scalar is the text in the file: `no` is a name, not a boolean.
+        # BaseLoader keeps scalars as text: `no` is a name, not a boolean.
         raw = yaml.load(content, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
@@ -162,19 +162,19 @@ def _parse(file: Path, content: bytes) -> _DataFile:
 
 
 def _labels_of(image: Path) -> Path:
-    """Return the label file: `labels` for the last `images` of the path, or beside the image."""
+    """Return the label file: in `labels` instead of `images`, or next to the image."""
     before, found, behind = str(image).rpartition(f"{os.sep}images{os.sep}")
     path = Path(before, "labels", behind) if found else image
     return find_file(path.with_suffix(".txt"))
 
 
 def _content(file: Path) -> bytes:
-    """Read `data.yaml`, or the labels of an image."""
+    """Read `data.yaml` or a label file."""
     return read_bytes(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
 
 
 def _lines(file: Path, read: Callable[[Path], bytes] = read_bytes) -> list[str]:
-    """Return the lines that are not blank; an image without objects may have no file of labels."""
+    """Return the lines that are not blank. Images without objects may lack a label file."""
     if not file.is_file():
         return []
     text = read(file).decode(errors="replace")
@@ -182,7 +182,7 @@ def _lines(file: Path, read: Callable[[Path], bytes] = read_bytes) -> list[str]:
 
 
 def _listed(line: str, folder: Path, root: Path) -> Path:
-    """Find an image of a list, whose paths may start from another folder, or another disk.
+    """Return an image of a list. Paths in the list may begin in another folder.
 
     CVAT writes `data/images/train/a.jpg` for a file in `images/train`.
     """
@@ -197,14 +197,14 @@ def _listed(line: str, folder: Path, root: Path) -> Path:
 
 
 def _object(row: list[str], data: _DataFile, reading: BoxReading) -> SourceObject | ObjectSkip:
-    """Read `class cx cy w h` or `class x y x y x y ...`, in parts of the image."""
+    """Read `class cx cy w h` or `class x y x y x y ...`, in fractions of the image."""
     numbers = finite(row)
     if numbers is None or len(numbers) < 5 or not numbers[0].is_integer():
         return ObjectSkip.MALFORMED
     category, *values = numbers
     if data.kpt_shape is not None:
         values = values[:4]
-    if len(values) % 2:  # a box that is followed by a confidence
+    if len(values) % 2:  # a box followed by a confidence
         return ObjectSkip.MALFORMED
     is_in_parts = -SLACK <= min(values) <= max(values) <= 1 + SLACK
     skip = ObjectSkip.MALFORMED if reading.unit is BoxUnit.PARTS and not is_in_parts else None
@@ -222,10 +222,10 @@ def _object(row: list[str], data: _DataFile, reading: BoxReading) -> SourceObjec
 
 
 class _PoseEvidence:
-    """Rows of labels; they tell poses whose `kpt_shape` is missing from polygons.
+    """Detects from rows of labels that they are poses without `kpt_shape`, not polygons.
 
-    A pose is a box and points in it. Its numbers as the ring of a polygon cross themselves, which
-    rings of polygons hardly do.
+    A pose is a box with points in it. Read as a polygon, its numbers give a ring that crosses
+    itself, which is rare for true polygons.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class _PoseEvidence:
 
 
 def _in_box(values: list[float], stride: int) -> bool:
-    """Tell whether values are a box in the picture, and points in it or unlabelled (0, 0)."""
+    """Return whether values are a box in the image, and points in it or (0, 0) (unlabelled)."""
     cx, cy, w, h = values[:4]
     points = zip(values[4::stride], values[5::stride], strict=True)
     return (
@@ -269,7 +269,7 @@ def _in_box(values: list[float], stride: int) -> bool:
 
 
 def _crosses_itself(values: list[float]) -> bool:
-    """Tell whether two edges of a ring x, y, ... cross, or all its vertices are on one line."""
+    """Return whether edges of a ring x, y, ... cross, or all vertices are on one line."""
     points = list(zip(values[::2], values[1::2], strict=True))
     edges = list(zip(points, [*points[1:], *points[:1]], strict=True))
 

@@ -1,8 +1,9 @@
-"""`vf-eval ENVIRONMENT -m MODEL [-b URL] [-n EXAMPLES] [-r ROLLOUTS] ...`: evaluate a model in an
-environment. `rollmatch vf-eval` is the same.
+"""Evaluates a model in an environment. `rollmatch vf-eval` is the same command.
 
-Scores, the saved dataset and the pushed one are made of `rollouts.jsonl` in the evaluation's
-folder, so that an evaluation that was resumed ends as one that was not.
+    vf-eval ENVIRONMENT -m MODEL [-b URL] [-n EXAMPLES] [-r ROLLOUTS] ...
+
+Scores and datasets are computed from `rollouts.jsonl` in the evaluation's folder, so resumed
+evaluations give the same results.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from shared.errors import ConfigError, RecordError
 
 KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a again")
 QUIET_S = 10.0
-"""Shortest time between two messages about calls that are tried again."""
+"""Minimum time between two messages about retried calls."""
 PLAIN_S = 10.0
-"""Time for plain functions to return after an interrupt: no thread can be ended."""
+"""Time for plain functions to return after an interrupt, as threads cannot be stopped."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 try:
                     _Interruptible(run).evaluate()
                 except (ConfigError, RecordError):
-                    raise  # its message says what to do; going on is not it
+                    raise  # resuming would not help; the message has the remedy
                 except (KeyboardInterrupt, *EXPLAINED):
                     if kept := _describe_kept(run):
                         say(kept)
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _set_up_logging(verbose: bool) -> None:
-    """Show warnings; verbose: also tracebacks of rollouts that fail, but no line per request."""
+    """Log warnings. With `verbose` also log tracebacks of failed rollouts, but no requests."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
@@ -76,7 +77,7 @@ def _set_up_logging(verbose: bool) -> None:
 
 @contextmanager
 def _rare_retry_messages(verbose: bool) -> Iterator[None]:
-    """Show one retry in `QUIET_S`; verbose: all. Every rollout may meet the same trouble."""
+    """Log one retry per `QUIET_S`, or all with `verbose`: all rollouts may retry at once."""
     next_s = 0.0
 
     def passes(record: logging.LogRecord) -> bool:
@@ -95,16 +96,16 @@ def _rare_retry_messages(verbose: bool) -> Iterator[None]:
 
 
 class _Interruptible:
-    """An evaluation that the first signal cancels, with clean-up, and the second ends at once."""
+    """Cancels an evaluation at the first signal, and ends the process at the second."""
 
     def __init__(self, run: EvalRun) -> None:
         self._run = run
-        # The first signal's action; None while there is nothing to cancel.
+        # Called at the first signal; None while the evaluation is not running.
         self._cancel: Callable[[], object] | None = None
         self._is_interrupted = False
 
     def evaluate(self) -> None:
-        """Run the evaluation. Raises KeyboardInterrupt once an interrupted one has cleaned up."""
+        """Run the evaluation. Raises KeyboardInterrupt after an interrupt and its clean-up."""
         for number in ending_signals():
             signal.signal(number, self._on_signal)
         try:
@@ -113,7 +114,7 @@ class _Interruptible:
             if not self._is_interrupted:
                 raise
             if late := THREADS.wait(PLAIN_S):
-                say(f"cut off while they ran, after {PLAIN_S:g} s: {', '.join(late)}")
+                say(f"still running after {PLAIN_S:g} s, and cut off: {', '.join(late)}")
             raise KeyboardInterrupt from None
         finally:
             end_on_signals()
@@ -124,9 +125,9 @@ class _Interruptible:
                 await asyncio.sleep(1.0)
 
         task = asyncio.current_task()
-        assert task is not None, "asyncio.run makes one"
+        assert task is not None, "asyncio.run creates a task"
         self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
-        # A signal that comes as the loop falls asleep is handled when something wakes the loop.
+        # A signal that arrives when the loop goes to sleep is handled when the loop wakes up.
         waking = asyncio.create_task(wake_regularly())
         try:
             await self._run.evaluate()
@@ -138,11 +139,11 @@ class _Interruptible:
         running = ", ".join(THREADS.running())
         if self._is_interrupted:
             if signum == signal.SIGHUP:
-                return  # a closed terminal and its shell both send it
-            lost = f"; cut off while they ran: {running}" if running else ""
+                return  # a closed terminal and its shell each send one
+            lost = f"; cut off while running: {running}" if running else ""
             _write_at_once(
-                "interrupted again: ended at once, and what had not cleaned up by now never"
-                f" will{lost}\n{_describe_kept(self._run)}"
+                "interrupted again: ended at once, without the rest of the clean-up"
+                f"{lost}\n{_describe_kept(self._run)}"
             )
             os._exit(130)
         if self._cancel is None:
@@ -150,7 +151,7 @@ class _Interruptible:
         self._is_interrupted = True
         plain = ""
         if running:
-            plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
+            plain = f", and at most {PLAIN_S:g} s for running plain functions ({running})"
         _write_at_once(
             f"interrupted: waiting at most {self._run.cleanup_timeout_s:g} s for rollouts to clean"
             f" up{plain}; the same signal again ends at once"
@@ -159,19 +160,19 @@ class _Interruptible:
 
 
 def _write_at_once(text: str) -> None:
-    """Write from a signal's handler, which may have interrupted a `print`."""
+    """Write from a signal handler, which may have interrupted a `print`."""
     os.write(2, f"\n{text.strip()}\n".encode())
 
 
 def _describe_kept(run: EvalRun) -> str:
-    """Describe where the finished rollouts are; empty where there is none."""
+    """Describe the finished rollouts and their folder; empty without any."""
     if run.folder is None or not run.finished:
         return ""
     num_failed = sum(rollout.error is not None for rollout in run.finished.values())
-    failed = f" (and {num_failed} that failed, which it makes again)" if num_failed else ""
+    failed = f", and repeats {num_failed} that failed" if num_failed else ""
     return (
         f"{len(run.finished) - num_failed} finished rollouts are kept in {run.folder}; `vf-eval"
-        f" --resume {run.folder}` goes on{failed}"
+        f" --resume {run.folder}` continues{failed}"
     )
 
 

@@ -26,11 +26,11 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 OUTPUT = Path("outputs/evals")
 
 _NOT_FOR_SAMPLING = {
-    "model": "-m names it",
-    "messages": "the environment says them",
-    "prompt": "the environment says it",
-    "tools": "the environment brings them",
-    "functions": "the environment brings tools",
+    "model": "-m sets it",
+    "messages": "the environment sets them",
+    "prompt": "the environment sets it",
+    "tools": "the environment provides them",
+    "functions": "the environment provides tools",
     "stream": "a rollout needs whole answers",
     "stream_options": "a rollout needs whole answers",
 }
@@ -42,16 +42,16 @@ examples:
   vf-eval my_env -b http://127.0.0.1:8000/v1 -n -1 -T 0.7 -t 512 -a '{"max_turns": 4}'
   vf-eval --resume outputs/evals/my_env--demo/20261121-180500
 
-Every finished rollout is written down at once, in rollouts.jsonl of the evaluation's folder.
-Exit status: 0 done, 1 failed (endpoint, disk, hub, or every rollout), 2 a mistake in what was
-asked, 130 interrupted.
+Each finished rollout is written at once to rollouts.jsonl in the evaluation's folder.
+Exit status: 0 done, 1 failed (endpoint, disk, hub, or every rollout), 2 invalid arguments or
+files, 130 interrupted.
 """
 
 
 def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[str, object]:
-    """Return the sampling arguments of every call, by their names in OpenAI's API.
+    """Return the sampling arguments of model calls, with their names in OpenAI's API.
 
-    Raises ConfigError: names and values that every call would fail of.
+    Raises ConfigError for names and values with which every call would fail.
     """
     create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
     known = [name for name in inspect.signature(create).parameters if name != "self"]
@@ -59,31 +59,31 @@ def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[st
     for name, value in sampling.items():
         if name in _NOT_FOR_SAMPLING:
             why = _NOT_FOR_SAMPLING[name]
-            problems.append(f"-S: {name} is not for -S to say: {why}; leave it out")
+            problems.append(f"-S: cannot set {name}: {why}; leave it out")
         elif name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             beyond = json.dumps({"extra_body": {name: value}}, ensure_ascii=False)
             problems.append(
-                f"-S: {name} is no argument of OpenAI's API{hint}; what the endpoint has beyond it"
-                f" goes into extra_body: -S '{beyond}'"
+                f"-S: {name} is not an argument of OpenAI's API{hint}; additional arguments of the"
+                f" endpoint go into extra_body: -S '{beyond}'"
             )
     if sampling.get("n") not in (None, 1):
-        answers = f"n is {sampling['n']!r}, and a rollout takes one answer"
-        problems.append(f"-S: {answers}; leave it out, -r says how many rollouts an example has")
+        answers = f"n is {sampling['n']!r}, but a rollout takes one answer"
+        problems.append(f"-S: {answers}; leave it out, and set the rollouts per example with -r")
     body = sampling.get("extra_body")
     if body and not isinstance(body, Mapping):
         problems.append(f'-S: extra_body is {body!r}, not an object; write it like {{"top_k": 20}}')
     if problems:
         raise ConfigError(problems)
-    # Completions take a number there, chats a bool.
+    # Completions take a number for logprobs, chats a bool.
     takes_count = message_type == "completion" and sampling.get("logprobs") is True
     return {**sampling, "logprobs": 1} if takes_count else dict(sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The command line. None stands for an option that was not given."""
+    """The options of the command line; None if an option was not given."""
 
     environment: str | None
     env_args: dict[str, object] | None
@@ -91,11 +91,11 @@ class EvalOptions:
     base_url: str | None
     key_variable: str | None
     headers: dict[str, str]
-    """Sent with every call beside OpenAI's own. They may be secret, and are kept nowhere."""
+    """Headers to send with every call. They may be secret and are not stored."""
     num_examples: int | None
     rollouts_per_example: int | None
     sampling_args: dict[str, object] | None
-    """`-t`, `-T` and `-S` together."""
+    """`-t`, `-T` and `-S`, merged."""
     tokens: bool
     state_columns: tuple[str, ...] | None
     max_concurrent: int
@@ -114,18 +114,20 @@ class EvalOptions:
 
 
 def read_options(arguments: Sequence[str]) -> EvalOptions:
-    """Read the command line; exit with 2 where argparse refuses it, with 0 after `--help`.
+    """Read the command line. Exits with 2 if it is malformed, and with 0 after `--help`.
 
     Raises:
-        ConfigError: options contradict each other, or no environment is named.
+        ConfigError: options contradict each other, or no environment is given.
     """
     values = vars(_parser().parse_args(arguments))
     if values["environment"] is None and values["resume"] is None:
-        raise ConfigError(f"ENVIRONMENT: which one is it? `vf-eval NAME`: {_environments()}")
+        raise ConfigError(f"ENVIRONMENT: is missing; write `vf-eval NAME`: {_environments()}")
     if values["dataset_name"] is not None and not values["push"]:
-        raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
+        raise ConfigError(
+            "-D: has no effect without -H, which pushes the dataset; give -H too, or leave -D out"
+        )
     if values["output"] is not None and values["resume"] is not None:
-        raise ConfigError("-o: an evaluation goes on in its own folder; leave -o or --resume out")
+        raise ConfigError("-o: a resumed evaluation stays in its folder; leave out -o or --resume")
     values["headers"] = dict(values["headers"])
     del values["save_every"]
     sampling = values.pop("sampling_args")
@@ -136,18 +138,18 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         sampling = dict(sampling or {})
         if sampling.setdefault(name, value) != value:
             raise ConfigError(
-                f"{flag}: is {value:g}, and {name} in -S is {sampling[name]!r}; keep one of the two"
+                f"{flag}: is {value:g}, but {name} in -S is {sampling[name]!r}; keep one of the two"
             )
     return EvalOptions(sampling_args=sampling, **values)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Make the parser; its destinations are the fields of `EvalOptions`."""
+    """Return the parser, with the fields of `EvalOptions` as destinations."""
     parser = argparse.ArgumentParser(
         "vf-eval",
         usage=_USAGE,
-        description="Roll out an environment's held-out examples with a model behind an OpenAI"
-        " endpoint, score them, and say what came of it.",
+        description="Generate rollouts of an environment's held-out examples with a model at an"
+        " OpenAI endpoint, score them, and print the results.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -157,12 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     add("-a", "--env-args", type=_json_object, metavar="JSON", help="arguments of load_environment")
 
     add = parser.add_argument_group("model").add_argument
-    add("-m", "--model", metavar="NAME", help="default: the only one that the endpoint serves")
-    text = "of the endpoint, up to /v1 (default: $OPENAI_BASE_URL, or OpenAI's)"
+    add("-m", "--model", metavar="NAME", help="default: the only model of the endpoint")
+    text = "address of the endpoint, up to /v1 (default: $OPENAI_BASE_URL, or OpenAI's)"
     add("-b", "--api-base-url", dest="base_url", metavar="URL", help=text)
-    text = f"variable that holds the key (default: {KEY_VARIABLE}; none for a local endpoint)"
+    text = f"variable with the key (default: {KEY_VARIABLE}; none for a local endpoint)"
     add("-k", "--api-key-var", dest="key_variable", metavar="VARIABLE", help=text)
-    text = "sent with every call, also after --resume, and kept nowhere; may be given several times"
+    text = "header of every call; not stored, so give it again with --resume; may be repeated"
     add(
         "--header",
         dest="headers",
@@ -172,55 +174,55 @@ def _parser() -> argparse.ArgumentParser:
         metavar="'NAME: VALUE'",
         help=text,
     )
-    add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help="most tokens of one answer")
-    add("-T", "--temperature", type=_NOT_NEGATIVE, metavar="T", help="of every call")
-    text = 'further arguments of every call: \'{"top_p": 0.9, "extra_body": {...}}\''
+    add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help="maximum tokens of one answer")
+    add("-T", "--temperature", type=_NOT_NEGATIVE, metavar="T", help="temperature of every call")
+    text = 'other arguments of every call: \'{"top_p": 0.9, "extra_body": {...}}\''
     add("-S", "--sampling-args", type=_json_object, metavar="JSON", help=text)
-    text = "ask for token ids and log-probabilities, for -C trajectory; OpenAI refuses it"
+    text = "request token ids and log-probabilities, for -C trajectory; OpenAI refuses this"
     add("--tokens", action="store_true", help=text)
 
     add = parser.add_argument_group("how much").add_argument
-    text = f"examples, from the first on; -1: all (default: {NUM_EXAMPLES})"
+    text = f"number of examples, from the first; -1: all (default: {NUM_EXAMPLES})"
     add("-n", "--num-examples", type=_SOME_OR_ALL, metavar="N", help=text)
-    text = f"rollouts of each (default: {ROLLOUTS_PER_EXAMPLE})"
+    text = f"rollouts per example (default: {ROLLOUTS_PER_EXAMPLE})"
     add("-r", "--rollouts-per-example", type=_POSITIVE, metavar="N", help=text)
-    text = "most rollouts at a time in generation, and in scoring; -1: all (default: %(default)s)"
+    text = "maximum concurrent rollouts, in generation and scoring; -1: all (default: %(default)s)"
     limit: dict[str, Any] = {"type": _SOME_OR_ALL, "metavar": "N"}
     add("-c", "--max-concurrent", default=MAX_CONCURRENT, help=text, **limit)
-    add("--max-concurrent-generation", help="the same of generating alone (default: -c)", **limit)
-    add("--max-concurrent-scoring", help="the same of scoring alone (default: -c)", **limit)
-    text = "score when all are generated, instead of each as soon as it is there"
+    add("--max-concurrent-generation", help="the same, only in generation (default: -c)", **limit)
+    add("--max-concurrent-scoring", help="the same, only in scoring (default: -c)", **limit)
+    text = "score after all rollouts are generated, instead of each when it is finished"
     add("-N", "--no-interleave-scoring", dest="interleave_scoring", action="store_false", help=text)
     seconds: dict[str, Any] = {"type": _SECONDS, "metavar": "S"}
-    text = "a rollout that is not done after so many seconds has failed (default: no limit)"
+    text = "time limit of a rollout in seconds; it fails after that (default: no limit)"
     add("--rollout-timeout", dest="rollout_timeout_s", help=text, **seconds)
-    text = "the same of a call of a reward function (default: that of --rollout-timeout)"
+    text = "the same for a call of a reward function (default: --rollout-timeout)"
     add("--scoring-timeout", dest="scoring_timeout_s", help=text, **seconds)
 
     add = parser.add_argument_group("results").add_argument
     text = "write the dataset of all rollouts: results.jsonl and metadata.json in the same folder"
     add("-s", "--save-results", dest="save", action="store_true", help=text)
-    text = "changes nothing: every finished rollout is in rollouts.jsonl at once"
+    text = "has no effect: each finished rollout is written to rollouts.jsonl at once"
     add("-f", "--save-every", type=int, metavar="N", help=text)
-    text = "fields of the state that become columns too: timing.total_ms,trajectory"
+    text = "additional columns, from fields of the state: timing.total_ms,trajectory"
     add("-C", "--state-columns", type=_names, metavar="A,B.C", help=text)
     add("-H", "--save-to-hf-hub", dest="push", action="store_true", help="push the dataset")
-    text = "of the pushed dataset (default: ENVIRONMENT-results)"
+    text = "name of the pushed dataset (default: ENVIRONMENT-results)"
     add("-D", "--hf-hub-dataset-name", dest="dataset_name", metavar="NAME", help=text)
-    text = f"where the evaluation gets a folder (default: {OUTPUT})"
+    text = f"folder for the folders of evaluations (default: {OUTPUT})"
     add("-o", "--output-dir", dest="output", type=Path, metavar="FOLDER", help=text)
-    text = "go on: roll out what is missing or failed; what is not said is as it was"
+    text = "continue: generate missing and failed rollouts, with the stored settings"
     add("--resume", type=Path, metavar="FOLDER", help=text)
-    text = "reward from which on a rollout counts for pass@k (default: %(default)g)"
+    text = "minimum reward of a solved rollout, for pass@k (default: %(default)g)"
     add("--solved-at", type=_FINITE, default=1.0, metavar="REWARD", help=text)
-    text = "show the first rollout; say every retry, and the traceback of what fails"
+    text = "show the first rollout, log every retry, and show tracebacks of failures"
     add("-v", "--verbose", action="store_true", help=text)
     return parser
 
 
 def _environments() -> str:
     names = ", ".join(environment_names())
-    return f"one of {names}, or any module or .py file that has load_environment"
+    return f"one of {names}, or a module or .py file with load_environment"
 
 
 def _json_object(text: str) -> dict[str, JsonValue]:
@@ -251,20 +253,20 @@ def _names(text: str) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")]
     names = tuple(dict.fromkeys(filter(None, parts)))
     if not names:
-        raise argparse.ArgumentTypeError(f"names nothing: {text!r}; write it like a,b.c")
+        raise argparse.ArgumentTypeError(f"has no name: {text!r}; write it like a,b.c")
     return names
 
 
 def _number(
     kind: type[int] | type[float], allows: Callable[[float], bool], name: str
 ) -> Callable[[str], float]:
-    """Make the type of an option whose value is a number of some range."""
+    """Return an argparse type for numbers of a range."""
 
     def read(text: str) -> float:
         try:
             number: float = kind(text)
         except ValueError:
-            number = math.nan  # which no range allows
+            number = math.nan  # is in no range
         if not allows(number):
             raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}")
         return number
@@ -272,9 +274,9 @@ def _number(
     return read
 
 
-_WHOLE = "a whole number from 1 on"
+_WHOLE = "an integer of at least 1"
 _POSITIVE = _number(int, lambda number: number > 0, _WHOLE)
 _SOME_OR_ALL = _number(int, lambda n: n > 0 or n == -1, f"{_WHOLE}, or -1 for all")
-_NOT_NEGATIVE = _number(float, lambda number: 0 <= number < math.inf, "a number from 0 on")
+_NOT_NEGATIVE = _number(float, lambda number: 0 <= number < math.inf, "a number of at least 0")
 _SECONDS = _number(float, lambda number: 0 < number < math.inf, "a number of seconds over 0")
 _FINITE = _number(float, math.isfinite, "a number")

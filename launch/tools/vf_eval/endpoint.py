@@ -1,4 +1,4 @@
-"""The endpoint that `vf-eval` asks: its address and key, and a probe of it before the start."""
+"""The endpoint of `vf-eval`: its address, its key, and a check before the start."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ URL_VARIABLE = "OPENAI_BASE_URL"
 OPENAI_URL = "https://api.openai.com/v1"
 LIST_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
-"""Timeout of a call for one token."""
+"""Timeout of a call that samples one token."""
 START_S = 600.0
-"""The longest that a server which answers 503 is waited for: it loads its model."""
+"""Maximum time to wait while a server answers 503, because it is loading its model."""
 START_PAUSE_S = 2.0
-"""Pause between two questions to it."""
+"""Pause between two attempts."""
 _NUM_SHOWN = 10
 
 
 def say(text: str) -> None:
-    """Print a remark, above a progress bar where there is one."""
+    """Print a line to stderr, above the progress bar if there is one."""
     tqdm.write(escaped(text), file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Example: `Endpoint("http://127.0.0.1:8000/v1", "none", "OPENAI_API_KEY")` needs no key."""
+    """An address and its key: `Endpoint("http://127.0.0.1/v1", "none", "OPENAI_API_KEY")`."""
 
     url: str
     key: str
-    """The text `none` where no key is sent."""
+    """The text `none` if no key is needed."""
     key_variable: str
 
     def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
-        """Return a client, to be closed; it does not try again: rollouts do, and say so."""
-        # A proxy of the environment is no way to this machine's own address.
+        """Return a client, to be closed. It does not retry: rollouts retry and log it."""
+        # A proxy from the environment cannot reach this machine's own address.
         http_client = None
         if is_loopback(urlsplit(self.url).hostname or ""):
             http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
@@ -68,39 +68,38 @@ class Endpoint:
 def find_endpoint(
     url: str | None, key_variable: str | None, environ: Mapping[str, str]
 ) -> Endpoint:
-    """Return the endpoint that the options and the environment's variables name.
+    """Return the endpoint given by the options and environment variables.
 
     Raises:
-        ConfigError: the address is none, or a key is needed and its variable is not set.
+        ConfigError: the address is invalid, or the variable of a required key is not set.
     """
     chosen = url or environ.get(URL_VARIABLE) or OPENAI_URL
     parts = urlsplit(chosen)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
-            f"-b: {chosen!r} is no address of an endpoint; write it like http://127.0.0.1:8000/v1"
+            f"-b: {chosen!r} is not an HTTP address; write it like http://127.0.0.1:8000/v1"
         )
     if parts.username or parts.password or parts.query:
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
         raise ConfigError(
-            f"-b: the address of {bare} holds a name, a password or a query, which would be kept"
-            " with the results; write the address alone, and give secrets by a variable (-k) or by"
-            " --header, which are not kept"
+            f"-b: the address of {bare} holds a name, a password or a query, which would be stored"
+            " with the results; write only the address, and give secrets in a variable (-k) or with"
+            " --header, which are not stored"
         )
     name = key_variable or KEY_VARIABLE
     is_local = _is_local(parts.hostname)
-    # The key of somebody's account is sent to a server of this network only when that is asked for.
+    # The user's key is sent to a local server only if -k asks for it.
     if is_local and key_variable is None:
         return Endpoint(chosen, "none", name)
     if key := environ.get(name):
         return Endpoint(chosen, key, name)
     if is_local:
         raise ConfigError(
-            f"-k: was given, and the variable {name} is not set; leave -k out, or `export"
-            f" {name}=...`"
+            f"-k: the variable {name} is not set; leave -k out, or `export {name}=...`"
         )
     remedy = f"`export {name}=...`, or name another variable with -k"
     if chosen == OPENAI_URL:
-        remedy += f", or name an endpoint of your own with -b or {URL_VARIABLE}"
+        remedy += f", or give your own endpoint with -b or {URL_VARIABLE}"
     raise ConfigError(f"-k: the variable {name} is not set, and {chosen} needs a key; {remedy}")
 
 
@@ -115,17 +114,17 @@ def _is_local(host: str) -> bool:
 async def find_model(
     client: openai.AsyncOpenAI, endpoint: Endpoint, model: str | None, message_type: str
 ) -> str:
-    """Return the name of the model, once the endpoint is known to have it.
+    """Return the name of the model after checking that the endpoint serves it.
 
-    It is asked for its list of models, and where that leaves a doubt, for one token. A server that
-    answers 503 is still starting, and is asked again for `START_S`.
+    The check uses the endpoint's list of models. If the list is missing or lacks the model, it
+    samples one token. While a server answers 503 it is starting, and is asked again for `START_S`.
 
     Args:
-        model: None for the only one that it serves.
+        model: None for the only model that the endpoint serves.
 
     Raises:
-        UnreachableError: nothing answers, or nothing that speaks OpenAI's protocol.
-        ConfigError: the key is refused, or the model is not there.
+        UnreachableError: there is no answer, or it does not follow OpenAI's protocol.
+        ConfigError: the key is refused, or the endpoint does not have the model.
     """
     served = await _once_started(partial(list_models, client, endpoint), endpoint)
     if model is not None:
@@ -138,11 +137,11 @@ async def find_model(
     answer = "has no list of models (does -b end in /v1?)"
     if served is not None:
         answer = f"serves {_joined(served)}"
-    raise ConfigError(f"-m: which model? {endpoint.url} {answer}; name one with -m")
+    raise ConfigError(f"-m: is missing, and {endpoint.url} {answer}; name a model with -m")
 
 
 async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> T:
-    """Ask until the answer is no 503, or `START_S` is over. Raises as `find_model`."""
+    """Call `ask` again while it answers 503, for `START_S`. Raises like `find_model`."""
     until_s = time.monotonic() + START_S
     has_said = False
     while True:
@@ -154,22 +153,22 @@ async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> 
             if not starts or time.monotonic() > until_s:
                 raise
         if not has_said:
-            limit = f"is waited for up to {START_S:g} s"
-            say(f"{endpoint.url} answers 503, as a server that is starting does, and {limit}")
+            limit = f"waiting up to {START_S:g} s"
+            say(f"{endpoint.url} answers 503, like a server that is starting; {limit}")
             has_said = True
         await asyncio.sleep(START_PAUSE_S)
 
 
 async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:
-    """Return the names of the models, None where there is no list. Raises as `find_model`."""
+    """Return the names of the models, or None without a list. Raises like `find_model`."""
     try:
         with _translated_errors(endpoint):
             page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()
     except ConfigError:
-        raise  # it is a ValueError too
+        raise  # ConfigError is a ValueError too
     except openai.APIStatusError:
         return None
-    # openai's client raises the last two at an answer that is no list but, perhaps, a page
+    # The client of openai raises the last two if the answer is not a list, such as a web page.
     except (openai.APIError, ValueError, AttributeError) as error:
         problem = f"answers, but not as the OpenAI API does ({error})"
         raise _not_an_endpoint(endpoint, problem) from error
@@ -196,26 +195,26 @@ async def _ask_for_a_token(
                 )
     except openai.NotFoundError as error:
         if served is None:
-            problem = f"has neither a list of models nor {model!r} ({_short(error)})"
+            problem = f"has no list of models and no model {model!r} ({_short(error)})"
             raise _not_an_endpoint(endpoint, problem) from error
         raise ConfigError(
             f"-m: {endpoint.url} has no model {model!r}; it serves {_joined(served)}"
         ) from error
     except openai.APIStatusError:
-        # The model is there, and has something against this call; rollouts say what of theirs.
+        # The model exists but refuses this call. Rollouts report the errors of their own calls.
         return
 
 
 @contextmanager
 def _translated_errors(endpoint: Endpoint) -> Iterator[None]:
-    """Raise what is wrong with the key as ConfigError, with the connection as UnreachableError."""
+    """Raise ConfigError for errors of the key, and UnreachableError for the connection."""
     try:
         yield
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        remedy = "no key was sent; name its variable with -k"
+        remedy = "no key was sent; give its variable with -k"
         if endpoint.key != "none":
             remedy = (
-                f"the key in {endpoint.key_variable} is not accepted; correct it, or name another"
+                f"the key in {endpoint.key_variable} is not accepted; correct it, or give another"
                 " with -k"
             )
         answer = f"answered {error.status_code} ({_short(error)})"
@@ -223,7 +222,7 @@ def _translated_errors(endpoint: Endpoint) -> Iterator[None]:
     except (openai.APIConnectionError, openai.InternalServerError) as error:
         cause = error.__cause__
         reason = f"{type(cause).__name__}: {cause}" if cause and str(cause) else _short(error)
-        problem = f"no answer ({reason}); check that it runs, and the address (-b)"
+        problem = f"no answer ({reason}); check that the server runs, and the address (-b)"
         raise UnreachableError(problem, actor=endpoint.url, phase="check") from error
 
 

@@ -1,4 +1,4 @@
-"""The settings of an evaluation, in its folder's `evaluation.json`, so that it can go on."""
+"""Stores the settings of an evaluation in `evaluation.json`, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "evaluation.json"
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class EvaluationSettings:
-    """All that decides what the rollouts of an evaluation are, and where its endpoint was.
+    """The settings that determine the rollouts of an evaluation, and its endpoint.
 
     Example: environment "arithmetic", env_args {"largest": 9}, model "demo", num_examples 50,
     rollouts_per_example 4.
@@ -34,20 +34,20 @@ class EvaluationSettings:
     environment: str
     env_args: dict[str, object]
     model: str | None
-    """None until the endpoint has said which one it serves."""
+    """None until the endpoint has listed its only model."""
     sampling_args: dict[str, object]
     base_url: str | None
-    """As it was given; the same for the key."""
+    """As given on the command line; the same holds for `key_variable`."""
     key_variable: str | None
     num_examples: int
-    """-1: all."""
+    """Number of examples; -1: all."""
     rollouts_per_example: int
     state_columns: tuple[str, ...]
 
     @classmethod
     def from_options(cls, options: EvalOptions) -> EvaluationSettings:
-        """Make the settings of a new evaluation."""
-        assert options.environment is not None, "without a folder to resume it is required"
+        """Return the settings of a new evaluation."""
+        assert options.environment is not None, "required unless an evaluation is resumed"
         return cls(
             environment=options.environment,
             env_args=options.env_args or {},
@@ -61,10 +61,10 @@ class EvaluationSettings:
         )
 
     def resumed(self, options: EvalOptions, folder: Path) -> EvaluationSettings:
-        """Return these settings with the endpoint and the sizes that the options name.
+        """Return these settings with the endpoint and the sizes of the options.
 
         Raises:
-            ConfigError: every other option that is given and differs.
+            ConfigError: another given option differs from these settings.
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None
@@ -76,18 +76,18 @@ class EvaluationSettings:
             "-C": (options.state_columns, self.state_columns),
         }
         problems = [
-            f"{flag}: is {_text(now)} and was {_text(before)}"
+            f"{flag}: is {_text(now)}, but was {_text(before)}"
             for flag, (now, before) in settings.items()
             if now is not None and now != before
         ]
         if sampling is None and (lost := masked_keys(self.sampling_args)):
-            problems.append(f"-S: {lost[0]} is a secret, which no file keeps; give -S again")
+            problems.append(f"-S: {lost[0]} is a secret, which is not stored; give -S again")
         if problems:
-            remedy = "say what it says, or leave it out, or start a new one without --resume"
-            raise ConfigError([*problems, f"{folder}: is of another evaluation; {remedy}"])
+            remedy = "give the same options or leave them out, or start a new one without --resume"
+            raise ConfigError([*problems, f"{folder}: has other settings; {remedy}"])
         return replace(
             self,
-            # The secrets in them, which the folder does not have.
+            # May contain secrets, which the folder does not store.
             env_args=self.env_args if options.env_args is None else options.env_args,
             sampling_args=self.sampling_args if sampling is None else sampling,
             base_url=options.base_url or self.base_url,
@@ -97,7 +97,7 @@ class EvaluationSettings:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the folder's `evaluation.json`, whole or not at all, without secrets.
+        """Write `evaluation.json` to the folder atomically, without secrets.
 
         Raises StorageError.
         """
@@ -113,16 +113,16 @@ def read_evaluation(folder: Path) -> EvaluationSettings:
     """Read the folder's `evaluation.json`.
 
     Raises:
-        ConfigError: the folder has none.
-        RecordError: it is broken.
+        ConfigError: the file cannot be read.
+        RecordError: the file is damaged.
     """
     path = folder / NAME
     try:
         return TypeAdapter(EvaluationSettings).validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"--resume: {path} cannot be read ({error.strerror}); name a folder that an evaluation"
-            " of vf-eval made"
+            f"--resume: {path} cannot be read ({error.strerror}); give the folder of an"
+            " evaluation by vf-eval"
         ) from error
     except ValidationError as error:
         remedy = "start a new evaluation without --resume"
@@ -130,13 +130,13 @@ def read_evaluation(folder: Path) -> EvaluationSettings:
 
 
 def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
-    """Make a folder `ENVIRONMENT--MODEL/DATE-TIME` that nobody else has. Raises StorageError."""
+    """Create a new folder `ENVIRONMENT--MODEL/DATE-TIME`. Raises StorageError."""
     environment = Path(evaluation.environment).name.removesuffix(".py")
-    # Servers of ours and of vLLM call a model by its path, if nothing else is said.
+    # By default, our server and vLLM name a model by its path.
     model = str(evaluation.model)
     if Path(model).is_absolute():
         model = Path(model).name
-    model = model.replace("/", "--")  # as the `verifiers` package does
+    model = model.replace("/", "--")  # like the `verifiers` package
     name = re.sub(r"[^\w.-]+", "-", f"{environment}--{model}")
     base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = base
@@ -159,12 +159,12 @@ def missing_rollouts(
     *,
     by_example: bool,
 ) -> list[tuple[int, int]]:
-    """Return (example, rollout) of each rollout that is not there, or failed.
+    """Return (example, rollout) of each rollout that is missing or failed.
 
     Args:
-        names: those of the examples; rows of one name are one example's.
-        rollouts: the number of each example.
-        by_example: rewards compare an example's rollouts, so they are made together.
+        names: name of each row; rows with the same name belong to one example.
+        rollouts: number of rollouts per example.
+        by_example: include all rollouts of an incomplete example, because rewards compare them.
     """
     wanted = [(example, rollout) for example in range(len(names)) for rollout in range(rollouts)]
     missing = [key for key in wanted if key not in finished or finished[key].error is not None]

@@ -1,8 +1,8 @@
-"""The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done.
+"""Writes each rollout of an evaluation to disk as a JSON line when it is finished.
 
-`rollouts.jsonl` is the evaluation's only store: its scores and datasets are made from it. It only
-grows. The last line of a rollout that was made again counts. A line that was being written when
-the process died is removed when the file is opened the next time.
+Scores and datasets are computed from `rollouts.jsonl`. Lines are only appended. If a rollout was
+repeated, its last line counts. If the process died while it wrote a line, that line is removed when
+the file is opened again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME = "rollouts.jsonl"
 
 
 class KeptState(TypedDict):
-    """The fields of a state that scores and datasets need, as `plain` makes them.
+    """The fields of a state that scores and datasets need, converted by `plain`.
 
-    The fields that `-C` names are kept too.
+    The fields named by `-C` are kept too.
     """
 
-    # `constants`: a metric may be infinite or NaN, which `plain` would make None.
+    # `constants`: keeps infinite or NaN metrics, which `plain` would convert to None.
     __pydantic_config__ = ConfigDict(extra="allow", strict=True, ser_json_inf_nan="constants")  # type: ignore[misc]
 
     id: object
@@ -45,9 +45,9 @@ class KeptState(TypedDict):
     metrics: dict[str, float]
     error: str | None
     reward_errors: NotRequired[dict[str, str]]
-    """Errors of reward functions, by their names."""
+    """Errors of reward functions, by function name."""
     given_up: NotRequired[list[str]]
-    """Names of the plain functions whose thread was given up."""
+    """Names of plain functions whose thread was given up after a timeout."""
     stop_condition: str | None
     is_truncated: bool
     timing: dict[str, Any]
@@ -64,22 +64,22 @@ class FinishedRollout(BaseModel):
     )
 
     example: NonNegativeInt
-    """The number of its row in the evaluated dataset."""
+    """Index of the row in the evaluated dataset."""
     rollout: NonNegativeInt
-    """Its number among the rollouts of the example."""
+    """Index of the rollout among the rollouts of the example."""
     row: str
-    """`digest` of the input: the dataset may have changed before an evaluation is resumed."""
+    """`digest` of the input, to detect a changed dataset when an evaluation is resumed."""
     state: KeptState
     prompt_tokens: int | None
-    """Tokens that the model read in all calls; None if the endpoint does not count."""
+    """Tokens read in all model calls; None if the endpoint does not count them."""
     completion_tokens: int | None
-    """Tokens that it sampled."""
+    """Tokens sampled in all model calls."""
 
     @classmethod
     def from_state(
         cls, state: State, *, example: int, rollout: int, row: str, state_columns: Sequence[str]
     ) -> FinishedRollout:
-        # A column `timing.total_ms` is inside a field; a field may have a dot in its name, too.
+        # The column `timing.total_ms` lies inside a field, but a field name may also contain a dot.
         fields = {name for path in state_columns for name in (path, path.partition(".")[0])}
         kept = {name: plain(state[name]) for name in KeptState.__annotations__ if name in state}
         kept |= {name: plain(state[name]) for name in fields if name in state}
@@ -100,18 +100,18 @@ class FinishedRollout(BaseModel):
 
     @property
     def error(self) -> str | None:
-        """Why the rollout failed; None if it did not."""
+        """Return why the rollout failed; None if it did not."""
         return self.state["error"]
 
     def full_state(self) -> State:
-        """Return the state with defaults for what was not kept."""
+        """Return the state, with defaults for the fields that were not kept."""
         return State({"is_completed": True, "trajectory": [], "advantage": None, **self.state})
 
 
 def count_tokens(state: State) -> tuple[int | None, int | None]:
-    """Count the tokens that all calls of a rollout read, and that they sampled.
+    """Return the numbers of tokens that all model calls of a rollout read and sampled.
 
-    None if a step has neither tokens nor the endpoint's count.
+    They are None if a call has neither tokens nor a count by the endpoint.
     """
     num_read = 0
     num_sampled = 0
@@ -130,13 +130,13 @@ def count_tokens(state: State) -> tuple[int | None, int | None]:
 
 
 class ResultsFile:
-    """`rollouts.jsonl` in an evaluation's folder, locked by this process; a context manager."""
+    """`rollouts.jsonl` of an evaluation, locked by this process; a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the file, and remove a last line that was cut off.
+        """Open the file, and remove an incomplete last line.
 
         Raises:
-            RecordError: another line is broken.
+            RecordError: another line is damaged.
             StorageError: the file cannot be written, or another process writes it.
         """
         self.path = folder / NAME
@@ -144,23 +144,23 @@ class ResultsFile:
             try:
                 lines = RunFile(self.path, mode="ab", remedy=StorageError.ANOTHER_FOLDER)
                 stack.enter_context(closing(lines))
-                # Held until the file is closed, or the process ends.
+                # Held until the file is closed or the process ends.
                 fcntl.flock(lines.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 data = self.path.read_bytes()
                 num_whole = data.rfind(b"\n") + 1
                 os.truncate(self.path, num_whole)
                 self.was_torn = num_whole < len(data)
-                """Whether a line was removed."""
+                """Whether an incomplete line was removed."""
                 self.rollouts = {rollout.key: rollout for rollout in read_rollouts(self.path)}
             except BlockingIOError:
                 raise StorageError(
                     str(self.path),
                     "another process is writing it",
-                    remedy="wait for its end, or start an evaluation of its own",
+                    remedy="wait for its end, or start a separate evaluation",
                 ) from None
             except OSError as error:
                 raise cannot_write(self.path, error, remedy=StorageError.ANOTHER_FOLDER) from error
-            stack.pop_all()  # it stays open
+            stack.pop_all()  # keeps the file open
         self._lines = lines
 
     def __enter__(self) -> ResultsFile:
@@ -170,19 +170,19 @@ class ResultsFile:
         self._lines.close()
 
     def append(self, rollout: FinishedRollout) -> None:
-        """Write a rollout so that the end of the process does not lose it. Raises StorageError."""
+        """Write a rollout to disk at once. Raises StorageError."""
         self._lines.write(rollout.model_dump_json() + "\n")
         self.rollouts[rollout.key] = rollout
 
 
 def read_rollouts(path: Path) -> list[FinishedRollout]:
-    """Read every line. Raises RecordError at the first that is not a finished rollout."""
+    """Return the rollouts of all lines. Raises RecordError at the first damaged line."""
     rollouts: list[FinishedRollout] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             rollouts.append(FinishedRollout.model_validate_json(line))
         except ValidationError as error:
-            remedy = "delete this line, and its rollout is made again"
+            remedy = "delete this line, and resume to repeat its rollout"
             raise first_problem(error, path, "line", remedy, line=number) from error
     return rollouts
 
@@ -190,7 +190,7 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
 def first_problem(
     error: ValidationError, path: Path, whole: str, remedy: str, *, line: int | None = None
 ) -> RecordError:
-    """Return what pydantic found first in a file of an evaluation; `whole` names all of it."""
+    """Return the first error of pydantic as RecordError; `whole` is the name without a field."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"])) or whole
     return RecordError(first["msg"], field=field, remedy=remedy, file=str(path), line=line)

@@ -1,4 +1,4 @@
-"""One call of `vf-eval`: rolls out what an evaluation lacks, and shows, saves and pushes it."""
+"""One call of `vf-eval`: generates missing rollouts, and shows, saves and pushes results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 
 
 class EvalRun:
-    """One call of the command."""
+    """One call of `vf-eval`."""
 
     def __init__(
         self, options: EvalOptions, evaluation: EvaluationSettings, environment: Environment
@@ -48,17 +48,18 @@ class EvalRun:
         self._endpoint: Endpoint | None = None
         self.folder: Path | None = options.resume
         self.finished: dict[tuple[int, int], FinishedRollout] = {}
-        """By the numbers of the example and of the rollout among its."""
+        """Finished rollouts by (example, rollout)."""
 
     @property
     def cleanup_timeout_s(self) -> float:
         return self._environment.cleanup_timeout_s
 
     async def evaluate(self) -> None:
-        """Roll out what is missing; what is done by then is kept.
+        """Generate the missing rollouts. If it fails, finished rollouts are kept.
 
         Raises:
-            ConfigError, RecordError, StorageError, UnreachableError: the evaluation cannot go on.
+            ConfigError, RecordError, StorageError, UnreachableError: the evaluation cannot
+                continue.
         """
         async with self._environment, AsyncExitStack() as stack:
             examples, names, digests = self._examples()
@@ -66,7 +67,7 @@ class EvalRun:
             sampling = check_sampling(self._evaluation.sampling_args, message_type)
             client = None
             if self.folder is None:
-                # Before the folder is made: an endpoint that is not there leaves none behind.
+                # Connects before the folder is made, so that a missing endpoint leaves no folder.
                 client = await self._connect(stack)
                 self.folder = new_folder(self._options.output or OUTPUT, self._evaluation)
             file = stack.enter_context(ResultsFile(self.folder))
@@ -80,8 +81,8 @@ class EvalRun:
             )
             if self._options.resume is not None:
                 total = len(names) * self._evaluation.rollouts_per_example
-                say(f"{total - len(missing)} of {total} rollouts are there")
-                # Where nothing is missing, the endpoint may be gone.
+                say(f"{total - len(missing)} of {total} rollouts are finished")
+                # Without missing rollouts the endpoint is not needed.
                 if missing:
                     client = await self._connect(stack)
             self._evaluation.write(self.folder)
@@ -89,7 +90,7 @@ class EvalRun:
                 await self._generate(client, sampling, examples, missing, digests, file)
 
     async def _connect(self, stack: AsyncExitStack) -> openai.AsyncOpenAI:
-        """Return a client of the endpoint, which has answered; the model is known from then on."""
+        """Check the endpoint, store the name of its model, and return a client."""
         evaluation = self._evaluation
         endpoint = find_endpoint(evaluation.base_url, evaluation.key_variable, os.environ)
         self._endpoint = endpoint
@@ -99,45 +100,45 @@ class EvalRun:
         return client
 
     def _examples(self) -> tuple[Examples, list[str], list[str]]:
-        """Return the examples, the names that `generate` groups them by, and digests of rows."""
+        """Return the examples, their names (`generate` groups by them), and their digests."""
         name = self._evaluation.environment
         try:
             examples = self._environment.get_eval_dataset()
-            # In one order, however many are asked for: an evaluation may be resumed for more.
+            # The order does not depend on the number: an evaluation may be resumed with more.
             number = self._evaluation.num_examples
             examples = examples.first(len(examples) if number < 0 else number)
-            # Rows become inputs as they are read: they need not all be in memory at once.
+            # Rows are converted one by one, so that not all are in memory at once.
             rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
         if not rows:
             raise ConfigError(
-                f"{name}: its dataset to evaluate on is empty; give it rows (with -a, where its"
+                f"{name}: its evaluation dataset is empty; give it rows (with -a, if its"
                 " load_environment has an argument for them)"
             )
         self._num_examples = len(rows)
         if len(rows) < self._evaluation.num_examples:
             wanted = self._evaluation.num_examples
             say(
-                f"-n: {name} has {len(rows)} examples to evaluate on, not {wanted}; it is evaluated"
-                " on these"
+                f"-n: {name} has {len(rows)} examples to evaluate on, not {wanted}; all of them"
+                " are used"
             )
         return examples, [name for name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
-        """Raise ConfigError where the rollouts in the file are of other data."""
+        """Raise ConfigError if the rollouts in the file have other data."""
         if file.was_torn:
             say(
-                f"the last line of {file.path} was cut off and is removed; its rollout is made"
-                " again"
+                f"the last line of {file.path} was incomplete and is removed; its rollout is"
+                " repeated"
             )
         for rollout in file.rollouts.values():
             example = rollout.example
             if example < len(digests) and rollout.row != digests[example]:
                 raise ConfigError(
-                    f"--resume: example {example} is not what it was: the environment's data have"
-                    f" changed, or {file.path} is another"
-                    " evaluation's; start a new evaluation without --resume"
+                    f"--resume: example {example} has changed: the environment has other data, or"
+                    f" {file.path} belongs to another evaluation; start a new evaluation without"
+                    " --resume"
                 )
 
     async def _generate(
@@ -149,7 +150,7 @@ class EvalRun:
         digests: Sequence[str],
         file: ResultsFile,
     ) -> None:
-        """Make the missing rollouts, and write each into the file as it comes."""
+        """Generate the missing rollouts, and write each to the file when it is finished."""
         options = self._options
         columns = self._evaluation.state_columns
         num_failed = 0
@@ -167,12 +168,12 @@ class EvalRun:
                 return
             num_sound += 1
             absent = [path for path in columns if not has_field(path, [state])]
-            # At the first, and not when all are done: a wrong name is better known early.
+            # Reported at the first rollout, so that a wrong name is noticed early.
             if absent and num_sound == 1:
                 known = ", ".join(map(str, state))
                 say(
                     f"-C: the first rollout has no {', '.join(absent)}; its state has {known}; the"
-                    " dataset will lack it unless another rollout has it"
+                    " dataset will lack this column unless another rollout has it"
                 )
 
         try:
@@ -190,22 +191,22 @@ class EvalRun:
                 scoring_timeout_s=options.scoring_timeout_s,
             )
         except ExceptionGroup as group:
-            # Of several tasks, one that cannot write its rollout ends the others.
+            # A task that cannot write its rollout cancels the other tasks.
             error: Exception = group
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             raise error from group
         if num_failed:
-            # Raises where the endpoint has gone, which is what the rollouts failed of then.
-            assert self._endpoint is not None, "the client is one of it"
+            # Raises if the endpoint is gone, which is then why rollouts failed.
+            assert self._endpoint is not None, "set by _connect"
             await list_models(client, self._endpoint)
 
     def report(self) -> int:
-        """Show the scores, save and push them if that is asked for; return the exit status."""
-        assert self.folder is not None, "it was evaluated"
+        """Show the scores, and save and push them on request. Returns the exit status."""
+        assert self.folder is not None, "set by evaluate"
         evaluation = self._evaluation
         wall_s = time.perf_counter() - self._start_s
-        # There may be more rollouts, of an evaluation that was larger.
+        # The file may hold more rollouts, from a larger evaluation.
         rollouts = [
             self.finished[example, rollout]
             for example in range(self._num_examples)
@@ -226,12 +227,12 @@ class EvalRun:
             self._save(self.folder, results)
         num_failed = results.metadata.num_errors
         if num_failed:
-            again = f"`vf-eval --resume {self.folder}` makes them again"
+            again = f"`vf-eval --resume {self.folder}` repeats them"
             say(f"{num_failed} of {len(rollouts)} rollouts failed; {again}")
         return 1 if num_failed == len(rollouts) else 0
 
     def _save(self, folder: Path, results: GenerateOutputs) -> None:
-        """Make the dataset of the rollouts, in the folder and on the hub."""
+        """Write the dataset of the rollouts to the folder, and push it to the hub."""
         wanted = self._evaluation.state_columns
         columns = [path for path in wanted if has_field(path, results.state)]
         dataset = self._environment.make_dataset(results, state_columns=columns)

@@ -1,4 +1,4 @@
-"""The results of an evaluation: as a dataset's rows, and in numbers for the console."""
+"""Computes the results of an evaluation, and the tables for the console."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def results_of(
     wall_s: float,
     date: str,
 ) -> GenerateOutputs:
-    """Return what `Environment.evaluate` would have of rollouts made by one call or several.
+    """Return the results like `Environment.evaluate`, for rollouts of one or several calls.
 
-    States hold what was kept of them.
+    States contain only the fields that were kept.
     """
     states = [rollout.full_state() for rollout in rollouts]
     groups: dict[str, list[State]] = {}
@@ -59,7 +59,7 @@ def results_of(
 
 
 def show_rollout(state: KeptState, console: Console) -> None:
-    """Print prompt, completion and reward."""
+    """Print the prompt, completion and reward of a rollout."""
     shown = {"prompt": state["prompt"], "completion": state["completion"] or ""}
     for title, messages in shown.items():
         console.print(Text(f"{title} of example {state['example_id']}", style="bold"))
@@ -83,22 +83,22 @@ def _transcript(messages: Messages) -> str:
 
 
 class ScoreSummary(NamedTuple):
-    """A reward or a metric in numbers."""
+    """The summary of a reward or a metric."""
 
     mean: float
     error: float | None
-    """Standard error of the mean, over the examples' own means; None of a single example.
+    """Standard error of the mean, computed from the means of examples; None for one example.
 
-    Rollouts of one example are no independent samples.
+    Rollouts of one example are not independent samples.
     """
     least: float
     most: float
 
     @classmethod
     def from_values(cls, values: Sequence[Sequence[float]]) -> ScoreSummary:
-        """Summarise the values of each example's rollouts, at least one in all.
+        """Summarise the values of each example's rollouts; there must be at least one value.
 
-        Examples may have none: their rollouts failed, or are of another environment of a group.
+        Examples without values are allowed: their rollouts failed, or have another environment.
         """
         flat = [value for of_example in values for value in of_example]
         means = [mean(of_example) for of_example in values if of_example]
@@ -111,9 +111,9 @@ class ScoreSummary(NamedTuple):
 
 
 def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
-    """Return the chance that one of `k` rollouts solves an example, without bias.
+    """Return the unbiased probability that one of `k` rollouts solves an example.
 
-    `solved` has each example's number of solved rollouts, and of all (at least k).
+    `solved` has, for each example, the numbers of solved rollouts and of all rollouts (at least k).
     """
     return mean([1 - math.comb(total - good, k) / math.comb(total, k) for good, total in solved])
 
@@ -121,7 +121,7 @@ def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
 def summary_tables(
     rollouts: Sequence[FinishedRollout], metadata: GenerateMetadata, *, solved_at: float
 ) -> list[Table]:
-    """Return the scores of the rollouts, at least one, that did not fail, and further facts."""
+    """Return a table of the scores of rollouts that did not fail, and a table of facts."""
     groups: dict[int, list[FinishedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.example, []).append(rollout)
@@ -142,7 +142,7 @@ def summary_tables(
         )
     for name in metadata.avg_metrics:
         label = "reward (metric)" if name == "reward" else name
-        # Rollouts of the other environments of a group do not have it.
+        # Rollouts of other environments of a group do not have this metric.
         scores[label] = ScoreSummary.from_values(
             [[one["metrics"][name] for one in group if name in one["metrics"]] for group in sound]
         )
@@ -169,7 +169,7 @@ def _facts(
     add("rollouts", f"{len(rollouts)}, of {len(examples)} examples")
     fewest = min(map(len, examples))
     if fewest > 1:
-        # A rollout that failed has not solved its example.
+        # A failed rollout has not solved its example.
         solved = []
         for group in examples:
             rewards = [one.state["reward"] or 0.0 for one in group if one.error is None]
@@ -191,7 +191,7 @@ def _facts(
         )
     if metadata.num_given_up:
         names = ", ".join(f"{count} x {name}" for name, count in metadata.num_given_up.items())
-        add("given up", f"{names}: plain functions that ran past a limit")
+        add("given up", f"{names}: plain functions that exceeded a time limit")
     add("truncated", str(metadata.num_truncated))
     stops = Counter(state["stop_condition"] for state in states)
     add("ended by", ", ".join(f"{name} {count}" for name, count in stops.most_common() if name))

@@ -1,6 +1,6 @@
-"""Contradictions between the trainer variant, the data and the objective (decisions 2, 7, 18, 37).
+"""Contradictions between trainer variant, data and objective (decisions 2, 7, 18, 37).
 
-`cross_check` of `shared.config.load` lists the checks.
+They are called by `cross_check` of `shared.config.load`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRAJECTORIES = TrainerVariant.TRAJECTORY_PG
 
 
 def data_is_there(run: RunConfig) -> Iterator[Problem]:
-    """Trajectories come from an environment with its own data; the rest learns from samples."""
+    """Report data of the wrong kind: environments have their own data, all others need samples."""
     variant = run.custom.trainer_variant
     if run.algorithm.uses_environment:
         if run.environment is None:
@@ -43,7 +43,7 @@ def data_is_there(run: RunConfig) -> Iterator[Problem]:
             yield Problem("environment", MISSING, remedy)
         for key, files in (("data.train", run.data.train), ("data.val", run.data.val)):
             if files is not None:
-                wrong = f"has no effect under {variant}: the environment has data of its own"
+                wrong = f"has no effect under {variant}: the environment has its own data"
                 remedy = "remove it (`data=none`, or `override /data: none` in an experiment)"
                 yield Problem(key, wrong, remedy)
     else:
@@ -63,14 +63,14 @@ def data_is_there(run: RunConfig) -> Iterator[Problem]:
         ("checkpoint.keep_best", run.checkpoint.keep_best, "0"),
     ):
         if value:
-            wrong = f"{value} asks for held-out reports, and {why}"
+            wrong = f"{value} needs held-out reports, but {why}"
             yield Problem(key, wrong, f"{remedy}, or {key}: {none}")
 
 
 def entries_have_input(
     variant: TrainerVariant, entries: Iterable[tuple[str, ObjectiveEntry | CoordDiagEntry]]
 ) -> Iterator[Problem]:
-    """Trajectories have advantages and no ground truth; most other variants the reverse."""
+    """Report entries without input: trajectories have advantages, other data has ground truth."""
     for path, entry in entries:
         source = entry.learns_from
         if source is not None and source not in ALGORITHMS[variant].learns_from:
@@ -80,15 +80,15 @@ def entries_have_input(
 
 
 def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
-    """The declared objective is all there is, so it must cover each channel that steps are of."""
+    """Report channels without a loss: no loss is implicit, so each used channel needs an entry."""
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
         active = pipeline.active(Channel.B)
         if not any(isinstance(entry, PolicyGradientEntry) and entry.teaches for entry in active):
             yield Problem(
                 _OBJECTIVE,
-                "no enabled policy_gradient with a weight above 0, and nothing else teaches"
-                f" {_TRAJECTORIES}",
+                "has no enabled policy_gradient with a weight above 0, without which"
+                f" {_TRAJECTORIES} learns nothing",
                 f"write an entry such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`",
             )
         return
@@ -98,25 +98,25 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
         if not any(entry.teaches for entry in active):
             yield Problem(
                 _OBJECTIVE,
-                "no enabled entry with a weight above 0, its own and a term's, covers channel"
-                f" {channel}",
-                f"add {channel} to the channels of an entry that has them{change}",
+                f"has no enabled entry for channel {channel} with a weight and a term's weight"
+                " above 0",
+                f"add {channel} to the channels of an entry with such weights{change}",
             )
         has_text = any(isinstance(entry, TokenCEEntry) for entry in active)
         for index, entry in enumerate(pipeline.objective):
             is_gate = isinstance(entry, CoordRegEntry) and entry.config.text_gate_weight > 0
-            # The gate acts where `token_ce` weighs text (decision 37).
+            # The gate acts on text that `token_ce` learns (decision 37).
             if is_gate and entry in active and not has_text:
                 yield Problem(
                     f"{_OBJECTIVE}[{index}].config.text_gate_weight",
-                    f"acts on the text that token_ce weighs, and none is active on channel"
-                    f" {channel}",
-                    "add one there (weight 0.0: not to learn text), or set text_gate_weight: 0.0",
+                    f"has no effect without token_ce, which is not active on channel {channel}",
+                    "add token_ce there (with weight 0.0 text is not learned), or set"
+                    " text_gate_weight: 0.0",
                 )
 
 
 def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
-    """Advantages are differences between several sampled answers to one prompt."""
+    """Report settings that make rewards incomparable: advantages need several sampled answers."""
     pipeline = run.rollout_matching.pipeline
     has_gradient = pipeline.policy_gradient is not None
     rewards_samples = run.algorithm.learns_rewards
@@ -127,7 +127,7 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
         is_written = run.rollout_matching.decode_mode is not None
         yield Problem(
             "rollout_matching.decode_mode" if is_written else _TEMPERATURE,
-            f"'{mode}' makes the rollouts of a group all the same, and policy_gradient learns from"
+            f"'{mode}' makes all rollouts of a group equal, but policy_gradient learns from their"
             " differences",
             f"set {_TEMPERATURE}: 1.0{', and remove the key' if is_written else ''}",
         )
@@ -139,28 +139,28 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
         ):
             yield Problem(
                 f"{path}.config.normalize",
-                "batch would divide the losses of matched objects by sampled tokens too",
+                "batch would also divide the losses of matched objects by the sampled tokens",
                 "set step, rollout or constant",
             )
-        # Trajectories without a policy gradient are refused already.
+        # Trajectories without a policy gradient are already an error of another check.
         if isinstance(entry, ReferenceKLEntry) and rewards_samples and not has_gradient:
             yield Problem(
                 f"{path}.name",
-                "'reference_kl' takes the tokens of policy_gradient, and none is enabled",
+                "'reference_kl' needs the tokens of policy_gradient, which is not enabled",
                 f"add one such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`, or remove the entry",
             )
     updates = run.training.updates_per_batch
     if updates > 1 and not run.algorithm.uses_environment:
         yield Problem(
             "training.updates_per_batch",
-            f"{updates}, and {run.custom.trainer_variant} learns targets, where no ratio bounds the"
-            " later updates",
+            f"{updates} is not possible under {run.custom.trainer_variant}: it learns targets, and"
+            " no ratio limits the later updates",
             f"set it to 1, or set custom.trainer_variant: {_TRAJECTORIES}",
         )
 
 
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
-    """The rollouts of a sample are compared by one rank, and all of them are of one step."""
+    """Report split groups: one rank compares all rollouts of a sample, within one step."""
     key = "stage2_ab.channel_b.rollouts_per_sample"
     size = run.stage2_ab.channel_b.rollouts_per_sample
     unit = size * run.learner.world_size
@@ -169,21 +169,21 @@ def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
             remedy = "remove it; environment.rollouts_per_example does this for environments"
             yield Problem(key, f"{size} has no effect under {run.custom.trainer_variant}", remedy)
     elif size == 1 and run.rollout_matching.pipeline.policy_gradient is not None:
-        wrong = "1, and policy_gradient compares the rollouts of a sample with each other"
+        wrong = "1 is too few: policy_gradient compares the rollouts of a sample with each other"
         yield Problem(key, wrong, "set 2 or more, or disable the policy_gradient entry")
     elif size > 1 and run.raw_rollouts_per_step % unit:
-        wrong = f"{run.raw_rollouts_per_step} rollouts a step are not whole groups of {size} for"
+        wrong = f"{run.raw_rollouts_per_step} rollouts per step are not whole groups of {size} for"
         wrong += f" {run.learner.world_size} learner ranks"
         yield Problem(key, wrong, f"set {_BUDGET} to a multiple of {unit}")
 
 
 def environment_fits_its_engines(run: RunConfig) -> Iterator[Problem]:
-    """Environment actors share what an engine decodes at a time, and the order of steps."""
+    """Report settings of an environment that contradict the engines or the order of steps."""
     matching = run.rollout_matching
     section = run.environment
     if matching.decoding.stop and not run.algorithm.uses_environment:
-        wrong = f"{list(matching.decoding.stop)} ends answers of environments, and this run learns"
-        yield Problem("rollout_matching.decoding.stop", f"{wrong} from samples", "remove the key")
+        wrong = f"{list(matching.decoding.stop)} is only for environments, and this run trains"
+        yield Problem("rollout_matching.decoding.stop", f"{wrong} on samples", "remove the key")
     if section is None:
         return
     for key, value in (
@@ -193,33 +193,34 @@ def environment_fits_its_engines(run: RunConfig) -> Iterator[Problem]:
         if value and matching.in_learner:
             yield Problem(
                 f"environment.{key}",
-                f"has no effect: under '{matching.backend_name}' the environment is in the learner",
-                "remove the key, or choose engines of their own (`backend=actors`)",
+                f"has no effect: '{matching.backend_name}' runs the environment in the learner",
+                "remove the key, or use separate engines (`backend=actors`)",
             )
     size = matching.decode_batch_size
     if section.num_actors > size:
         yield Problem(
             "environment.num_actors",
-            f"{section.num_actors} actors share the {size} rollouts that an engine decodes at a"
-            " time, and each needs one",
+            f"{section.num_actors} is too many: actors share the {size} rollouts that an engine"
+            " decodes at the same time, and each needs at least one",
             f"set it to {size} or less, or raise rollout_matching.decode_batch_size",
         )
     if section.refill_rounds and matching.max_staleness:
         yield Problem(
             "environment.refill_rounds",
-            f"{section.refill_rounds}, and rollout_matching.max_staleness {matching.max_staleness}"
-            " generates the next step before it is known which groups of this one to draw again",
+            f"{section.refill_rounds} contradicts rollout_matching.max_staleness"
+            f" {matching.max_staleness}: the next step is generated before it is known which groups"
+            " of this step must be replaced",
             "set one of the two to 0",
         )
     temperature = matching.decoding.temperature
-    # Temperature 0 is refused already.
+    # Temperature 0 is already an error of another check.
     if section.teacher is not None and temperature not in (0.0, 1.0):
-        wrong = f"{temperature:g}, and environment.teacher scores tokens at temperature 1"
+        wrong = f"{temperature:g} is not 1, the temperature at which environment.teacher scores"
         yield Problem(_TEMPERATURE, wrong, "set 1.0, or remove environment.teacher")
 
 
 def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
-    """The keys that set a step's size agree, and whole groups of an environment fill it."""
+    """Report step sizes that contradict each other or cut groups of an environment."""
     training = run.training
     ranks = run.learner.world_size
     budget = run.stage2_ab.channel_b.rollouts_per_step
@@ -229,30 +230,30 @@ def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
         if steps != needed:
             yield Problem(
                 "training.gradient_accumulation_steps",
-                f"{steps} contradicts effective_batch_size {effective}, which takes {needed} with"
+                f"{steps} contradicts effective_batch_size {effective}, which needs {needed} with"
                 f" {training.per_device_train_batch_size} per device and {ranks} learner ranks",
                 "remove one of the two keys",
             )
-            if budget is None:  # then nothing says how many rollouts a step has
+            if budget is None:  # then the number of rollouts of a step is not known
                 return
     rollouts = run.raw_rollouts_per_step
     size = run.group_size
     if run.algorithm.carries_segments and budget not in (None, run.effective_batch_size):
         yield Problem(
             _BUDGET,
-            f"{budget} has no effect under {run.custom.trainer_variant}, whose steps take the"
+            f"{budget} has no effect under {run.custom.trainer_variant}, whose steps have the"
             f" effective batch size, {run.effective_batch_size}",
-            "remove the key, and set training.effective_batch_size to the rollouts of a step",
+            "remove the key, and set training.effective_batch_size to the rollouts per step",
         )
     if run.algorithm.uses_environment and (rollouts % size or rollouts < size * ranks):
         key, unit, instead = _BUDGET, size, ""
         if budget is None:
             key = "training.effective_batch_size"
             unit = lcm(size, training.per_device_train_batch_size * ranks)
-            instead = "" if steps is None else "in place of gradient_accumulation_steps "
+            instead = "" if steps is None else "instead of gradient_accumulation_steps "
         yield Problem(
             key,
-            f"{rollouts} rollouts a step are not whole groups of {size}"
+            f"{rollouts} rollouts per step are not whole groups of {size}"
             f" (environment.rollouts_per_example), at least one for each of {ranks} learner ranks",
             f"{instead}set {-(-max(rollouts, size * ranks) // unit) * unit}, or a larger multiple"
             f" of {unit}",
@@ -260,21 +261,22 @@ def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def rows_have_room(run: RunConfig) -> Iterator[Problem]:
-    """A rank's buffer must hold what is inserted before a row is taken."""
+    """Report a packing buffer that is too small for the segments inserted before a row is taken."""
     training = run.training
     rule = run.row_rule
-    # Segments that are carried to the end of a run can only be dropped (decision 7).
+    # Segments in the carry buffer at the end of a run can only be dropped (decision 7).
     if rule is RowRule.CARRY and not training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",
-            f"false, and {run.custom.trainer_variant} has no step for the segments left at the end",
+            f"false is not possible under {run.custom.trainer_variant}: no step remains for the"
+            " segments left at the end",
             "set training.packing_drop_last: true, or training.packing: false",
         )
-    # How many segments an environment's rollouts have is not known: a full buffer gives a row.
+    # The number of segments of an environment's rollouts is unknown: a full buffer becomes a row.
     if run.algorithm.uses_environment or rule is RowRule.SEGMENT:
         return
-    # Only room for all of a step (or micro-step) is safe: how much of it waits for a row depends on
-    # lengths that are not known yet. Carried segments come on top, and are checked as they come.
+    # Only room for a whole step (or micro-step) is safe: how many segments wait for a row depends
+    # on lengths that are not known yet. Carried segments are extra, and are checked as they come.
     unit, needed = "micro-step", training.per_device_train_batch_size
     if rule is RowRule.STEP:
         unit = "step"
@@ -282,35 +284,35 @@ def rows_have_room(run: RunConfig) -> Iterator[Problem]:
             len(rank_share(number, run.learner.world_size, 0))
             for number in (run.effective_batch_size, run.raw_rollouts_per_step)
         )
-        # A rewarded rollout is learned twice: matched, and by its reward.
+        # With rewards each rollout gives two segments: a matched one, and one with an advantage.
         is_twice = run.rollout_matching.pipeline.policy_gradient is not None
         needed = max(samples, 2 * rollouts if is_twice else rollouts)
     if training.packing_buffer < needed:
-        wrong = f"{training.packing_buffer} segments cannot hold the {needed} of a rank's {unit}"
-        remedy = f"raise it to at least {needed}, or take fewer per {unit}"
+        wrong = f"{training.packing_buffer} is less than the {needed} segments of a rank's {unit}"
+        remedy = f"raise it to at least {needed}, or use fewer samples per {unit}"
         yield Problem("training.packing_buffer", wrong, remedy)
 
 
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Not every variant matches polygons (decision 8), and not every format has coord tokens."""
+    """Report shapes that cannot be matched (decision 8), and entries without coordinate tokens."""
     name = run.data.answer_format
     if run.algorithm.uses_environment:
         return
     instead = "or set data.answer_format: coord_tokens"
     for kind in sorted(run.geometry):
         if kind not in run.algorithm.geometry:
-            wrong = f"{kind} is not matched by {run.custom.trainer_variant}"
+            wrong = f"{run.custom.trainer_variant} cannot match {kind}"
             remedy = f"custom.trainer_variant: {TrainerVariant.STAGE2_ROLLOUT_ALIGNED}"
             yield Problem("rollout_matching.geometry", wrong, f"remove it, or set {remedy}")
         if kind not in run.answer_format.geometry:
-            wrong = f"{kind} cannot be written in data.answer_format {name}"
+            wrong = f"data.answer_format {name} has no {kind}"
             yield Problem("rollout_matching.geometry", wrong, f"remove it, {instead}")
     if name == "coord_tokens":
         return
     for path, entry in run.rollout_matching.pipeline.enabled():
-        # Digits have no distribution over bins, which the terms of coord slots are functions of.
+        # Losses at coordinate slots need a distribution over bins, which digits do not have.
         if entry.reads is Reads.SLOTS and not run.answer_format.coord_tokens:
-            wrong = f"'{entry.name}' reads one token for each coordinate, and {name} writes digits"
+            wrong = f"'{entry.name}' needs one token per coordinate, but {name} writes digits"
             remedy = f"remove the entry (token_ce teaches digits), {instead}"
             yield Problem(f"{path}.name", wrong, remedy)
         corrects = isinstance(entry, TokenCEEntry) and entry.config.matched_desc_weight > 0
@@ -319,7 +321,7 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
             remedy = f"set it to 0, {instead}"
             yield Problem(f"{path}.config.matched_desc_weight", wrong, remedy)
     guard = run.rollout_matching.repeat_terminate
-    # Set, not removed: it may be the experiment that has another value.
+    # The remedy is to set the key, not to remove it: the value may come from the experiment.
     for key, is_set, default in (
         (
             "custom.object_field_order",
@@ -340,13 +342,13 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
 def options_act(
     matching: RolloutMatchingSection, geometry: frozenset[GeometryKind]
 ) -> Iterator[Problem]:
-    """An option that changed nothing would pass for one that was tried (decision 30)."""
+    """Report options without effect, which would look as if they had been tried (decision 30)."""
     active = matching.pipeline.active(Channel.B)
     if matching.supervise_separators and not any(isinstance(one, TokenCEEntry) for one in active):
         yield Problem(
             "rollout_matching.supervise_separators",
-            "true, and no token_ce, which would weigh them, is active on channel B",
-            "add one there, or set it to false",
+            "true has no effect without token_ce, which is not active on channel B",
+            "add token_ce there, or set it to false",
         )
     for key, is_set, kind in (
         ("ot_epsilon_cap", matching.ot_epsilon_cap is not None, GeometryKind.POLY),
@@ -363,6 +365,6 @@ def options_act(
             ("fp_end_weight", entry.config.fp_end_weight != 1.0),
         ):
             if is_set:
-                wrong = "has no effect on channel A, the only one of the entry"
-                remedy = "remove it, or write it in the entry of channel B"
+                wrong = "has no effect on channel A, the only channel of the entry"
+                remedy = "remove it, or set it in the entry of channel B"
                 yield Problem(f"{path}.config.{key}", wrong, remedy)

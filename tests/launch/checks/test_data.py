@@ -75,7 +75,7 @@ def test_pictures_that_exif_turns_are_counted_and_the_first_is_named(config, dat
     change_row(data, 3, name="val.jsonl", images=["val/a.png"], width=64, height=32)
     change_row(data, 4, name="val.jsonl", images=["val/b.png"], width=64, height=32)
     (line,) = check_data(config).describe()
-    assert f"{data / 'val.jsonl'}: 2 pictures" in line
+    assert f"{data / 'val.jsonl'}: 2 images" in line
     assert "EXIF" in line and "first: val/a.png" in line
 
 
@@ -99,9 +99,9 @@ def test_odd_rows_and_pictures_of_both_files_are_counted_and_the_first_is_named(
     assert (
         "1 rows with the images and question of an earlier row (first: line 8, as line 7)" in told
     )
-    assert f"{data / 'val.jsonl'}: 1 picture is one of data.train too (first: " in told
+    assert f"{data / 'val.jsonl'}: 1 image is in data.train too (first: " in told
     same = configuration(model, data, tmp_path / "run", data__val=str(data / "train.jsonl"))
-    assert "is a file of data.train and of data.val" in "".join(check_data(same).describe())
+    assert "is in data.train and in data.val" in "".join(check_data(same).describe())
 
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
@@ -287,7 +287,7 @@ def test_the_environment_that_was_looked_at_is_closed(of_environment):
         (
             "copy_digit",
             {},
-            "environment.id: no environment 'copy_digit' (did you mean copy_digits?); there are ",
+            "environment.id: no environment 'copy_digit' (did you mean copy_digits?); use ",
         ),
         (
             "copy_digits",
@@ -311,7 +311,9 @@ def test_what_is_wrong_with_an_environment_is_told_with_its_key(
 
 def test_a_second_system_prompt_is_told_before_the_start(of_environment):
     problem = refused(of_environment, "arithmetic", system_prompt="Think.")
-    assert problem.startswith("environment.system_prompt: arithmetic has '")
+    assert problem.startswith(
+        "environment.system_prompt: arithmetic already has the system prompt '"
+    )
     assert of_environment("guess_number", system_prompt="Think.").examples
 
 
@@ -368,8 +370,8 @@ def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_o
     template.write_text("{{ messages }}")
     (warning,) = of_environment(args=TOOLS, tool_call_parser="hermes").describe()[1:]
     assert warning.startswith(
-        f"warning   runner_environment has tools, and the chat template of {model} shows none: the"
-        " model is not told"
+        f"warning   runner_environment has tools, but the chat template of {model} does not"
+        " show them, so the model cannot know them"
     )
     assert of_environment().warning is None
     template.write_text("{{ messages }}{{ tools }}")
@@ -393,7 +395,7 @@ def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(
 ):
     """A mean over nothing is no figure."""
     args = {"num_eval_rows": number}
-    remedy = "has no rows of its own to evaluate on; give it an eval_dataset, or set"
+    remedy = "has no separate rows for evaluation; give it an eval_dataset, or set"
     assert f"num_eval_examples: runner_environment {remedy}" in refused(of_environment, args=args)
     assert of_environment(args=args, num_eval_examples=0).examples == ExampleCounts(6, 0)
 
@@ -403,7 +405,7 @@ def test_a_text_model_is_shown_no_images(of_environment, model, kind):
     (model / "config.json").write_text(json.dumps({"model_type": kind}))
     problem = refused(of_environment, max_images_per_prompt=1)
     assert problem.startswith("environment.max_images_per_prompt: ")
-    assert f"model is a {kind} model, which sees no images; set it to 0, or choose " in problem
+    assert f"model is a {kind} model, which reads no images; set it to 0, or choose " in problem
     assert problem.endswith("(qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, internvl)")
     assert of_environment().images == ImageNeeds(0)
 

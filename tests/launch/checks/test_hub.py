@@ -122,7 +122,7 @@ def test_what_another_program_fetched_in_part_is_not_the_model(
     cache: Path, there: list[str]
 ) -> None:
     keep(cache, files=there)
-    with pytest.raises(ConfigError, match=r"not whole in .*hub"):
+    with pytest.raises(ConfigError, match=r"not complete in .*hub"):
         fetch_model("some/model", print)
 
 
@@ -130,7 +130,7 @@ def test_of_several_files_of_weights_all_are_needed(cache: Path) -> None:
     snapshot = keep(cache)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"not whole in .*hub"):
+    with pytest.raises(ConfigError, match=r"not complete in .*hub"):
         fetch_model("some/model", print)
 
 
@@ -147,7 +147,7 @@ def test_what_an_interrupted_fetch_left_needs_no_room_again(hub: Any, cache: Pat
 
 @pytest.mark.parametrize("path", ["a b/model", "~/model", "some/mo--del"])
 def test_what_can_be_no_hubs_id_is_told(cache: Path, path: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no folder {path}, and no model of the hub"):
+    with pytest.raises(ConfigError, match=f"there is no folder {path}, and it is not a valid id"):
         fetch_model(path, print)
 
 
@@ -161,7 +161,7 @@ def test_a_disk_that_is_too_small_is_told_before(hub: Any) -> None:
 
 
 def test_without_a_network_the_error_has_the_command(cache: Path) -> None:
-    message = "not whole in .*hub, and the hub cannot be reached .* `hf download some/model --revision v2`"
+    message = "not complete in .*hub, and the hub cannot be reached .* `hf download some/model --revision v2`"
     with pytest.raises(ConfigError, match=message):
         fetch_model("some/model@v2", print)
 

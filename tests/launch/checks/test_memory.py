@@ -128,7 +128,7 @@ def test_sharding_divides_all_but_the_activations_and_gathers_a_layer_after_anot
     gathered = shared.pop(GATHERED)
     assert whole.pop(GATHERED) == 0 < gathered
     # The head's gradient is whole for longer, and among what is gathered.
-    whole["what a backward has for a moment"] -= shape.vocabulary * shape.hidden * 4
+    whole["temporary tensors of a backward"] -= shape.vocabulary * shape.hidden * 4
     assert shared == {name: size // (1 + (name in divided)) for name, size in whole.items()}
 
 
@@ -259,7 +259,9 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
     layers = {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)}
     many = parts(replace(shape, parameters=dict(shape.parameters) | layers))
     row = sum(
-        size for name, size in many.items() if name.startswith(("activations", "attention", "what"))
+        size
+        for name, size in many.items()
+        if name.startswith(("activations", "attention", "temporary"))
     )
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
@@ -279,7 +281,7 @@ def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_
     extra = sum(
         size
         for name, size in learner.parts.items()
-        if "images" in name or "masks" in name or "CUDA" in name or "moment" in name
+        if "images" in name or "masks" in name or "CUDA" in name or "temporary" in name
     )
     assert learner.total - extra < 79 * GIB
     exact = 18 * model.num_parameters
@@ -293,11 +295,11 @@ def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_
     assert card.problems(needs) == too_small.warnings(needs) == []
     assert learner.least > 79.2 * GIB, "of an H100 of 80 GB"
     (warning,) = card.warnings(needs)
-    assert "can be planned (8% are reserved)" in warning
-    assert warning.endswith("It is an estimate, and tried")
+    assert "can be used (8% are reserved)" in warning
+    assert warning.endswith("This is an estimate, so the run starts anyway")
     assert small.warnings(needs) == []
     (problem,) = small.problems(needs)
-    assert problem.startswith("learner.gpus: learner rank: ") and "tried" not in problem
+    assert problem.startswith("learner.gpus: learner rank: ") and "anyway" not in problem
 
 
 def test_the_cache_holds_as_many_sequences_as_its_bytes_allow(sizes):
@@ -390,7 +392,7 @@ def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
     def row_bytes(reference):
         run = trajectory_config(demo_lm, tmp_path, reference=reference, model__dtype=dtype)
         parts = learner_estimate(RunSizes.of(run, shape)).parts
-        return parts["what a backward has for a moment"], run
+        return parts["temporary tensors of a backward"], run
 
     top = {"estimator": "top", "top_tokens": 20}
     plain, run = row_bytes({"estimator": "k3"})

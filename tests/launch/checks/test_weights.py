@@ -150,7 +150,7 @@ def test_names_that_transformers_completes_and_engines_do_not_are_refused(change
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
     folder = changed(of_base_model)
-    assert "holds embed_tokens.weight, which is not among" in refusal(folder)
+    assert "holds embed_tokens.weight, which is not a tensor name" in refusal(folder)
     shutil.rmtree(folder)
 
     def head_alone(tensors):
@@ -172,10 +172,10 @@ def test_a_damaged_a_missing_and_an_ambiguous_file_are_named(demo_lm, tmp_path):
     shutil.copy(whole, shard)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": shard.name}}))
-    assert "remove those that are left over" in refusal(folder)
+    assert "remove the outdated files" in refusal(folder)
     whole.unlink()
     index.write_text(json.dumps({"weight_map": {"a": shard.name, "b": "other.safetensors"}}))
-    assert "not there (other.safetensors)" in refusal(folder)
+    assert "do not exist (other.safetensors)" in refusal(folder)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_head_in_the_files_of_a_tied_configuration_is_told_and_wins_and_is_sav
 
     folder = changed(with_head(0.05), source)
     (warning,) = weight_warnings(folder, for_engines=True)
-    assert "tie_word_embeddings: true" in warning and "lm_head.weight, which wins" in warning
+    assert "tie_word_embeddings: true" in warning and "a different lm_head.weight." in warning
     model, _ = load_complete(folder)
     assert not torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
     saved = tmp_path / "saved"

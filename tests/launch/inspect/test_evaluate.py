@@ -166,7 +166,7 @@ def test_an_evaluation_asks_for_its_actors_alone(run):
     config = evaluation_config(EvaluateOptions(run=run), [])
     placement = plan_placement(config, [Resources(cpus=8, gpus=3)], learns=False)
     assert placement.bundles == [Resources(cpus=1, gpus=1)] * 3
-    with pytest.raises(ConfigError, match="3 actors of 1 GPU ask for 3 GPU, the cluster has 2"):
+    with pytest.raises(ConfigError, match="3 actors of 1 GPU need 3 GPU, but the cluster has 2"):
         plan_placement(config, [Resources(cpus=8, gpus=2)], learns=False)
 
 

@@ -188,10 +188,10 @@ def test_a_logger_that_is_late_is_given_up_and_what_it_missed_is_counted(package
     late, missed = warnings(output)
     assert late.startswith(
         "telemetry.loggers: wandb failed (no answer after timeouts.logger_s = 0.5 s), and the run"
-        " goes on without it; run `wandb login`"
+        " continues without it; run `wandb login`"
     )
     assert missed == (
-        "telemetry.loggers: 3 of 3 events (figures of a step, pictures, tables) did not reach wandb"
+        "telemetry.loggers: 3 of 3 events (metrics of a step, images, tables) did not reach wandb"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_logger_that_fails_or_dies_is_told_once_with_the_first_cause_and_where
     failed, missed = warnings(output)
     assert told in failed
     log = config.telemetry.run_dir / "loggers" / "wandb.log"
-    assert f"metrics.jsonl has every figure, {log} what wandb printed" in failed
+    assert f"metrics.jsonl has all metrics, {log} has the output of wandb" in failed
     assert "2 of 3 events" in missed
     assert ("quota exceeded\nask somebody" in log.read_text()) == (fault == "fails")
     assert_nothing_runs()

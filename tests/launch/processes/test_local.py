@@ -117,12 +117,12 @@ def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
                 "rollout_matching__rollout_backend": "vllm",
                 "rollout_matching__vllm": {"mode": "actors"},
             },
-            r"the engines of vllm\.mode actors have processes of their own; set .*hf or .*colocate",
+            r"the engines of vllm\.mode actors have their own processes; set .*hf or .*colocate",
         ),
         ({"learner__world_size": 2}, r"learner\.world_size is 2; set it to 1"),
         (
             {"cluster": {"kind": "local", "address": "127.0.0.1:6379"}},
-            r"cluster\.address is set; remove that, or set cluster\.kind: ray",
+            r"cluster\.address is set; unset it, or set cluster\.kind: ray",
         ),
     ],
 )

@@ -120,7 +120,7 @@ FIT = "has to fit one node, and the largest node of the cluster has"
             {**HF, "learner__world_size": 8},
             GPUS,
             "learner.world_size",
-            "8 learner ranks of 1 ask for 8 GPU, the cluster has 4; lower world_size, or learner.gpus",
+            "8 learner ranks of 1 need 8 GPU, but the cluster has 4; lower world_size, or learner.gpus",
         ),
     ],
 )
@@ -138,9 +138,9 @@ def test_too_few_resources_say_what_was_asked_and_what_the_cluster_has(config):
     with pytest.raises(ConfigError) as caught:
         plan_placement(config(), [Resources(cpus=2, gpus=2)])
     gpu, cpu = caught.value.problems
-    assert "3 actors of 1 GPU and a learner of 1 ask for 4 GPU, the cluster has 2" in gpu
+    assert "3 actors of 1 GPU and a learner of 1 need 4 GPU, but the cluster has 2" in gpu
     assert "lower num_actors" in gpu
-    assert "ask for 4 CPU, the cluster has 2" in cpu
+    assert "need 4 CPU, but the cluster has 2" in cpu
 
 
 @pytest.mark.parametrize(

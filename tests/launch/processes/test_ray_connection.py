@@ -27,7 +27,7 @@ from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
 CHECK = (
-    "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
+    "check `ray status` there, cluster.temp_dir and, if the cluster asks for a token,"
     " RAY_AUTH_MODE=token, or use local"
 )
 TOKEN = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"

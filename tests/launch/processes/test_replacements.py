@@ -148,7 +148,7 @@ def test_where_no_more_may_be_replaced_the_error_says_how_many_were(client):
     who_answers(pool)
     pool.join_replacements()
     message = (
-        r"(?s)generate on actor-1: its process has ended.*; it is not replaced, for"
+        r"(?s)generate on actor-1: its process has ended.*; it is not replaced:"
         r" rollout_matching\.vllm\.actors\.max_restarts permits 1 in 3600 s"
     )
     with pytest.raises(RolloutError, match=message):

@@ -137,7 +137,7 @@ def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(
 
 def test_one_server_under_two_addresses_is_told_at_the_start(make_client: MakeClient) -> None:
     message = (
-        r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list"
+        r"server\.servers\[1\]\.base_url: is the same server as servers\[0\] under another name; list"
         r" every server once"
     )
     with pytest.raises(ConfigError, match=message):
@@ -357,7 +357,7 @@ def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
         (replaced,) = client.pop_replaced()
         assert "after rollout_matching.vllm.server.timeout_s = 2 s" in replaced.reason
         process.kill()
-    assert "and end it first where it still runs and its engine is stuck" in caplog.text
+    assert "and end it first if it still runs and its engine is stuck" in caplog.text
 
 
 def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
@@ -368,8 +368,8 @@ def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
     assert who_answers(client) == ["server-0"] * 4
     url = supervised.urls[1]
     message = (
-        rf"start on server-1: {url} was not ready within .*; end what is left of the server at"
-        rf" {url}, start it, and go on with `resume=RUN`, or go on with the others"
+        rf"start on server-1: {url} was not ready within .*; end the server at {url} if"
+        rf" it still runs, start it, and continue with `resume=RUN`, or continue with the others"
         r" \(`resume=RUN .*server\.servers=\[\.\.\.\]`\)"
     )
     with pytest.raises(RolloutError, match=message):
@@ -380,7 +380,7 @@ def test_a_server_that_comes_back_with_other_devices_ends_the_run(make_mending, 
     client = make_mending(supervised.urls)
     supervised.end(1)
     supervised.start(1, devices=2)
-    with pytest.raises(RolloutError, match="came back with 2 rollout devices and had 1"):
+    with pytest.raises(RolloutError, match="came back with 2 rollout devices, but had 1"):
         client.join_replacements()
 
 

@@ -204,7 +204,7 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
         "trial     0: mean reward 0.250, 61 s, out/trial_0",
         "trial     1: mean reward 0.750, 61 s, out/trial_1",
         "trial     2: failed with exit status 2, 61 s, out/trial_2",
-        "trial     3: no mean reward: too much of the last report failed, 61 s, out/trial_3",
+        "trial     3: no mean reward: too many rollouts of the last report failed, 61 s, out/trial_3",
         "trial  training.learning_rate  steps  mean reward",
         "0      1e-3                    80     0.250",
         "1      2e-3                    80     0.750 (best)",

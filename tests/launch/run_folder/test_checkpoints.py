@@ -115,7 +115,7 @@ def test_a_save_that_the_disk_refuses_is_logged_and_tried_again_as_a_whole(world
     assert [kept["step"] for kept in index(world.run_dir)] == [2]
     refused, written = told
     assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000002 could be written after 1 s" in written
+    assert "checkpoints/step_000002 was written after 1 s" in written
 
 
 def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):
@@ -228,7 +228,7 @@ def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the
     assert [one["step"] for one in index(world.run_dir)] == [2, 5]
     (given_up,) = warnings(world)
     assert "step_000004: [Errno 28] No space left on device; free space" in given_up
-    assert "it is given up, and the last update is saved without it" in given_up
+    assert "this checkpoint is given up, and the last update is saved instead" in given_up
     _, left_s = world.writer.saves[-1]
     assert left_s == 7.0, "the time of timeouts.interrupt_s is the last update's"
     assert world.telemetry.patience.limit_s == 3.5
@@ -275,7 +275,7 @@ def test_a_whole_checkpoint_is_not_given_up_where_the_index_cannot_be_written(wo
     end(checkpoints, KeyboardInterrupt())
     (refused,) = warnings(world)
     assert "checkpoints.json: [Errno 21]" in refused
-    assert refused.endswith("the last update is saved all the same")
+    assert refused.endswith("the last update is saved anyway")
 
 
 def test_a_run_that_the_index_ends_has_the_whole_checkpoint_and_the_last_update(
@@ -424,7 +424,7 @@ def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
     refused, written = told
     assert "checkpoints/step_000001: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000001 could be written after 1 s" in written
+    assert "checkpoints/step_000001 was written after 1 s" in written
 
 
 @pytest.mark.slow
@@ -438,4 +438,4 @@ def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
     assert folders(world.run_dir) == ["checkpoints/step_000002"]
     refused, written = told
     assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
-    assert "checkpoints/step_000002 could be written after 1 s" in written
+    assert "checkpoints/step_000002 was written after 1 s" in written

@@ -20,8 +20,10 @@ def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_i
         pass
     first, done, second, second_done = output.getvalue().splitlines()
     assert (first, second) == ("start     Ray ...", "start     [learner-0], learner-1 ...")
-    assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in all", done)
-    assert re.fullmatch(r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in all", second_done)
+    assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in total", done)
+    assert re.fullmatch(
+        r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in total", second_done
+    )
 
 
 def test_a_stage_that_fails_is_left_to_its_error():
@@ -42,7 +44,7 @@ def test_a_terminal_shows_a_bar_while_a_stage_lasts():
     assert "start     [learner]" in shown and "━" in shown and "0:00:00" in shown
     # Nothing of it stays but the line.
     assert "start     [learner] ..." not in shown
-    assert output.getvalue().rstrip().endswith("s in all")
+    assert output.getvalue().rstrip().endswith("s in total")
 
 
 def test_a_terminal_shows_the_step_of_how_many_the_time_left_and_what_is_waited_for():

@@ -103,18 +103,18 @@ def edited_with_its_hash(entries: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (edited, "line 3: its hash does not fit; the line was edited"),
+        (edited, "line 3: its hash does not match; the line was edited"),
         (edited_with_its_hash, "line 4: it does not follow the line before it"),
         (lambda entries: entries[:2] + entries[3:], "line 3: it does not follow"),
         (lambda entries: entries[1:], "line 1: it does not follow"),
         (lambda entries: [entries[0], entries[2], entries[1]], "line 2: it does not follow"),
-        (lambda entries: [*entries[:2], "", *entries[2:]], "line 3: its hash does not fit"),
+        (lambda entries: [*entries[:2], "", *entries[2:]], "line 3: its hash does not match"),
         (lambda entries: [*entries, entries[-1]], "line 6: it does not follow"),
         (
             lambda entries: entries[:-1],
-            "it ends at step 3, and metrics.jsonl at 4; its end was cut",
+            "it ends at step 3, but metrics.jsonl at 4; its end was cut",
         ),
-        (lambda entries: [], "it ends at step 0, and metrics.jsonl at 4; its end was cut"),
+        (lambda entries: [], "it ends at step 0, but metrics.jsonl at 4; its end was cut"),
     ],
 )
 def test_the_first_line_that_does_not_fit_is_named(run, change, problem):
@@ -140,7 +140,7 @@ def test_a_resumed_run_goes_on_with_the_chain_and_a_new_head_says_what_has_chang
     with pytest.raises(SystemExit) as ended:
         main([str(tmp_path / "parts")])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("whole, steps 1 to 5, last hash ")
+    assert capsys.readouterr().out.startswith("complete, steps 1 to 5, last hash ")
 
 
 def test_an_environment_that_is_a_file_is_in_the_head_by_its_content(tmp_path):
@@ -171,7 +171,7 @@ def test_a_line_whose_metrics_were_not_written_any_more_is_written_again(run):
 def test_a_resumption_tells_of_a_broken_chain_and_goes_on(run):
     edit_line(run / "ledger.jsonl", 2, lambda line: line.update(loss=1.4))
     told = take(run, 5, behind=4)
-    assert f"{run / 'ledger.jsonl'} line 3: its hash does not fit" in told
+    assert f"{run / 'ledger.jsonl'} line 3: its hash does not match" in told
     assert len(lines(run)) == 6
     assert "line 3" in (check_ledger(run) or "")
 
@@ -182,7 +182,7 @@ def test_a_ledger_that_cannot_be_read_is_put_aside_and_named(run, capsys):
     with pytest.raises(SystemExit) as ended:
         main([str(run)])
     assert ended.value.code == 1
-    assert "line 4: its hash does not fit; the line was edited" in capsys.readouterr().out
+    assert "line 4: its hash does not match; the line was edited" in capsys.readouterr().out
     take(run, 5, behind=4)
     assert (run / "ledger.jsonl.damaged").exists()
     assert [line["step"] for line in lines(run)] == [4, 5]

@@ -68,8 +68,8 @@ def test_a_step_of_samples_that_are_rewarded_too_says_both() -> None:
 @pytest.mark.parametrize(
     ("metrics", "changes", "words"),
     [
-        (SAMPLES, {"rollout/num_fallback": 4.0}, "dropped 2  nothing kept of 4  tokens"),
-        (SAMPLES, {"rollout/match_rate": None}, "rows 3  match of nothing  dropped"),
+        (SAMPLES, {"rollout/num_fallback": 4.0}, "dropped 2  fallback 4  tokens"),
+        (SAMPLES, {"rollout/match_rate": None}, "rows 3  match undefined  dropped"),
         (
             SAMPLES,
             {"packing/num_carried": 2.0, "time/sync_s": 0.25},

@@ -117,14 +117,14 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, made,
         assert (images.size.shortest_edge, images.size.longest_edge) == (64 * 64, SCENE)
     assert FreshTokens.of(out) == FreshTokens(first, NUM_BINS)
     assert lines[1] == (
-        f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
-        " JSON quotes too"
+        f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, also"
+        " inside JSON quotes"
     )
     free = (
         f"100 of {old_rows.shape[0]} embedding rows had no token, 1000 are needed: now {num_rows}"
     )
     assert free in lines[2]
-    assert ("the head tied to it" if tied else "weights of its own") in lines[3]
+    assert ("the head tied to it" if tied else "separate weights") in lines[3]
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
@@ -153,7 +153,7 @@ def test_rows_without_a_token_are_used_where_there_are_enough(stock, tmp_path):
     lines, old, new, _ = converted(stock(padding=1100), tmp_path / "out")
     num_rows = old.config.text_config.vocab_size
     assert new.config.text_config.vocab_size == num_rows
-    enough = f"1100 of {num_rows} embedding rows had no token: enough, none were added"
+    enough = f"1100 of {num_rows} embedding rows had no token: enough, no rows were added"
     assert lines[2] == f"rows      {enough}"
     assert torch.equal(embeddings(new)[-100:], embeddings(old)[-100:])
 
@@ -194,7 +194,7 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(stock, tmp_pat
         make_coord_model(options(folder, folder, min_pixels=10, max_pixels=9))
     assert caught.value.problems == (
         f"out: {folder} exists; remove it, or choose another folder",
-        f"model: {folder} has the coord tokens already; use it as model.path",
+        f"model: {folder} already has the coord tokens; use it as model.path",
         "max_pixels: 9 is less than one image token (256 pixels); raise it",
         "min_pixels: 10 is more than max_pixels, 9; lower it, or raise max_pixels",
     )

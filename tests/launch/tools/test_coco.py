@@ -355,8 +355,8 @@ NO_DESC = "which cannot be an object's desc"
         (RINGS, SQUARE, "segmentation[0]: input should be a valid list, got 10"),
         ("images.0.width", 0, "images[0].width: input should be greater than 0"),
         ("images.0.width", 10**400, "images[0].width: input should be less than 2147483648"),
-        ("images.+", TWICE, "images[1].id: is 1, as images[0].id is"),
-        ("categories.+", {"id": 3, "name": "x"}, "categories[3].id: is 3, as categories[0].id is"),
+        ("images.+", TWICE, "images[1].id: is 1, like images[0].id"),
+        ("categories.+", {"id": 3, "name": "x"}, "categories[3].id: is 3, like categories[0].id"),
         (NAME, " ", f"categories[0].name: is ' ', {NO_DESC}"),
         (NAME, "a <|coord_3|>", f"categories[0].name: is 'a <|coord_3|>', {NO_DESC}"),
         (NAME, "<|im_end|>", f"categories[0].name: is '<|im_end|>', {NO_DESC}"),
@@ -396,7 +396,7 @@ def test_two_categories_of_one_name_are_refused_only_where_both_are_in_use(sourc
     categories = json.loads((source.out / "train.categories.json").read_text())
     assert [entry["id"] for entry in categories] == [3, 1, 9]
     error = source.image(2, annotation(2, category_id=0)).refused()
-    problem = "is 'cat', as that of categories[0] is, and both are in use; rename one"
+    problem = "is 'cat', like categories[0].name, and both are in use; rename one"
     assert f"categories[1].name: {problem}" in error
 
 
@@ -425,7 +425,7 @@ def test_there_and_back_everything_is_within_one_bin(source, capsys):
     results = json.loads(source.export().read_text())
     printed = capsys.readouterr().out
     assert "2 objects" in printed
-    assert "skipped   1 objects of no category: unicorn 1" in printed
+    assert "skipped   1 objects without a category: unicorn 1" in printed
     assert {result["category_id"] for result in results} == {1, 3}
     for result in results:
         original = originals[result["category_id"]]
@@ -569,8 +569,8 @@ def test_a_report_has_the_figures_of_pycocotools_on_the_original_annotations(sou
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("metadata.image_id", REMOVED, "field required; only an evaluation of data that"),
-        ("metadata.image_id", "a7", "input should be a valid integer, got 'a7'; only an"),
+        ("metadata.image_id", REMOVED, "field required; only evaluations of imported data"),
+        ("metadata.image_id", "a7", "input should be a valid integer, got 'a7'; only evaluations"),
         ("objects.0.score", REMOVED, "field required"),
     ],
 )

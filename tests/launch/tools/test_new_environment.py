@@ -61,7 +61,7 @@ def test_a_name_that_is_no_modules_or_is_taken_is_refused(name, tmp_path):
 
 def test_nothing_is_written_over(folder):
     (folder / "my_task.py").write_text("mine")
-    with pytest.raises(ConfigError, match=r"--out: .*my_task\.py.* is there already"):
+    with pytest.raises(ConfigError, match=r"--out: .*my_task\.py.* already exists"):
         write_environment("my_task", folder)
     assert (folder / "my_task.py").read_text() == "mine"
 

@@ -148,7 +148,7 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     ]
     keys = {"model", "host", "transport", "image_root", "max_lora_rank"}
     assert {problem.partition(":")[0] for problem in problems(*wrong)} == keys
-    both = "token: is none, and token_env names NOT_THERE; remove one"
+    both = "token: `none` contradicts token_env=NOT_THERE; remove one of them"
     assert both in problems(f"model={tmp_path}", "token_env=NOT_THERE", "token=none")
     unset = "token_env: the environment variable NOT_THERE is not set"
     assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(unset)
@@ -158,7 +158,7 @@ def test_what_vllm_does_not_do_with_a_family_is_said_before_anything_is_loaded(t
     config = tmp_path / "config.json"
     words = (f"model={tmp_path}", "device=cpu")
     config.write_text('{"model_type": "qwen3_5"}')
-    with pytest.raises(ConfigError, match=r"^dtype: float32, and vLLM 0.32 computes the linear"):
+    with pytest.raises(ConfigError, match=r"^dtype: float32, but vLLM 0.32 computes the linear"):
         settings(*words, "dtype=float32")
     assert settings(*words, "dtype=bfloat16").dtype == "bfloat16"
     config.write_text('{"model_type": "qwen3_vl_moe"}')

@@ -388,7 +388,10 @@ def learned_of(config, change, **how):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_version": 7}, r"generated with weight version 7, the learner holds 0; a sync"),
+        (
+            {"weight_version": 7},
+            r"generated with weight version 7, the learner has 0; a weight sync",
+        ),
         ({"weight_version": None}, r"example \d+: the engine did not report its weight version"),
         ({"reward": math.nan}, r"score on .* the advantage nan; its reward functions must"),
         (

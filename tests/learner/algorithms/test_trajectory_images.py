@@ -313,8 +313,8 @@ DAMAGED = replace(picture(96, 64), data=b"no picture", sha256="damaged")
 @pytest.mark.parametrize(
     ("at", "image", "message"),
     [
-        (3, picture(64, 64), r"the engine has \[24\] tokens of its images, the learner \[16\]"),
-        (3, DAMAGED, "images: .* is no readable image"),
+        (3, picture(64, 64), r"the engine has \[24\] tokens for its images, the learner \[16\]"),
+        (3, DAMAGED, "images: .* is not a readable image"),
     ],
 )
 def test_an_image_that_the_learner_does_not_see_as_the_engine_ends_the_run_with_the_engines_name(

@@ -60,7 +60,7 @@ def test_objects_that_are_shown_under_8_pixels_are_counted_with_the_worst_pictur
     other = fits("b.jsonl", picture("worst", wide, halved, thin_in_file), picture("one", polygon))
     assert describe_small_objects("data.train", [train, other], RESIZE) == (
         "6 of 9 objects of data.train are shown with a side under 8 pixels, 2 of them because"
-        " pictures are resized to at most 500,000 pixels; most in worst.png (sample worst): 2 of 3,"
+        " images are resized to at most 500,000 pixels; most in worst.png (sample worst): 2 of 3,"
         " shown as 992 x 480 of 2000 x 1000"
     )
     # Where resizing costs none, the picture with most of them.

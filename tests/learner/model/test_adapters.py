@@ -309,8 +309,8 @@ def test_a_part_of_which_no_layer_is_named_is_refused_with_the_layers_of_each(de
     with pytest.raises(ConfigError) as caught:
         adapted(demo_checkpoint, parts=parts)
     assert str(caught.value) == (
-        f"{start}it names no linear layer of the vision tower in {demo_checkpoint}, which"
-        f" training.parts.vision_tower.adapted asks for; {has}"
+        f"{start}it names no linear layer of the vision tower in {demo_checkpoint}, but"
+        f" training.parts.vision_tower.adapted requires one; {has}"
     )
     with pytest.raises(ConfigError) as caught:
         adapted(demo_checkpoint, parts=parts, target_modules=("qkv", "wq"))

@@ -20,8 +20,8 @@ def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
     name = Path("Qwen/Qwen3-VL-4B-Instruct")
     (problem,) = checkpoint_problems(name if given == "relative" else tmp_path / name)
     assert problem.startswith(
-        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and this command fetches no"
-        " models of a hub; "
+        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and this command does not"
+        " download models; "
     )
     download = (
         "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"
@@ -77,7 +77,7 @@ def test_a_damaged_json_file_of_a_checkpoint_is_named(tmp_path: Path, name: str,
     assert not checkpoint_problems(tmp_path)
     (tmp_path / name).write_text(content)
     (problem,) = checkpoint_problems(tmp_path, key="model")
-    assert problem.startswith(f"model: {tmp_path / name} is no JSON object")
+    assert problem.startswith(f"model: {tmp_path / name} is not a JSON object")
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_the_time_of_reducing_gradients_ends_when_the_device_has_reduced_them() 
 def test_a_peer_that_is_lost_in_a_reduction_is_missed_there() -> None:
     device = WatchedDevice([], finds=DistBackendError("NCCL communicator was aborted"))
     ranks = ranks_on(device, [])
-    missed = pytest.raises(CollectiveError, match=r"^finish_step .* rank 0 of 2: another one did")
+    missed = pytest.raises(CollectiveError, match=r"^finish_step .* rank 0 of 2: another rank did")
     with missed, ranks.of_phase("finish_step"):
         ranks.sum_gradients([torch.ones(3)])
 

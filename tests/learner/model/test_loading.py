@@ -122,7 +122,7 @@ def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
 ):
     folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
     FreshTokens(first_id=7, count=1_000_000).save(folder)
-    message = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on,"
+    message = r"fresh_tokens\.json names tokens that do not exist \(count: 1000000 ids from 7,"
     with pytest.raises(ConfigError, match=message):
         load_model(config(model__path=str(folder)), torch.device("cpu"))
 

@@ -375,7 +375,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason(
         receiving = threads.submit(receive, offer.terms)
         with pytest.raises(
             LearnerError,
-            match="canary on the learner: its canary failed: RuntimeError: out of memory",
+            match="canary on the learner: the canary failed: RuntimeError: out of memory",
         ):
             sender.send(offer)
         with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
@@ -397,7 +397,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
         with pytest.raises(
             WeightSyncError,
             match=(
-                r"canary on learner: the learner took [1-9]\d*\.\d s to score it, of"
+                r"canary on learner: the learner took [1-9]\d*\.\d s to compute the canary, of"
                 r" timeouts.sync_phase_s = 2 s"
             ),
         ):

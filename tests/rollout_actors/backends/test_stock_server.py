@@ -320,7 +320,7 @@ class TestSync:
         run.server.learners = learners
         with pytest.raises(WeightSyncError, match=f"canary on server-0: .*{what}"):
             run.sync(pending)
-        with pytest.raises(RolloutError, match="was not completed"):
+        with pytest.raises(RolloutError, match="did not complete"):
             run.generate()
 
     def test_a_server_that_fails_a_phase_is_named_with_its_url_and_what_it_said(self, run):

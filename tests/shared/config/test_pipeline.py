@@ -131,7 +131,11 @@ def test_a_config_without_one_of_its_keys_is_refused(name, key):
 def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indices(name):
     changed = ENTRIES[name] | {"wieght": 1.0, "config": CONFIGS[name] | {"unknown": 1.0}}
     keys = [*CONFIGS[name], *OPTIONAL.get(name, [])]
-    known = f"the keys here are {', '.join(keys)}" if keys else "remove it, nothing is set here"
+    known = (
+        f"the keys here are {', '.join(keys)}"
+        if keys
+        else "remove it, because there are no keys here"
+    )
     assert sorted(problems(lists_with(name, changed))) == [
         f"{path(name)}.config.unknown: is not a known key; {known}",
         f"{path(name)}.wieght: is not a known key; did you mean 'weight'?",

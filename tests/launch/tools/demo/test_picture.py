@@ -65,7 +65,7 @@ def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
 
 def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
     (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
-    with pytest.raises(ConfigError, match="a picture needs two held-out reports, found 1"):
+    with pytest.raises(ConfigError, match="has 1 held-out reports; two are needed"):
         draw_run(run, num_scenes=1)
 
 
@@ -94,5 +94,5 @@ def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"control: has .*another"):
         compare_runs(runs)
     (runs[0] / "evaluations.jsonl").unlink()
-    with pytest.raises(ConfigError, match="demo: has no held-out report of objects"):
+    with pytest.raises(ConfigError, match="demo: has no held-out report of detection"):
         compare_runs(runs)

@@ -89,8 +89,11 @@ def test_data_yaml_is_read_as_its_tools_write_it(tmp_path, run, changes, labels)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": "nowhere"}, "data.yaml: train: names 'nowhere', which is not there; correct it"),
-        ({"train": ""}, "data.yaml: train: is missing; name a folder of images there"),
+        (
+            {"train": "nowhere"},
+            "data.yaml: train: names 'nowhere', which does not exist; correct it",
+        ),
+        ({"train": ""}, "data.yaml: train: is missing; add a folder of images"),
         ({"names": "[[cat]]"}, "data.yaml: names[0]: input should be a valid string, got ['cat']"),
         ({"names": "{a: cat}"}, "data.yaml: names.a: input should be a valid integer"),
         ({"names": "{"}, "data.yaml: file: is not YAML"),
@@ -260,9 +263,9 @@ class Harmful:
 @pytest.mark.parametrize(
     ("refs", "options", "message"),
     [
-        ([Harmful()], [], "refs(unc).p: refs: is no pickle of lists, dictionaries, texts and"),
+        ([Harmful()], [], "refs(unc).p: refs: is not a pickle of lists, dictionaries, texts and"),
         ([{"ref_id": 1}], [], "[0].ann_id: field required"),
-        ([refs_of("a")], ["split=testB"], "split: is testB of no ref; choose of train"),
+        ([refs_of("a")], ["split=testB"], "split: is testB: no ref has it; choose from train"),
     ],
 )
 def test_refs_that_cannot_be_read_are_refused_and_run_nothing(
@@ -448,14 +451,14 @@ def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
 @pytest.mark.slow
 def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tmp_path, refused):
     source = hugging_face(tmp_path / "data", ["cat"], [{"bbox": [PIXELS], "category": [0]}])
-    message = "has no column boxes, but image, objects; give their names"
+    message = "has no column boxes, only image, objects; give their names"
     assert message in refused("format=hf", f"source={source}", "objects=boxes")
-    message = "column objects has no key label, but bbox, category; give their names"
+    message = "column objects has no key label, only bbox, category; give their names"
     assert message in refused("format=hf", f"source={source}", "category=label")
-    message = "image: column objects holds dict, not one image a row; give the name of another"
+    message = "image: column objects holds dict, not one image per row; give another column"
     assert message in refused("format=hf", f"source={source}", "image=objects")
     source = hugging_face(tmp_path / "numbers", None, [{"bbox": [PIXELS], "category": [0]}])
-    message = "names: the data set numbers its category and does not name the numbers; give them"
+    message = "names: the data set has numbers in category, but no names for them; give the names"
     assert message in refused("format=hf", f"source={source}")
     message = "source: /nowhere (split train) cannot be loaded"
     assert message in refused("format=hf", "source=/nowhere")
@@ -862,7 +865,7 @@ def test_odd_rows_are_counted_and_the_first_is_named(tmp_path, run, capsys):
     assert report["images"]["repeated"] == 1
     told = capsys.readouterr().out
     file = options["images"] / "a.png"
-    assert f"picture of an earlier row: {file} (sample 6), as sample 5" in told
+    assert f"image of an earlier row: {file} (sample 6), as sample 5" in told
     assert f"repeated object: {file} (sample 5)" in told
 
 
@@ -883,7 +886,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path, refu
     told = refused("format=voc", f"source={folder}", "split=trian")
     assert "split: is trian" in told and "train, val" in told
     yolo = yolo_folder(tmp_path / "yolo")
-    assert "there: train" in refused("format=yolo", f"source={yolo}", "split=val")
+    assert "defined: train" in refused("format=yolo", f"source={yolo}", "split=val")
 
 
 LONG = [20, 38, 60, 4]
@@ -964,7 +967,7 @@ def test_records_go_to_a_jsonl_file_or_into_a_folder(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["format=yolo", f"source={tmp_path}", f"out={tmp_path / 'train.json'}"])
     told = " ".join(capsys.readouterr().err.split())
-    assert f"train.json is no name of a JSONL file; write {tmp_path / 'train.jsonl'}" in told
+    assert f"train.json does not end in .jsonl; write {tmp_path / 'train.jsonl'}" in told
     assert not (tmp_path / "train.json").exists()
 
 

@@ -12,7 +12,7 @@ from launch.tools.vf_eval.endpoint import find_endpoint
 from launch.tools.vf_eval.record import EvaluationSettings, read_evaluation
 from shared.errors import ConfigError, RecordError
 
-ENVIRONMENTS = r"one of .*\barithmetic, .*, or any module or \.py file that has load_environment"
+ENVIRONMENTS = r"one of .*\barithmetic, .*, or a module or \.py file with load_environment"
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ ENVIRONMENTS = r"one of .*\barithmetic, .*, or any module or \.py file that has 
         (["-S", "[1]"], "-S/--sampling-args: is list, not an object"),
         (
             ["-n", "0"],
-            "-n/--num-examples: must be a whole number from 1 on, or -1 for all, got '0'",
+            "-n/--num-examples: must be an integer of at least 1, or -1 for all, got '0'",
         ),
-        (["-r", "many"], "-r/--rollouts-per-example: must be a whole number from 1 on, got 'many'"),
-        (["-T", "-1"], "-T/--temperature: must be a number from 0 on, got '-1'"),
-        (["-c", "-2"], "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got"),
-        (["-C", " ,"], "-C/--state-columns: names nothing: ' ,'"),
+        (["-r", "many"], "-r/--rollouts-per-example: must be an integer of at least 1, got 'many'"),
+        (["-T", "-1"], "-T/--temperature: must be a number of at least 0, got '-1'"),
+        (["-c", "-2"], "-c/--max-concurrent: must be an integer of at least 1, or -1 for all, got"),
+        (["-C", " ,"], "-C/--state-columns: has no name: ' ,'"),
         (["--rollout-timeout", "0"], "--rollout-timeout: must be a number of seconds over 0, got"),
         (["--header", "Name"], "--header: must be like 'Name: value', got 'Name'"),
         (["--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
@@ -48,10 +48,10 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, message, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], rf"^ENVIRONMENT: which one .* `vf-eval NAME`: {ENVIRONMENTS}"),
+        ([], rf"^ENVIRONMENT: is missing; .* `vf-eval NAME`: {ENVIRONMENTS}"),
         (["e", "-D", "name"], "-H"),
-        (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, and max_tokens in -S is 6"),
-        (["--resume", "a", "-o", "b"], "-o: an evaluation goes on in its own folder"),
+        (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, but max_tokens in -S is 6"),
+        (["--resume", "a", "-o", "b"], "-o: .*; leave out -o or --resume"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_told(arguments, message):
@@ -94,14 +94,17 @@ def test_arguments_of_the_api_are_sent_and_a_completion_s_log_probabilities_by_t
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"top_k": 3}, "top_k is no argument of OpenAI's API (did you mean top_p?); what the endp"),
-        ({"min_p": 0.1}, """goes into extra_body: -S '{"extra_body": {"min_p": 0.1}}'"""),
-        ({"self": 1}, "self is no argument"),
-        ({"model": "other"}, "model is not for -S to say: -m names it"),
-        ({"messages": []}, "messages is not for -S to say: the environment says them"),
-        ({"tools": []}, "tools is not for -S to say: the environment brings them"),
-        ({"stream": True}, "stream is not for -S to say: a rollout needs whole answers"),
-        ({"n": 2}, "n is 2, and a rollout takes one answer; leave it out, -r says how many"),
+        (
+            {"top_k": 3},
+            "top_k is not an argument of OpenAI's API (did you mean top_p?); additional",
+        ),
+        ({"min_p": 0.1}, """extra_body: -S '{"extra_body": {"min_p": 0.1}}'"""),
+        ({"self": 1}, "self is not an argument"),
+        ({"model": "other"}, "cannot set model: -m sets it"),
+        ({"messages": []}, "cannot set messages: the environment sets them"),
+        ({"tools": []}, "cannot set tools: the environment provides them"),
+        ({"stream": True}, "cannot set stream: a rollout needs whole answers"),
+        ({"n": 2}, "n is 2, but a rollout takes one answer; leave it out, and set the rollouts"),
         ({"extra_body": 3}, "extra_body is 3, not an object"),
     ],
 )
@@ -113,7 +116,7 @@ def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(sampling
 
 
 NEEDS_A_KEY = "is not set, and https://api.openai.com/v1 needs a key"
-ANOTHER = "or name another variable with -k, or name an endpoint of your own with -b or"
+ANOTHER = "or name another variable with -k, or give your own endpoint with -b or"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ ANOTHER = "or name another variable with -k, or name an endpoint of your own wit
         (
             "http://127.0.0.1:9/v1",
             "MINE",
-            ("-k: was given, and the variable MINE is not set; leave -k out, or `export MINE=",),
+            ("-k: the variable MINE is not set; leave -k out, or `export MINE=",),
         ),
     ],
 )
@@ -147,13 +150,13 @@ def test_resume_refuses_other_settings_and_names_what_differs():
     with pytest.raises(ConfigError) as caught:
         SAVED.resumed(read_options(["arithmetic", "--resume", "a", *other]), Path("a"))
     *differences, remedy = caught.value.problems
-    assert remedy.startswith("a: is of another evaluation; say what it says, or leave it out")
+    assert remedy.startswith("a: has other settings; give the same options or leave them out")
     assert differences == [
-        'ENVIRONMENT: is "arithmetic" and was "echo"',
-        '-a: is {"num": 9, "seed": null} and was {}',
-        '-m: is "other" and was "demo"',
-        '-t, -T, -S, --tokens: is {"max_tokens": 8, "temperature": 0.7} and was {"temperature": 0.5}',
-        "-C: is letters and was ",
+        'ENVIRONMENT: is "arithmetic", but was "echo"',
+        '-a: is {"num": 9, "seed": null}, but was {}',
+        '-m: is "other", but was "demo"',
+        '-t, -T, -S, --tokens: is {"max_tokens": 8, "temperature": 0.7}, but was {"temperature": 0.5}',
+        "-C: is letters, but was ",
     ]
 
 

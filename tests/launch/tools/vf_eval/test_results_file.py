@@ -117,7 +117,7 @@ def test_a_broken_line_elsewhere_is_refused_with_file_line_and_remedy(tmp_path, 
     with pytest.raises(RecordError) as caught:
         ResultsFile(tmp_path)
     assert (caught.value.file, caught.value.line, caught.value.field) == (str(path), 2, field)
-    assert str(caught.value).endswith("delete this line, and its rollout is made again")
+    assert str(caught.value).endswith("delete this line, and resume to repeat its rollout")
     assert path.read_bytes() == before
 
 

@@ -320,7 +320,7 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
         "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
         " scoring_timeout_s = 1 s"
     )
-    assert cell(done.stdout, "given up") == "1 x slow: plain functions that ran past a limit"
+    assert cell(done.stdout, "given up") == "1 x slow: plain functions that exceeded a time limit"
     assert "plain function slow was given up" in done.stderr
 
 
@@ -334,15 +334,15 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
         first += (line := process.stderr.readline())
         assert line, first
     assert (
-        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain"
-        " functions that run (slow)" in first
+        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for running plain"
+        " functions (slow)" in first
     )
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert (
-        "interrupted again: ended at once, and what had not cleaned up by now never will; cut off"
-        " while they ran: slow" in err
+        "interrupted again: ended at once, without the rest of the clean-up; cut off"
+        " while running: slow" in err
     )
     assert "1 finished rollouts are kept in" in err
     assert "every process" not in err
@@ -355,7 +355,7 @@ def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(shell,
         done = shell.run("hanging.py", "-b", url, "-r", "1", "-c", "1", *interrupts, status=130)
     finally:
         (shell.folder / "released").touch()
-    assert "cut off while they ran, after 0.2 s: slow" in done.stderr
+    assert "still running after 0.2 s, and cut off: slow" in done.stderr
     assert "1 finished rollouts are kept in" in done.stderr
 
 
@@ -422,7 +422,7 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(shel
     ("arguments", "status", "message"),
     [
         (["-m", "demo", "-b", "{base}"], 1, r"does -b end in /v1\?"),
-        (["-b", "{base}"], 2, r"has no list of models \(does -b end in /v1\?\); name one"),
+        (["-b", "{base}"], 2, r"has no list of models \(does -b end in /v1\?\); name a"),
         (["-m", "demo", "-b", "localhost:8000"], 2, r"http://127\.0\.0\.1:8000/v1"),
         (
             ["-m", "demo", "-b", "http://me:hunter2@127.0.0.1:8000/v1"],
@@ -431,10 +431,10 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(shel
         ),
         (["-m", "demo", "-b", "http://127.0.0.1:8000/v1?api_key=hunter2"], 2, r"a password or a"),
         (["-m", "dmeo"], 2, r"no model 'dmeo'; it serves demo, other"),
-        ([], 2, r"serves demo, other; name one with -m"),
+        ([], 2, r"serves demo, other; name a model with -m"),
         (["-a", '{"numb": 2}'], 2, r"numb.*num=4"),
         (["-a", '{"num": 0}'], 2, r"empty"),
-        (["-S", '{"top_k": 3}'], 2, r"-S: top_k is no argument of OpenAI's API"),
+        (["-S", '{"top_k": 3}'], 2, r"-S: top_k is not an argument of OpenAI's API"),
         (
             ["-a", '{"num": "two"}'],
             2,
@@ -545,11 +545,11 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
     kept = shell.lines()
     assert len(kept) == 5
     folder = shell.evaluation
-    assert f"5 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
+    assert f"5 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` continues" in err
     endpoint.answers = None
     endpoint.bodies.clear()
     done = shell.run("--resume", folder, "-s")
-    assert "5 of 8 rollouts are there" in done.stderr
+    assert "5 of 8 rollouts are finished" in done.stderr
     assert len(endpoint.bodies) == 3
     assert shell.lines()[:5] == kept
     assert cell(done.stdout, "reward").split()[0] == "1.0000"
@@ -570,7 +570,7 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(shell, endpoint, url):
     assert f"{whole} finished rollouts are kept" in done.stderr
     endpoint.bodies.clear()
     again = shell.run("--resume", shell.evaluation)
-    assert "was cut off and is removed; its rollout is made again" in again.stderr
+    assert "was incomplete and is removed; its rollout is repeated" in again.stderr
     assert len(endpoint.bodies) == 12 - whole
 
 
@@ -586,7 +586,7 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     assert "Traceback" not in err
     assert f"{base}/v1: no answer (ConnectError: " in err
     folder = shell.evaluation
-    assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
+    assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` continues" in err
     shell.run("--resume", folder, "-b", NOWHERE, status=1)
     noted = json.loads((folder / "evaluation.json").read_text())["base_url"]
     assert noted == f"{base}/v1", "an endpoint is not noted before it has answered"
@@ -618,8 +618,8 @@ def test_resume_refuses_data_that_have_changed(shell, folder):
     path = shell.folder / "echo_env.py"
     path.write_text(path.read_text().replace("shift=0", "shift=1"))
     error = shell.run("--resume", folder, status=2).stderr
-    assert "example 0 is not what it was" in error
-    assert f"or {folder / 'rollouts.jsonl'} is another evaluation's" in error
+    assert "example 0 has changed" in error
+    assert f"or {folder / 'rollouts.jsonl'} belongs to another evaluation" in error
     assert "goes on" not in error, "it would not"
 
 
@@ -675,5 +675,5 @@ def test_a_row_that_is_no_example_is_told(shell, echo):
 
 def test_more_examples_than_there_are_is_said(endpoint, echo):
     done = echo("-n", "9")
-    assert "4 examples to evaluate on, not 9; it is evaluated on these" in done.stderr
+    assert "4 examples to evaluate on, not 9; all of them are used" in done.stderr
     assert len(endpoint.bodies) == 4

@@ -79,9 +79,9 @@ def test_xml_fields_are_found_by_name_the_first_or_the_last_and_each_tag_that_ma
     [
         (["plan"], ValueError, "answer_field: 'answer' is not one of plan"),
         (["plan", ("answer", "plan")], ValueError, "fields: plan occurs twice"),
-        (["answer", 3], TypeError, "fields: 3 is no tag"),
-        (["answer", ("code", 3)], TypeError, "is no tag"),
-        (["answer", ()], TypeError, "is no tag"),
+        (["answer", 3], TypeError, "fields: 3 is not a tag"),
+        (["answer", ("code", 3)], TypeError, "is not a tag"),
+        (["answer", ()], TypeError, "is not a tag"),
     ],
 )
 def test_xml_fields_that_are_none_are_refused(fields, error, message):

@@ -270,7 +270,7 @@ def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_token
     [
         (
             {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
-            "engines fetch nothing",
+            "engines download nothing",
         ),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}, "is not base64"),
         ({"type": "input_audio", "input_audio": {}}, "got 'input_audio'"),
@@ -307,7 +307,7 @@ def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too():
     engines = Expanding()
     row = {"prompt": [shown(ONE)]}
     state = one_rollout(Quoting(max_turns=2), row, client_over(engines, VISION))
-    message = "ValueError: prompt: has 2 x <|image_pad|> and 1 x an image; leave that out"
+    message = "ValueError: prompt: has 2 x <|image_pad|>, but 1 images; remove it"
     assert state["error"].startswith(message)
     assert len(engines.requests) == len(state["trajectory"]) == 1
 

@@ -146,8 +146,8 @@ def test_an_environment_of_ones_own_is_imported_its_actions_may_be_texts_and_it_
             {"actions": ["left", "right"]},
             r"actions has 2 names \(left, right\), but its actions are Discrete\(4\)",
         ),
-        ("own_gym:Seen-v0", {}, r"observations of Box\(8, 8, 3\) are no text.*ObservationWrapper"),
-        ("own_gym:Lists-v0", {}, "observations of Sequence are no text"),
+        ("own_gym:Seen-v0", {}, r"observations of Box\(8, 8, 3\) are not text.*ObservationWrapper"),
+        ("own_gym:Lists-v0", {}, "observations of Sequence are not text"),
     ],
 )
 def test_what_cannot_be_written_as_text_is_refused_by_name(own, name, arguments, problem):

@@ -62,7 +62,7 @@ def test_an_action_that_the_server_refuses_is_told_and_one_that_fails_fails_the_
     )
     assert len(calls) == 3
     assert state["error"] == (
-        f"RuntimeError: openenv:{url}: step failed with EXECUTION_ERROR: told to fail; look into"
+        f"RuntimeError: openenv:{url}: step failed with EXECUTION_ERROR: told to fail; read"
         " the server's log"
     )
 

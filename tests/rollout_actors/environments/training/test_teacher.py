@@ -269,7 +269,7 @@ def test_a_teacher_with_the_students_vocabulary_suits_also_one_that_still_loads(
 @pytest.mark.parametrize(
     ("changes", "keys", "problem"),
     [
-        ({}, {"model": "other"}, "serves teacher, and environment.teacher.model is other; write"),
+        ({}, {"model": "other"}, "serves teacher, but environment.teacher.model is other; write"),
         (
             {"max_model_len": LONGEST},
             {},
@@ -293,7 +293,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_first_token_that_di
     problem = r"Token id \d+ is out of vocabulary; .*environment\.teacher\.model has the vocabulary of model\.path"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER) - 1)))
-    problem = r"reads token id .* as .*, and model\.path as .*: a teacher needs the student's vocab"
+    problem = r"reads token id .* as .*, but model\.path as .*: a teacher needs the student's vocab"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER), shift=1)))
 

@@ -28,7 +28,7 @@ SIZE = "environment.rollouts_per_example"
 
 def test_stop_texts_are_texts_of_environments():
     (line,) = problems({STOP: ["</answer>"]})
-    assert line.startswith(f"{STOP}: ['</answer>'] ends answers of environments")
+    assert line.startswith(f"{STOP}: ['</answer>'] is only for environments")
     assert any(line.startswith(STOP) for line in trajectory_problems({STOP: [""]}))
     run = load_trajectories({STOP: ["</answer>", "\n\n"]})
     decode = run.rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
