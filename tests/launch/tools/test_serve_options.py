@@ -40,13 +40,13 @@ def printed_commands() -> list[tuple[str, ...]]:
     """The arguments of every server that README and docs start, without the model."""
     commands = set()
     names = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text().replace("\\\n", " ")
         for command in re.findall(r"rollmatch serve (model=[^&`]+)&", text):
             names.append(page.name)
             words = [re.sub(r"\$\w+", "1", word) for word in shlex.split(command)]
             commands.add(tuple(word for word in words if not word.startswith("model=")))
-    assert sorted(set(names)) == ["running.md", "serve.md"]
+    assert "servers.md" in names
     return sorted(commands)
 
 
