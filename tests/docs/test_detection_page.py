@@ -1,13 +1,13 @@
-"""The commands for one's own model and data fit each other."""
+"""docs/tutorials/detection.md: the commands for one's own model and data fit each other."""
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from pathlib import Path
 
 import pytest
-from command_support import module_and_arguments
+from command_support import commands_of
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tiny_qwen import make_stock_model
@@ -18,21 +18,21 @@ from launch.processes.placement import Resources
 from launch.tools import add_coord_tokens, coco
 from shared.config import load_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "running.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "detection.md"
 
 
 def commands(models: Path) -> list[tuple[str, list[str]]]:
     """Return the modules of the section's first block, in order, each with its arguments."""
-    section = PAGE.read_text().partition("## Your model, your data")[2]
-    block = section.split("```")[1].replace("/models", str(models))
-    (job,) = re.findall(r'^JOB="(.*)"$', block, re.MULTILINE)
-    lines = re.findall(r"^(\.venv.*)$", block, re.MULTILINE)
-    return [module_and_arguments(line.replace("$JOB", job)) for line in lines]
+    section = PAGE.read_text().partition("## 6. Use a real model")[2]
+    return commands_of(section.split("```")[1].replace("/models", str(models)))
 
 
 @pytest.mark.slow
 def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_path, monkeypatch):
-    """A small stock checkpoint and COCO files with polygons; the job is checked and not run."""
+    """A small stock checkpoint and COCO files with polygons; both jobs are checked and not run.
+
+    Stage 2 begins with a copy of the checkpoint with which stage 1 begins.
+    """
     monkeypatch.chdir(tmp_path)
     stock = make_stock_model(tmp_path / "models" / "Qwen3-VL-4B-Instruct", "qwen3_vl")
     config_file = stock / "config.json"
@@ -56,20 +56,23 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_p
         content = {"images": [image], "annotations": [box], "categories": categories}
         (tmp_path / f"instances_{part}.json").write_text(json.dumps(content))
 
-    *steps, checked, trained = commands(tmp_path / "models")
+    *steps, checked, trained, checked_2, trained_2 = commands(tmp_path / "models")
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
+    assert (checked_2[0], trained_2) == ("launch.preflight", ("launch.train", checked_2[1]))
     adding, *importing = steps
     assert adding[0] == "launch.add_coord_tokens"
     add_coord_tokens.main(adding[1])
     assert [module for module, _ in importing] == ["launch.coco"] * 2
     for _, arguments in importing:
         coco.main(arguments)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        overrides = as_schema_overrides(checked[1])
-        config = load_config(as_mapping(compose("train", overrides=overrides)))
-    findings = preflight(
-        with_absolute_paths(config),
-        nodes_of=lambda *_: [Resources(cpus=64, gpus=4)],
-        memory_of=lambda _: None,
-    )
-    assert findings.problems == []
+    made = next(word for word in adding[1] if word.startswith("out="))
+    shutil.copytree(made.removeprefix("out="), tmp_path / "outputs/mine/stage1/checkpoint")
+    for words in (checked[1], checked_2[1]):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = load_config(as_mapping(compose("train", overrides=as_schema_overrides(words))))
+        findings = preflight(
+            with_absolute_paths(config),
+            nodes_of=lambda *_: [Resources(cpus=64, gpus=4)],
+            memory_of=lambda _: None,
+        )
+        assert findings.problems == []
