@@ -48,8 +48,8 @@ class EncodedPrompt:
     pixel_values_RD: torch.Tensor
     """float [R, D]; [0, 0] without images."""
     image_grid_I3: torch.Tensor
-    """int64 [I, 3]: patches of each image in time, height and width (`image_grid_thw`), or tiles
-    and their tokens."""
+    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`), or number of
+    tiles, tokens down a tile and tokens across it."""
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
