@@ -122,7 +122,7 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """Return an object's score, 0..1: the mean probability of its coordinate tokens at
+        """Return an object's score, 0..1. It is the mean probability of its coordinate tokens at
         temperature 1, or 1 with `evaluation.score: constant`.
         """
         if self._score_by == "constant":
