@@ -1,8 +1,7 @@
 """A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
-padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates, R image
-patches, D patch values, I images.
+padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ class EngineActor:
             self._failure = error
 
     async def start(self) -> tuple[int, str]:
-        """Start the engine. Return the number of its devices and its `process` when it is ready."""
+        """Start the engine. Return its number of devices, and `WatchedEngine.process`.
+
+        Raises RolloutError, also if the engine could not be made.
+        """
         if self._failure is not None:
             raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
