@@ -78,7 +78,10 @@ class ColocatedBackend:
             raise
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts. The host may stop it by an exception between two engine steps."""
+        """Generate rollouts in order, or raise RolloutError.
+
+        The host may stop it by an exception between two engine steps.
+        """
         if not requests:
             return []
         started = StartTime.now()

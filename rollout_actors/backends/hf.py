@@ -282,7 +282,10 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order. The host may stop it by an exception between two tokens."""
+        """Generate rollouts in order, or raise RolloutError if a request cannot be decoded.
+
+        The host may stop it by an exception between two tokens.
+        """
         if not requests:
             return []
         started = StartTime.now()

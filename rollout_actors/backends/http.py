@@ -95,7 +95,7 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
 
 
 def token_in(variable: str | None, key: str) -> str | None:
-    """Return the bearer token in the environment variable that `key` names.
+    """Return the bearer token in the environment variable that `key` names; None: no variable.
 
     Raises ConfigError if the variable is not set.
     """

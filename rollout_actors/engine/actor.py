@@ -115,7 +115,7 @@ class EngineActor:
         return num_tokens if self._num_owed else None
 
     async def check_alive(self) -> None:
-        """Return when the engine has answered an empty request. Raises as `progress` does."""
+        """Return when the engine has answered a call. Raises as `progress` does."""
         await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:

@@ -349,7 +349,7 @@ class Environment(ABC):
     async def aclose(self) -> None:
         """Call every `@teardown` method, once. Leaving `async with environment` calls this too.
 
-        A cancellation interrupts the method that is running. The others are still called.
+        An error, or a cancellation of the running method, is raised after the others were called.
         """
         if self._is_closed:
             return

@@ -158,7 +158,7 @@ class OpenEnvEpisode(Episode):
         return self._shown(answer, reward=0.0)
 
     async def close(self) -> None:
-        """End the session. Its slot is free after the server has closed it."""
+        """End the session and free its slot. TimeoutError: the server does not close it in time."""
         from websockets.exceptions import ConnectionClosed
 
         late = f"{self._server.name}: has not closed the session after environment.args.timeout_s"

@@ -136,7 +136,10 @@ class VerifiersEnv(MultiTurnEnv):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play the row in the process. RuntimeError: it failed there."""
+        """Play the row in the process.
+
+        Raises RuntimeError if it failed there, and ConnectionError if the process has ended.
+        """
         state = await self.init_state(input)
         scope = current_scope()
         assert scope is not None, "Environment opens a scope around every rollout"
