@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from zlib import crc32
 
 from rollout_actors.environments import examples, foreign
 from rollout_actors.environments.environment import Environment, full_name
@@ -144,8 +145,8 @@ def _file_module(path: Path) -> ModuleType:
     # So that it can import modules next to it, as a script can.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Under a name that no installed module has.
-    module = ModuleType(f"rollmatch_environment_{path.stem}")
+    # The name is unlike every installed module's, and differs for files of the same name.
+    module = ModuleType(f"rollmatch_environment_{path.stem}_{crc32(bytes(path)):08x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     # Compiled anew, because Python's cache misses a second edit within one second.
