@@ -107,7 +107,10 @@ def write_held_out(
 
 
 def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
-    """Compare the last report with the report at the end of the warm-up, or else the first."""
+    """Return a line that compares the last report with the one after the warm-up, or the first.
+
+    None if there are fewer than two reports.
+    """
     if len(records) < 2:
         return None
     name = "warm-up"

@@ -69,7 +69,7 @@ TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield all texts of the model."""
+    """Yield texts with all words that the tokenizer must know."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
