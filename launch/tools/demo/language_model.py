@@ -1,4 +1,4 @@
-"""Makes the language model of the demo environments: a Qwen3 with 248,896 random parameters.
+"""Makes the demo environments' language model: a Qwen3 with about 250,000 random weights.
 
 `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load the checkpoint without code of this project.
 The same arguments give the same bytes. With `tools`, the model knows the words of the environment

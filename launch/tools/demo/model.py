@@ -1,4 +1,4 @@
-"""Makes the demo's model: a Qwen3-VL with about three million random parameters.
+"""Makes the demo's model: a Qwen3-VL with 2.7 million random weights.
 
 `AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without code of this project. The
 same arguments give the same bytes.
