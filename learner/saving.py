@@ -129,9 +129,10 @@ class Saving:
         if refused := [key for key in changed if key not in allow]:
             raise ConfigError(
                 [
-                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} now, but was"
-                    f" {state.fingerprints[key][:12]} when {checkpoint} was saved (contents are"
-                    f" compared by digest); restore it, or allow it with 'resume.allow=[{key}]'"
+                    f"{key}: its contents have changed since {checkpoint} was saved (digest"
+                    f" {state.fingerprints[key][:12]} then,"
+                    f" {fingerprints.get(key, 'nothing')[:12]} now); restore the old contents, or"
+                    f" accept the change with 'resume.allow=[{key}]'"
                     for key in refused
                 ]
             )

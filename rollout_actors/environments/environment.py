@@ -140,7 +140,8 @@ class Environment(ABC):
         for name, value in chat_only.items():
             if value and message_type == "completion":
                 raise ValueError(
-                    f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out"
+                    f"{name}: {_NO_CHAT}; write its text into the prompts, or leave message_type"
+                    " out"
                 )
         require_roles(few_shot or (), "few_shot")
         if rubric is not None and not isinstance(rubric, Rubric):
@@ -442,7 +443,12 @@ class Environment(ABC):
         wanted = results.metadata.state_columns
         columns = [path for path in wanted if has_field(path, results.state)]
         if absent := [path for path in wanted if path not in columns]:
-            _LOGGER.warning("no rollout has %s; %s is saved without it", ", ".join(absent), folder)
+            _LOGGER.warning(
+                "state_columns: no rollout's state has %s; the dataset in %s is saved without these"
+                " columns",
+                ", ".join(absent),
+                folder,
+            )
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:

@@ -120,7 +120,9 @@ class _PostRoutes:
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
             known = f"{', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/"
-            raise RefusalError(404, f"{name} is not a phase; the phases are {known}")
+            raise RefusalError(
+                404, f"{name} is not a phase of a weight sync; the phases are {known}"
+            )
         return await self.run_phase(SyncPhase(name), request)
 
     async def run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:

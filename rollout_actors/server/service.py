@@ -324,7 +324,8 @@ class RolloutService:
         """
         num_workers = self.world_size
         if taken := self.lease.take(run):
-            raise RefusalError(409, f"{self.name} refuses weights of {run or 'no run'}: {taken}")
+            caller = f"run {run}" if run else "a caller without a run's name"
+            raise RefusalError(409, f"{self.name} accepts no weights from {caller}: {taken}")
         if call.offer is not None and isinstance(call.offer.terms, FullOffer):
             # Checked before the engine joins, because a group of another size would never be
             # complete, and the join would wait for its limit.

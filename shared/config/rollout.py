@@ -230,7 +230,7 @@ DEDICATED_MEMORY_UTILIZATION = 0.85
 def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
     if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
         raise refusal(
-            f"must contain bbox_2d, and no kind twice, got [{', '.join(kinds)}]",
+            f"must list bbox_2d, and no kind of shape twice, got [{', '.join(kinds)}]",
             "write bbox_2d, and add poly or point_2d if you need them",
         )
     return kinds
