@@ -129,9 +129,10 @@ class Saving:
         if refused := [key for key in changed if key not in allow]:
             raise ConfigError(
                 [
-                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} now, but was"
-                    f" {state.fingerprints[key][:12]} when {checkpoint} was saved (contents are"
-                    f" compared by digest); restore it, or allow it with 'resume.allow=[{key}]'"
+                    f"{key}: its contents have changed since {checkpoint} was saved (digest"
+                    f" {state.fingerprints[key][:12]} then,"
+                    f" {fingerprints.get(key, 'nothing')[:12]} now); restore the old contents, or"
+                    f" accept the change with 'resume.allow=[{key}]'"
                     for key in refused
                 ]
             )
@@ -155,7 +156,7 @@ class Saving:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._ranks.rank == 0:
             for name, dtype, shape in self._parallel.weights.specs():
-                # A float32 master is the weight itself, which `tensors` contains unless sharded.
+                # Without shards, a float32 weight counts as its own master, one of `tensors`.
                 is_master = f"{name}/master" in tensors and dtype is torch.float32
                 if self._parallel.holds_parts or not is_master:
                     size += shape.numel() * dtype.itemsize

@@ -41,8 +41,8 @@ def weight_warnings(
         found = f"{key}: the files of {folder} hold {listed(surplus)} that its model does not have"
         if for_engines:
             raise ConfigError(
-                f"{found}, with which vLLM does not start; load the model in transformers and save"
-                " it again with save_pretrained, which leaves them out"
+                f"{found}; vLLM does not start with such tensors. To remove them, load the model in"
+                " transformers and save it again with save_pretrained"
             )
         warnings.append(f"{found}; they are ignored, and the run does not save them")
     embedding = model.get_input_embeddings().weight

@@ -1,8 +1,7 @@
 """A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
-padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates, R image
-patches, D patch values, I images.
+padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -283,7 +282,10 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order. The host may stop it by an exception between two tokens."""
+        """Generate rollouts in order, or raise RolloutError if a request cannot be decoded.
+
+        The host may stop it by an exception between two tokens.
+        """
         if not requests:
             return []
         started = StartTime.now()

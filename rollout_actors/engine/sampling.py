@@ -66,7 +66,7 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
 
 
 def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:
-    """Translate vLLM's finish reason. Raises RolloutError for `abort` and `error`."""
+    """Translate vLLM's finish reason. Raises RolloutError for others, such as `abort`."""
     if reason not in FINISH_REASONS:
         message = (
             f"sample {request.sample_id} was ended with {reason!r}, so its answer is incomplete;"

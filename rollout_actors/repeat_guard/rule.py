@@ -83,7 +83,8 @@ def require_guard(
         if answer["runner"] != "V1":
             remedy += "; VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner"
         raise RolloutError(
-            f"the {answer['runner']} model runner of worker {rank} has {held}, {wanted}; {remedy}",
+            f"repeat guard: the {answer['runner']} model runner of worker {rank} has {held},"
+            f" {wanted}; {remedy}",
             actor=actor,
             phase="start",
         )

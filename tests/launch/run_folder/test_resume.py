@@ -282,7 +282,7 @@ def test_a_start_that_fails_as_on_other_data_changes_nothing(saved, config_of, d
     (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
     oldest, *later = sorted((run / "checkpoints").glob("step_*"))
     config = config_of("channels A and B", run, resume={"run": str(oldest)}, samples=data)
-    with pytest.raises(ConfigError, match=r"data\.train: is \w+ now, but was \w+ "):
+    with pytest.raises(ConfigError, match=r"data\.train: its contents have changed"):
         start(config)
     assert ledger(run) == before
     assert all(folder.is_dir() for folder in later)
@@ -597,7 +597,7 @@ def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data,
     config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
-    with pytest.raises(ConfigError, match=r"data\.train: is \w+ now, but was \w+ "):
+    with pytest.raises(ConfigError, match=r"data\.train: its contents have changed"):
         start(config)
 
 
