@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
 
-# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
+# The stages of the tests (docs/project/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
 TYPES := $(PYTHON) -m mypy
 LINT := $(STYLE) && $(TYPES)
