@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
 
-# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
+# The stages of the tests (docs/project/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
 TYPES := $(PYTHON) -m mypy
 LINT := $(STYLE) && $(TYPES)
@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. With bytecode files Python compiles them only once, whatever the shell sets.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lock foreign demo demo-start control aligned check test test-engines test-all lint clean
+.PHONY: help setup lock foreign demo demo-start control aligned check test test-engines test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make demo          experiment=stage2_3v1 from an initial checkpoint that it trains, and an image of held-out scenes before and after"
 	@echo "make control       supervision only, from the same initial checkpoint and in about the same time"
 	@echo "make aligned       the other trainer variant, after a warm-up: polygons, segments carried from step to step"
+	@echo "make docs          the documentation as a site, in build/docs (for its search: python -m http.server -d build/docs)"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long tests"
 	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
@@ -89,6 +90,10 @@ test-all: setup
 	@scripts/stages.sh $(STAGE_STYLE) \
 	    "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
 	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
+
+# Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
+docs: setup
+	@NO_MKDOCS_2_WARNING=true $(PYTHON) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

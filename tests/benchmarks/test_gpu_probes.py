@@ -1,4 +1,4 @@
-"""The probes of docs/gpu_plan.md run, so that an hour on a card is not spent on typing."""
+"""The probes of docs/project/gpu_plan.md run, so that an hour on a card is not spent on typing."""
 
 import importlib
 import json
@@ -41,5 +41,5 @@ def test_the_probes_need_nothing_that_a_bare_card_lacks():
 
 
 def test_the_plan_names_every_probe():
-    plan = (Path(__file__).parents[2] / "docs" / "gpu_plan.md").read_text()
+    plan = (Path(__file__).parents[2] / "docs" / "project" / "gpu_plan.md").read_text()
     assert all(f"| `{probe}` |" in plan for probe in PROBES)
