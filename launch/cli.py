@@ -69,7 +69,7 @@ Options = TypeVar("Options", bound=Section)
 
 @contextmanager
 def explained(console: Console) -> Iterator[None]:
-    """Print the body's errors without a traceback, and exit if the body fails.
+    """If the body raises an error of `EXPLAINED`, print it without a traceback and exit.
 
     Exit status 2: the input has to be corrected; 1: a failure after the start; 130: interrupted.
     """
@@ -267,9 +267,9 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 
 
 def config_of_command(composed: DictConfig) -> RunConfig:
-    """Return the composed configuration or, with `resume=RUN`, that run's with the overrides.
+    """Return the composed configuration; with `resume=RUN`, the run's, changed by the overrides.
 
-    Raises ConfigError.
+    Raises ConfigError, also for `resume=auto` if the run folder has a new name at every start.
     """
     # Imported here, because commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
@@ -297,7 +297,10 @@ def config_of_command(composed: DictConfig) -> RunConfig:
 
 
 def _quoted(argument: str) -> str:
-    """Quote the value of `key=value` if Hydra cannot parse it. Lists and mappings stay."""
+    """Quote the value of `key=value` if Hydra would not read it as it is written.
+
+    Lists and mappings do not change.
+    """
     # Imported here, because commands without Hydra import this module.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

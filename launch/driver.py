@@ -1,4 +1,4 @@
-"""The training loop: it coordinates the learner and the rollout engines (decision 41).
+"""The training loop, which coordinates the learner and the engines (docs/decisions.md, 41).
 
 One step of channel B with two rounds, pipelined; time runs to the right::
 

@@ -109,13 +109,16 @@ class RoundStream:
         self._left: list[int] = []
         """Number of rounds still to yield, for each step that has begun and not ended."""
         self._handles: deque[Round] = deque()
-        """Submitted rounds that were not yet yielded, at most two."""
+        """Rounds that were submitted but not yet yielded, at most two."""
         self._results = queue(self._submit_next, self._rounds())
         self._waited_s = 0.0
 
     @property
     def ahead(self) -> Future[PerRank] | None:
-        """The future of the next step's first round, after all rounds of a step were yielded."""
+        """The next step's first round, after all rounds of a step were yielded.
+
+        None: no round was submitted ahead.
+        """
         return self._handles[0].future if self._handles else None
 
     def of_next_step(self) -> Iterator[PerRank]:

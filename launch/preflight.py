@@ -1,4 +1,4 @@
-"""Checks what a run would do, and whether it can, without starting an engine.
+"""Checks what a run would do, and whether it can do it, without starting an engine.
 
     rollmatch preflight +experiment=stage2_3v1 [section.key=value ...]
 
@@ -83,7 +83,7 @@ class PreflightReport:
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: DataFacts | None = None
-    """Facts about the data; None if the data are invalid."""
+    """Facts about the data; None if the data are invalid, or if the checkpoint is incomplete."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
         """Return what `make` returns, or None if it raises problems, which are recorded."""
@@ -318,10 +318,12 @@ def _adapter_problems(
 def position_problems(
     model: ModelSection, rollouts: RolloutMatchingSection, longest: int
 ) -> Iterator[str]:
-    """Compare the longest sequence with the model's positions, which vLLM does not exceed.
+    """Yield a problem if an engine's sequences may have more tokens than the model has positions.
+
+    Models whose RoPE is scaled are not checked.
 
     Args:
-        longest: `global_max_length`.
+        longest: `global_max_length`, which `vllm.max_model_len` replaces if it is set.
     """
     written = json.loads((Path(model.path) / "config.json").read_text())
     text = written.get("text_config", written)

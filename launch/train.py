@@ -53,10 +53,10 @@ def main(composed: DictConfig) -> None:
 
 
 def run_job(config: RunConfig, console: Console) -> None:
-    """Run the job; start it again after a lost learner or start if `resume.automatic` permits it.
+    """Run the job. With `resume.automatic`, start it again after a lost learner or a lost start.
 
-    The `error.txt` of each start is kept as `error_1.txt` and so on. Raises the error that ends
-    the run for good.
+    A start is lost if one of its processes is killed or too slow. Before each new start `error.txt`
+    is renamed to `error_1.txt` and so on. Raises the error that ends the run for good.
     """
     budget: RestartBudget | None = None
     make_missing_demo_files(config, lambda line: _print(console, [line]))
@@ -98,7 +98,7 @@ def _keep_story(folder: Path) -> str:
 
 
 def run(config: RunConfig, console: Console) -> None:
-    """Check, place, train, report and save. No process is left running, whatever happens."""
+    """Check the configuration, start the processes, train and report; end all processes."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
     from launch.run_folder.folder import require_readable

@@ -139,12 +139,17 @@ class LearnerRank:
         return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Return a range of the requests, with their images loaded."""
+        """Put the images of these requests into Ray's object store; return requests that refer to
+        them. Raises RecordError if an image file is missing or has changed.
+        """
         # Engines process these while the next ones are prepared.
         return self._shelf.send(self._requests[first:stop])
 
     def generate(self, objects: Sequence[SentRequests], places: range) -> list[Any]:
-        """Generate rollouts with the backend in this process."""
+        """Generate rollouts with the backend in this process.
+
+        `places` are indices into the requests of all `objects` together.
+        """
         assert self.backend is not None, "this rank was started without a backend"
         return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
 

@@ -122,7 +122,9 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """Return an object's score, 0..1, from the engine's log-probabilities at temperature 1."""
+        """Return an object's score, 0..1. It is the mean probability of its coordinate tokens at
+        temperature 1, or 1 with `evaluation.score: constant`.
+        """
         if self._score_by == "constant":
             return 1.0
         assert rollout.logprobs is not None, "the request asks for log-probabilities"

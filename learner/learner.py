@@ -75,7 +75,9 @@ class Learner:
             examples: number of rows of the run's environment; None without an environment.
 
         Raises:
-            ConfigError, RecordError: model or data are wrong, or differ between the ranks.
+            ConfigError, RecordError: model or data are wrong, or the data differ between the ranks.
+            LearnerError: the ranks loaded different weights, or a rank is lost (CollectiveError).
+            StorageError: a checkpoint or a rollout log cannot be written to the run folder.
         """
         self._config = config
         device = LearnerDevice(torch.device(place.device))
@@ -183,9 +185,13 @@ class Learner:
         return requests
 
     def accumulate(self, answers: Sequence[Any]) -> None:
-        """Check this rank's answers of one round, in position order, and add their gradients.
+        """Check this rank's answers of one round, in position order, and train on ready rows.
 
-        Raises RolloutError if engine and learner disagree on tokens or log-probabilities.
+        The other segments wait for a later round or `finish_step`.
+
+        Raises:
+            RolloutError: engine and learner disagree on tokens or log-probabilities.
+            LearnerError: `stop` was called, or another rank ended early (CollectiveError).
         """
         with self._ranks.of_phase("accumulate"):
             step = self._current
@@ -199,7 +205,11 @@ class Learner:
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Train on the remaining rows and take `training.updates_per_batch` optimizer updates."""
+        """Train on the remaining rows and take `training.updates_per_batch` optimizer updates.
+
+        Raises RolloutError and LearnerError as `accumulate` does, and LearnerError if too many
+        successive gradients are not finite.
+        """
         # After the first update, `stop` no longer interrupts the step: its weights would be between
         # two steps, and such weights cannot be saved as a checkpoint.
         with self._ranks.of_phase("finish_step"):
@@ -207,8 +217,8 @@ class Learner:
             started_s = time.time()
             self._rounds.append([])
             self._train_last_rows(self._last_rows())
-            # A step without a carry buffer learns every sample it drew. With a carry buffer, the
-            # number of learned segments is known only now (decisions 6 and 7).
+            # Without a carry buffer, the divisor is the number of samples that the step drew. With
+            # one, it is the number of learned segments, known only now (decisions 6 and 7).
             denominator = step.plan.num_samples
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)
@@ -222,7 +232,7 @@ class Learner:
                 # gradient again.
                 if updates[-1].skipped:
                     break
-                # Ranks meet after each round, as in the first pass, which keeps waits short.
+                # All ranks have the same rounds. They meet after each, which keeps waits short.
                 for rows in self._rounds:
                     self._train_last_rows(iter(rows), again=True)
                 updates.append(self.optimizer.update(step.plan.step, denominator))
@@ -272,6 +282,7 @@ class Learner:
 
         Raises:
             StorageError: it cannot be written. No part of it remains, and all ranks can try again.
+            LearnerError: another rank could not write its part, or the ranks' weights differ.
         """
         state: RankState | None = None
         if self._config.checkpoint.full:
@@ -311,7 +322,7 @@ class Learner:
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return values that must not change on resume, each under its closest key."""
+        """Return values that a resumed run must share, by the configuration key that sets them."""
         # Digests of the data and of the frozen weights, and the number of threads, because sums
         # are split by threads.
         if not self._fingerprints_of_start:
@@ -327,7 +338,10 @@ class Learner:
         return self._fingerprints_of_start
 
     def stop(self) -> None:
-        """Interrupt the round or step after its current row, with a LearnerError and no update."""
+        """Interrupt the round or step after its current row, with a LearnerError and no update.
+
+        A step that has taken its first update is finished instead.
+        """
         self._stopping.set()
 
     @property

@@ -1,4 +1,6 @@
-"""The state of a run in addition to its weights: a resumed run repeats the original bit for bit.
+"""The saved state of a run in addition to its weights.
+
+With this state, a resumed run repeats the original run bit for bit.
 
     checkpoints/step_000120/
         model.safetensors, config.json, ...    the model's checkpoint

@@ -155,7 +155,7 @@ class Saving:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._ranks.rank == 0:
             for name, dtype, shape in self._parallel.weights.specs():
-                # A float32 master is the weight itself, which `tensors` contains unless sharded.
+                # Without shards, a float32 weight counts as its own master, one of `tensors`.
                 is_master = f"{name}/master" in tensors and dtype is torch.float32
                 if self._parallel.holds_parts or not is_master:
                     size += shape.numel() * dtype.itemsize

@@ -46,8 +46,10 @@ class EncodedPrompt:
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
+    """float [R, D]; [0, 0] without images."""
     image_grid_I3: torch.Tensor
-    """Patches in time, height and width per image (`image_grid_thw`), or tiles and their tokens."""
+    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`), or number of
+    tiles, tokens down a tile and tokens across it."""
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
@@ -104,7 +106,10 @@ KEPT_TEXTS = 1024
 
 
 class PromptEncoder:
-    """Encodes prompts with the checkpoint's own processor and chat template."""
+    """Encodes prompts with the checkpoint's own processor and chat template.
+
+    All methods that take a sample raise RecordError as `text` does.
+    """
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
         self._processor = processor

@@ -42,7 +42,7 @@ LOGIT_CHUNK = 512
 
 
 class SlotMean(NamedTuple):
-    """A mean over coordinate slots, as a sum and a count that can be added over rows."""
+    """A mean over coordinate slots or learned tokens: a sum and a count, to be added over rows."""
 
     total: float
     num_slots: int
@@ -90,7 +90,7 @@ def train_row(
     Args:
         sampled_under: how the engine sampled its tokens, to compute the same probabilities here.
         logit_chunk: positions whose full-vocabulary logits are in memory at once.
-        run: calls the forward; a sharded model must call it itself.
+        run: calls the function of the forward (`Parallel.forward` for a sharded model).
         weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
         reference: the initial model of the run, for objectives that compare with it.
     """
@@ -374,7 +374,7 @@ class RowTrainer:
         """Pack the segments into one row, on the CPU.
 
         Args:
-            version: weight version of the learner.
+            version: the learner's weight version. Other versions' log-probabilities are dropped.
             beside: segment without supervision that is appended to the row.
         """
         return collate(
@@ -399,7 +399,10 @@ class RowTrainer:
     def compare(
         self, row: PackedRow, result: RowResult, channel: Channel, so_far: Compared
     ) -> Compared:
-        """Compare the engine's log-probabilities with the learner's. Raises RolloutError."""
+        """Return `so_far` with this row's comparison of engine and learner log-probabilities.
+
+        Raises RolloutError as `check_logprobs` does.
+        """
         if channel is Channel.A or not self._compares_logprobs:
             return so_far
         return check_logprobs(

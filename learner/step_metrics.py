@@ -55,7 +55,7 @@ class StepMetrics:
         self.num_segments = 0
         """Segments learned so far."""
         self.num_credited = 0
-        """Sampled tokens with an advantage (0 included) so far."""
+        """Sampled tokens so far that have an advantage, including an advantage of 0."""
         self.refilled: dict[int, int] = {}
         """Dataset rows drawn to replace groups without signal, by the group's position."""
         self.compared = Compared()

@@ -36,7 +36,7 @@ class TokenRole(IntEnum):
     """The kind of a target token. Role and channel decide its weight in `token_ce`."""
 
     NEUTRAL = 0
-    """Prefix text that does not belong only to matched objects. Never supervised."""
+    """Unsupervised prefix text, such as unmatched objects, separators, matched objects' descs."""
     STRUCTURE = 1
     """Serialised ground truth with keys and separators; the opening brace if it was not sampled."""
     DESC = 2
@@ -44,9 +44,9 @@ class TokenRole(IntEnum):
     MATCHED_STRUCTURE = 3
     """A matched object's value `{...}` in the prefix, without its desc and coordinate tokens."""
     COORD = 4
-    """A coordinate slot. Only `coord_reg` trains it, not `token_ce`."""
+    """A coordinate slot. `coord_reg` and `bbox_geo` train it, not `token_ce`."""
     CLOSING = 5
-    """The closing top-level brace, or EOS."""
+    """The end of the whole answer (such as its closing top-level brace), or EOS."""
     SEPARATOR = 6
     """The prefix token that continues to a matched object (`supervise_separators`)."""
     CORRECTED_DESC = 7
@@ -80,7 +80,7 @@ class TextWeights:
     def of(self, target: Target) -> np.ndarray:
         """Return the weights of the target's tokens: float32 [L], at least 0."""
         has_false_positives = target.reading is not None and target.reading.false_positives
-        # Roles that are not set below (NEUTRAL, COORD) stay 0: `coord_reg` trains the slots.
+        # Roles that are not set below (NEUTRAL, COORD) stay 0: other objectives train the slots.
         table = np.zeros(len(TokenRole), dtype=np.float32)
         table[TokenRole.STRUCTURE] = table[TokenRole.SEPARATOR] = self.structure
         table[TokenRole.DIGITS] = table[TokenRole.CORRECTED_DIGITS] = self.structure

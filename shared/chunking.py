@@ -15,7 +15,13 @@ T = TypeVar("T")
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
-    """Assign `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
+    """Assign `ceil(n / num_servers)` requests to each server, in order, until none are left.
+
+    So one server may get fewer, and those after it none. Raises ValueError for negative `n`, and
+    without servers.
+
+    Example: 4 requests over 3 servers are `range(0, 2)`, `range(2, 4)` and `range(4, 4)`.
+    """
     if n < 0 or num_servers < 1:
         raise ValueError(
             f"cannot split {n} requests over {num_servers} servers; use n >= 0 and at least"
@@ -190,7 +196,10 @@ def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]
 def cut_past(
     items: Iterable[T], limit: int, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, ...]]:
-    """Yield the items in order, in buckets that each end with the item that exceeds `limit`."""
+    """Yield the items in order, in buckets.
+
+    A bucket ends with the item that takes its total size past `limit`, or with the last item.
+    """
     bucket: list[T] = []
     size = 0
     for item in items:

@@ -56,7 +56,7 @@ class Dataset(Sequence[Sample]):
     skipped: tuple[str, ...] = ()
     """Why each bad row was skipped: file, line, field and problem."""
     turned: tuple[str, ...] = ()
-    """Images that their EXIF orientation rotates, as named in the rows; only if images were
+    """Images with an EXIF orientation other than upright, as named in the rows; only if images were
     checked."""
     odd: tuple[str, ...] = ()
     """Peculiarities of its usable rows: how many rows have each, and the first of them."""
@@ -147,7 +147,8 @@ def load_dataset(
     Args:
         source: name of the file, if there are several; its samples are named `source/id`.
         on_bad_row: "error": bad rows stop the load; "skip": they are logged and counted.
-        check_images: `require_images` of `load_record`; the next three arguments go there too.
+        check_images: `require_images` of `load_record`.
+        sort_objects, geometry, image_size, known_images: as in `load_record`.
         require: raises RecordError for a sample that the run cannot use.
 
     Raises:
@@ -354,8 +355,8 @@ def even_order(weights: Sequence[int]) -> Iterator[int]:
 
     For any n, the first n values have i `n * weights[i] / sum(weights)` times, rounded up or down.
 
-    This is the quota method (Balinski and Young, 1975): next is the index whose share is least
-    served, among those that would not exceed their share rounded up.
+    This is the quota method (Balinski and Young, 1975): next is the index with the least
+    `(count + 1) / weight`, among those that would not exceed their share rounded up.
     """
     total = sum(weights)
     counts = [0] * len(weights)

@@ -79,10 +79,12 @@ class RecordError(PortableError, ValueError):
         line: int | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        """Args:
-        file: None if the row is not from a file.
-        line: from 1.
-        more: lines about other bad rows of the same file.
+        """Create the error.
+
+        Args:
+            file: None if the row is not from a file.
+            line: from 1.
+            more: lines about other bad rows of the same file.
         """
         self.problem = _shortened(problem)
         self.field = _shortened(field)
@@ -179,10 +181,12 @@ class WeightSyncError(PortableError, RuntimeError):
     def __init__(
         self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None
     ) -> None:
-        """Args:
-        phase: a `shared.weight_sync.phases.SyncPhase`, of either side, or its `OFFER`.
-        quantity: what differed (a set of names, a checksum, log-probabilities).
-        size: the size of the difference; None if it has none, as for a timeout.
+        """Create the error.
+
+        Args:
+            phase: a `SyncPhase` of either side, or `OFFER` (`shared.weight_sync.phases`).
+            quantity: what differed (a set of names, a checksum, log-probabilities); empty: nothing.
+            size: the size of the difference; None if it has none, as for a timeout.
         """
         self.message = message
         self.actor = actor

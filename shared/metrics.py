@@ -1,8 +1,8 @@
 """The metrics in `metrics.jsonl`: their names, meanings, and how values are combined for a step.
 
 `python -m shared.metrics` prints the table of docs/reference/metrics.md. Only names in the table
-can be logged. None of them is an IoU: IoU decides matches, and evaluations report it (spec:
-training-time counters).
+can be logged. No metric of training is an IoU: IoU only decides matches, and evaluations
+report it (spec: training-time counters).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ rollout/num_truncated | sum | Rollouts whose container was not closed; of enviro
 rollout/truncated_rate | rollout/num_truncated / rollout/num | Share of truncated rollouts.
 rollout/num_overlong | sum | Truncated rollouts of environments that ended because the next prompt
     did not fit.
-rollout/num_fallback | sum | Rollouts without a part that could be kept: the prefix is `{`.
+rollout/num_fallback | sum | Rollouts from which nothing could be kept: the prefix has no objects.
 rollout/num_valid_objects | sum | Predicted objects that are valid.
 rollout/num_dropped_objects | sum | Predicted entries that were dropped.
 rollout/num_dropped.<reason> | sum | Entries dropped as `<reason>`; absent at 0.

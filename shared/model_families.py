@@ -1,7 +1,7 @@
 """The model families that a run can train, and their properties.
 
 To add a family, add its types, placeholders, end of turn and parts here, and the inputs of its
-forward pass in learner/model/loading.py. No other module names a family.
+forward pass in learner/model/loading.py. No other module decides by a family's name.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ WORKER_CLOSE_S = 12
 """Seconds that a device's process has to end. Ending Python takes 4 s of a full core."""
 
 CLOSED_S = CLOSE_S + 3.0
-"""Longest wait for an engine to close. It kills itself what is left after `CLOSE_S`."""
+"""Longest wait for an engine to close. After `CLOSE_S` it kills its remaining processes itself."""
 
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sets the signal sent when the parent dies."""
@@ -70,9 +70,9 @@ class RolloutBackend(RankBackend, Protocol):
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Return one rollout per request, in the order of the requests; [] without requests.
 
-        The learner ends the run in two cases: the prompt of a rollout differs from its own encoding
-        (image placeholders expanded), or a log-probability from its current weights' by more than
-        `rollout_matching.logprob_tolerance`. The stop token is not part of the answer.
+        The stop token is not part of the answer. The learner ends the run if a rollout's prompt
+        differs from its own encoding (image placeholders expanded), or if log-probabilities differ
+        from its own by more than `rollout_matching.logprob_tolerance` permits.
 
         Raises:
             RolloutError: a request cannot be answered, or the backend is closed.

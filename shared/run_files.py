@@ -34,7 +34,7 @@ SUMS = "SHA256SUMS"
 RUN_FILE = "run.json"
 """In the state folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
-"""Write half a surrogate pair (as in file names that are not UTF-8) escaped, instead of failing."""
+"""Escape lone surrogates, which occur in file names that are not UTF-8, instead of failing."""
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT),  # until space is freed
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # until writing is permitted, or a ticket renewed
@@ -75,7 +75,7 @@ class Patience:
         """Call `write` again while it raises an error that can pass; return its result.
 
         Raises:
-            StorageError: the first error, once the limit is reached.
+            StorageError: the first error, once the limit is reached or a later one cannot pass.
         """
         first: StorageError | None = None
         started_s = time.monotonic()
@@ -201,7 +201,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file with one line per step or more. Raises like `read_lines`."""
+    """Return the JSON lines of a file, each with an integer `step`. Raises like `read_lines`."""
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int:
@@ -229,7 +229,7 @@ def damaged_line(path: Path, number: int, problem: str) -> RecordError:
 def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Keep only the lines for which `keeps` is true, if the file exists, and return them.
 
-    Raises like `read_lines`.
+    Raises like `read_steps`, and OSError.
     """
     kept = [line for line in read_steps(path) if keeps(line)]
     if path.exists():

@@ -102,7 +102,8 @@ class RunSchedule:
     def evaluates_before(self, step: int) -> bool:
         """Return whether a held-out report is due with the weights at the start of the step.
 
-        It is due after the warm-up, after every `training.eval_steps` steps, and at the end.
+        It is due after the warm-up (without one: before the first step), after every
+        `training.eval_steps` steps, and at the end of the run.
         """
         every = self._config.training.eval_steps
         due = step in (self._warmup_steps, self.max_steps) or (

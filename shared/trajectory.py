@@ -25,7 +25,8 @@ class ExampleCounts:
     digest: str = field(default="", compare=False)
     """Digest of some rows. All processes that load the environment must compute the same."""
     scores_at_once: bool = False
-    """A rubric has its own `score_rollouts`: a step's rollouts are one round, in one process."""
+    """Whether a rubric scores all rollouts of a step in one call (`score_rollouts`). Then they are
+    one round, in one process."""
     mixture: Sequence[Sequence[int]] = ()
     """Numbers of training rows, and weights, of successive parts of the data; empty: training draws
     uniformly from all rows."""
@@ -46,7 +47,10 @@ class ExampleGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """A request to an environment: one group in training, about as many rollouts in evaluation.
+    """A request for rollouts of an environment.
+
+    In training it has one group. In evaluation it has one rollout of each of several examples, at
+    most as many rollouts as a group in training.
 
     Example: `EnvironmentRequest(step=0, groups=(ExampleGroup(41, range(8)),), decode=...,
     run_seed=17)` requests 8 rollouts of row 41.

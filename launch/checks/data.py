@@ -53,7 +53,7 @@ class ImageNeeds:
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
-        """`enlarged`: the largest factor that scales their sides (`data.augment.scale`)."""
+        """Return what all rows need; `enlarged` is the largest factor of `data.augment.scale`."""
         tables = [dataset.table for dataset in datasets]
         return cls(
             max(int(np.diff(table.images_N1).max()) for table in tables),
@@ -207,7 +207,10 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
 
 
 def _check_template(environment: Environment, checkpoint: Path) -> str | None:
-    """Return a warning if the chat template shows no tools. ConfigError: no template exists."""
+    """Return a warning if the chat template does not show the environment's tools.
+
+    Raises ConfigError if the environment needs a chat template and the checkpoint has none.
+    """
     templates = chat_templates(checkpoint)
     if not templates and asks_by_chat(environment):
         raise ConfigError(no_chat_template(checkpoint))

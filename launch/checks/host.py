@@ -34,7 +34,7 @@ DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Check each folder that the run writes: in use, not writable, full, or with a long path."""
+    """Yield problems of folders: not writable, full, too long for Ray, or holding a run."""
     yield from _run_folder_problems(
         config.telemetry.run_dir, config.resume, config.model, config.checkpoint
     )

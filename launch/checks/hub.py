@@ -29,7 +29,8 @@ def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSect
 def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.path") -> str:
     """Return the folder of a model of the hub; download it if it is not in the cache.
 
-    Raises ConfigError for an unknown model, an unreachable hub, or too little disk space.
+    Raises ConfigError if the model is unknown or needs a login, the hub cannot be reached, the disk
+    has too little space, or the download fails.
     """
     # Imported here, because commands with a folder do not need it.
     from huggingface_hub import HfApi, constants, snapshot_download

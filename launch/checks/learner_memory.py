@@ -218,7 +218,7 @@ def _text_layers(run: RunSizes, device: Device) -> _LayerBytes:
 
 
 def _gates_text(run: RunSizes) -> bool:
-    """Return whether coord logits are kept, several times, at every position of text."""
+    """Return whether the text gate of coord_reg keeps coord logits at every position of text."""
     return any(
         isinstance(entry, CoordRegEntry) and entry.config.text_gate_weight > 0
         for channel in Channel
@@ -278,7 +278,10 @@ def _logit_bytes(run: RunSizes) -> int:
 
 
 def _mask_bytes(run: RunSizes) -> tuple[int, int, int]:
-    """Count the bytes of attention by mask for the longest row: once, per layer, temporary."""
+    """Count the bytes of attention masks for the longest row.
+
+    They are for the whole row, for each layer, and for temporary tensors.
+    """
     tokens = run.tokens
     size = run.size
     is_eager = run.model.attention == "eager"

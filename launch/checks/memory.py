@@ -41,8 +41,8 @@ RESERVED = 0.08
 An engine that is sized by a fraction of the GPU needs no such share, because vLLM measures it.
 """
 SURE = 1.25
-"""Estimates are too high by up to this factor. If one exceeds the memory even after division by it,
-that is a problem; otherwise it is a warning."""
+"""Estimates are too high by up to this factor. If an estimate divided by it exceeds the memory, the
+run is refused. If only the estimate itself does, a warning is printed."""
 ENGINES = "engine's "
 _EXACT = ("weights", "master weights", "gradients", "optimizer", REFERENCE, CACHE)
 """Parts computed exactly from numbers of values, so that `SURE` does not reduce them."""
@@ -89,6 +89,7 @@ class Estimate:
 
 
 def bucket_bytes(run: RunSizes, transport: TransportKind) -> int:
+    """Count the bytes of a sync's buckets on one GPU; 0 over gloo, or if only adapters are sent."""
     if not run.may_send_full:
         return 0
     # A bucket ends with the tensor that exceeds its size.
@@ -233,7 +234,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The total memory of this machine, used or free."""
+    """The total memory of a GPU or of this machine, whether it is in use or not."""
 
     device: Device
     total: int

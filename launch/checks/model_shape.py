@@ -232,7 +232,7 @@ class RunSizes:
     """Tokens of the longest packed row."""
     adapted_parts: tuple[ModelPart, ...]
     num_fresh_tokens: int
-    """Rows of the embedding and the head that are trained with an adapter."""
+    """Rows of the embedding and the head that are trained in addition to an adapter."""
     may_send_full: bool
     """Whether a weight sync may send full weights."""
 

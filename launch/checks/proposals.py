@@ -43,8 +43,8 @@ class Proposal:
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
     """Return at most `MOST` sets of changes with which the run fits, the cheapest first.
 
-    Any number of cheaper changes is cheaper than one that costs more. More ranks are tried only if
-    nothing else fits.
+    Each possible change costs more than all changes before it together. More ranks are tried only
+    if nothing else fits.
 
     Args:
         fitting: returns the estimate of a run that fits, None for a run that does not.

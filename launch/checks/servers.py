@@ -26,9 +26,9 @@ from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
-"""A running server answers at once. A start waits `server.timeout_s` for a server that loads."""
+"""Seconds for one answer. A run itself waits `server.timeout_s` for a server that is loading."""
 INSPECT_S = 20.0
-"""Some questions are answered by the server's engine, which may be stuck."""
+"""Seconds for all questions to one server. Its engine answers some of them, and may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 

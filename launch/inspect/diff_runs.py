@@ -77,7 +77,8 @@ NOT_LEARNED = (
     *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
     *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
 )
-"""Prefixes of metrics without effect on training: times, syncs, and bits of engines."""
+"""Prefixes of metrics without effect on training: times, syncs, facts about engines, and
+comparisons with the engines' log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@
 
 The command uses the configuration of the run, with the given keys changed: `data.val=...` evaluates
 on other data. For a model without a run, `data.answer_format` and `data.user_prompt` set format and
-prompt. `rollout_matching.vllm.actors` rollout actors generate, as in training. The report goes to
-the new folder `run/evaluations/NAME`, or to `outputs/evaluations/NAME` for a model.
+prompt. Rollout actors generate, with the settings in `rollout_matching.vllm.actors`, whatever
+backend the run used. The report goes to the new folder `run/evaluations/NAME`, or to
+`outputs/evaluations/NAME` for a model.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     """Return the run's configuration with the checkpoint, the overrides and absolute paths.
 
     Raises:
-        ConfigError: run, checkpoint or `data.val` is missing, or an override is invalid.
+        ConfigError: run, checkpoint or `data.val` is missing, an override is invalid, or the run
+            trains on an environment.
     """
     changes = _read_overrides(overrides)
     if problems := [
@@ -271,8 +273,8 @@ _OF_A_MODEL: Mapping[str, Any] = {
 def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of an evaluation without a run, with absolute paths.
 
-    The number type is float32 if the checkpoint has it, else bfloat16. The checkpoint's positions
-    limit the length of sequences. On CPU, engines do not compile.
+    `model.dtype` is float32 if the checkpoint has float32 weights, else bfloat16. The checkpoint's
+    positions limit the length of sequences. On CPU, engines do not compile.
 
     Raises:
         ConfigError: the checkpoint is missing, or an override is invalid.

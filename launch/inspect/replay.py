@@ -100,8 +100,8 @@ def _examples(run: Path) -> ExampleCounts:
 
 
 def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, int]:
-    """Return a configuration that resumes before the step and writes nothing, and the steps that
-    its checkpoint has done.
+    """Return a configuration that resumes before the step and writes nothing, and the number of
+    steps before its checkpoint.
     """
     states = {folder: state for folder, state in full_checkpoints(run) if state.step < step}
     if checkpoint is not None:
@@ -120,7 +120,7 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
     if placement := _placement(run):
         # The number of threads decides the order of sums.
         changes["learner.cpu_threads"] = placement["learner_threads"]
-    # The run's own file is from its last start, which may have changed keys.
+    # The run's config.json is from its last start, which may have changed keys.
     saved = read_run(run) if checkpoint is None else states[checkpoint].config
     config = changed_config(saved, changes)
     pipeline = config.rollout_matching.pipeline

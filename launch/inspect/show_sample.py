@@ -216,7 +216,10 @@ def _require_same_tokens(
 
 
 def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
-    """Return the text of each token of the examples. Raises ConfigError for another model."""
+    """Return the UTF-8 bytes of each token of the examples, by id; empty for an id without text.
+
+    Raises ConfigError if the model's files cannot be read, or if the model lacks a token.
+    """
     examples = line["examples"]
     token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
     if not token_ids:

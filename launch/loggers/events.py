@@ -39,7 +39,7 @@ class RunEvent:
     name: str
     """Name of the run: the configured name and the end of the run folder's path."""
     first_step: int
-    """The first step to log, counted from 1. A resumed run removes this and later steps."""
+    """The first step to log, counted from 1. Earlier starts of the run may have logged it too."""
     config: Mapping[str, object]
     """The configuration as JSON values, by sections."""
     flat_config: Mapping[str, object]

@@ -20,13 +20,13 @@ class BatchAlgebra:
     """
 
     is_rollout_aligned: bool
-    """`stage2_rollout_aligned`: every step is channel B, with the rollouts of its micro-steps."""
+    """`stage2_rollout_aligned`: every step is channel B, and its micro-steps count rollouts."""
     learner_world_size: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     """Micro-steps per update and rank."""
     effective_batch_size: int
-    """Samples per update over all ranks, if micro-steps count them; rounded up to micro-steps."""
+    """Samples per update: ranks x `per_device_train_batch_size` x `gradient_accumulation_steps`."""
     raw_rollouts_per_step: int
     """Rollouts per channel-B update over all ranks; 0 if the variant uses none."""
     share_per_rank: tuple[int, ...]
@@ -41,16 +41,16 @@ class BatchAlgebra:
     group_size: int
     """Rollouts of one example of an environment, which stay together; 1: there are no groups."""
     refill_rounds: int
-    """How many times a step's groups without signal are drawn again at most."""
+    """Maximum number of times that a step's groups without signal are drawn again."""
     rounds: tuple[tuple[range, ...], ...]
     """`[round][rank]`, the positions of a channel-B step that each rank learns in each round."""
     shares: tuple[tuple[int, ...], ...]
-    """`[round][engine]`, the rollouts of each engine."""
+    """`[round][engine]`, the number of rollouts of each engine."""
     packing_length: int
     """Capacity of a row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rollouts or segments after which rows are taken; None unless the row rule is STEP."""
+    """Rows are built after every this many rollouts or segments; None unless the rule is STEP."""
     updates: int
     """Optimizer updates of the run."""
     updates_per_step: int

@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # names for readers: mypy does not look into ray
 
 
 class Cluster:
-    """The processes of one run. On exit all of them end; a cluster that ran before stays.
+    """The processes of one run on Ray. On exit they end, and so does Ray if the run started it.
 
     Example, 3 rollout actors and 1 learner rank: one placement group of 4 bundles; bundles 0 to 2
     hold the actors, bundle 3 the rank.
@@ -124,8 +124,8 @@ class Cluster:
                         *(config, learner, placement, self._images, self._examples), self._observer
                     )
             case EngineLocation.ACTORS:
-                # Wait for the learner first: it reports bad input best, and starts in seconds. The
-                # engines, which were created before, start meanwhile.
+                # Wait for the learner first: its errors about bad input are the clearest, and it
+                # starts in seconds. The engines, which were created before, start meanwhile.
                 engines = self._place_actors(placement, group, learner)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
@@ -214,7 +214,7 @@ class Cluster:
     def _reach_servers(
         self, placement: Placement, section: ServerSection, learner: LearnerClient
     ) -> RolloutClient:
-        """Create an actor without resources for each server: waiting for it needs a process."""
+        """Create an actor for each server, which is the server's client and reserves nothing."""
         settings = settings_of_run(self._config, placement, self._images)
         run = run_name(self._config.telemetry.run_dir, is_start=True)
         addresses = server_addresses(section, run)
@@ -279,7 +279,7 @@ class Cluster:
         """Start the environment actors, and make the engines generate through them."""
         config = self._config
         assert self._examples is not None, "examples are counted before the start"
-        # They may run on nodes without engines, which have no server to fork from.
+        # They may run on nodes without engines, which have no warm Python to fork from.
         where: SchedulingStrategyT = "SPREAD"
         runtime_env: dict[str, object] = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         if section.cpus_per_actor == 0:
@@ -359,7 +359,7 @@ def runner_settings(
     index: int,
 ) -> RunnerSettings:
     """Return the settings of one environment actor; `devices`: devices of each engine."""
-    # Together the actors fill an engine; the first ones have one request more.
+    # All actors together send as many requests as one engine decodes at a time.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
         env_id=section.id,
@@ -392,7 +392,7 @@ def _rank_names(placement: Placement) -> list[str]:
 
 
 def _ray_name(name: str, number: int) -> str:
-    """Return Ray's name for the actor of a place: the name of a lost actor is still taken."""
+    """Return Ray's name of an actor: a replacement is numbered, as the old name is still taken."""
     return name if number == 1 else f"{name}.{number}"
 
 

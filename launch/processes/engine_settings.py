@@ -52,7 +52,8 @@ def neighbour_env(
 ) -> dict[str, object]:
     """Return the Ray `runtime_env` of a learner rank or an environment actor, with variables."""
     variables |= {"HF_HUB_OFFLINE": "1"}
-    # Forked on CPU like the engines. A warm server only for it would cost more than it saves.
+    # On CPU it is forked from a warm Python like the engines, if there is one: a warm Python that
+    # only this process uses would cost more than it saves.
     has_server = (
         config.rollout_matching.backend.location is EngineLocation.ACTORS
         or warm_python.FOLDER in os.environ

@@ -41,7 +41,7 @@ class RolloutTimeouts:
 
     start: Timeout
     generate: Timeout | None
-    """None: the actors have their own limit."""
+    """None: no limit here, because the actors watch their servers themselves."""
     sync_phase: Timeout
     """Limit of each phase of a sync."""
     stall: Timeout | None = None
@@ -52,7 +52,7 @@ class RolloutTimeouts:
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
     """What to check if a round is late; the end of the error's message."""
     start_check: str = START_CHECK
-    """The same for a start."""
+    """What to check if a start is late."""
     closed_s: float = CLOSED_S
     """Seconds for all actors together to end by themselves."""
 
@@ -209,7 +209,7 @@ class Fleet:
 
     def lose_dead(self, *, after_failed_sync: bool = False) -> None:
         """Replace all actors that have ended, or do not answer although they are idle."""
-        # Servers that are not replaced are asked too: servers with other weights are reported.
+        # Servers that are not replaced are asked too, so that one with other weights is reported.
         if self._replacements is not None or self.asks_next_on_failure:
             alive = [actor.check_alive.remote() for actor in self.actors]
             self.lose_silent(alive, after_failed_sync=after_failed_sync)
@@ -279,7 +279,7 @@ class Fleet:
 def _require_several(processes: Sequence[str]) -> None:
     """Raise ConfigError if two base_urls lead to the same server.
 
-    It would take the second sync for a sync of another run.
+    The server would take its second weight sync for a sync of another run.
     """
     for index, process in enumerate(processes):
         first = processes.index(process)

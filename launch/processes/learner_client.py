@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # torch is imported by two of them
 T = TypeVar("T")
 
 WATCHDOG_SHARE = 0.9
-"""Share of timeouts.learn_s before which NCCL's watchdog does not end processes."""
+"""NCCL's watchdog ends no process before this fraction of timeouts.learn_s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,9 @@ class LearnerClient:
         timeouts: TimeoutsSection | None,
         observer: RunObserver = UNOBSERVED,
     ) -> None:
-        """`timeouts` None: only an end has a limit, because a breakpoint may stop other calls."""
+        """`timeouts` None: this client limits only calls at the end of a run, because a breakpoint
+        may stop any other call.
+        """
         self._ranks = ranks
         self._names = [f"rank {rank}" for rank in range(ranks.num_ranks)]
         if ranks.num_ranks == 1:
@@ -214,7 +216,7 @@ class LearnerClient:
         self._num_rounds = 0
         """Number of rounds of the current step that were learned."""
         self._patience_s = math.inf
-        """Seconds of a call before NCCL's watchdog ends a rank that waits for a lost peer."""
+        """Seconds of a call during which NCCL's watchdog does not end a waiting rank."""
 
     def start(
         self,
@@ -373,7 +375,7 @@ class LearnerClient:
             timeout_s: the rest of timeouts.interrupt_s when a run is being ended.
 
         Returns:
-            Why it was not written in the background, if `background` asked for that.
+            Why it was not written in the background although `background` is set; else None.
         """
         shares = answers_ahead or [[] for _ in self._names]
         return self._on_rollouts(
@@ -526,7 +528,7 @@ class LearnerClient:
         *,
         why: str = "",
     ) -> Timeout | None:
-        """Return a limit of the configuration, or a multiple of one; None: there are no limits."""
+        """Return the limit of this key, multiplied by `times`; None: there are no limits."""
         if self._timeouts is None:
             return None
         limit = self._timeouts.limit(name)

@@ -21,9 +21,9 @@ from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""Limit of a connection to the address."""
+"""Seconds to open a connection to the address."""
 ANSWER_S = 60.0
-"""Limit of the cluster's answer, after Ray has been imported (timeouts.start_s)."""
+"""Seconds for the cluster to answer. They begin after Ray is imported."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
@@ -111,7 +111,7 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
-    # The learner must survive the signal, because it saves the weights then.
+    # A signal to this process's group must not end the learner, which then saves the weights.
     place = starting_in_another_group() if address == "local" else nullcontext()
     try:
         with place, deaf_to_hangup():
@@ -185,7 +185,8 @@ def who_gets_in(dashboard_url: str) -> list[str]:
 def deaf_to_hangup() -> Iterator[None]:
     """Make processes that the body starts ignore SIGHUP, the signal of a closed terminal.
 
-    If this process leads the session, as under `ssh -t HOST COMMAND`, they share its group.
+    They share its group, and get the signal, if this process leads the session, as under
+    `ssh -t HOST COMMAND`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

@@ -134,7 +134,7 @@ class Replacements:
         *,
         before: _Starting | None = None,
     ) -> None:
-        """Kill the actor of this place and start another, unless that was done already.
+        """Kill the actor of this place and start another, unless one is being started already.
 
         Args:
             before: the attempt to start this actor, if it is a new actor that did not start.
@@ -233,7 +233,7 @@ def _with_remedy(
 
 
 def ended_error(name: str, error: RayError) -> RolloutError:
-    """Return the error of an actor that could not answer a call of `progress`."""
+    """Return the error of an actor that failed to answer a check of whether it is alive."""
     translated = RayCall("generate", None, "its log", RolloutError).translate_error(name, error)
     assert isinstance(translated, RolloutError)
     return translated

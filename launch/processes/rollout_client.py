@@ -23,8 +23,8 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SendingLearner, SyncPhase
 class RolloutClient:
     """The client of engines, and of environments that call the engines: rounds and weight syncs.
 
-    The client waits in its own threads, for at most one round or one sync at a time. Every wait has
-    a timeout, and ends with the answers, an actor's death, or `close`.
+    The client waits in its own threads, for at most one round or one sync at a time. A wait ends
+    with the answers, at its limit (if it has one), at an actor's death, or at `close`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RolloutClient:
     ) -> None:
         """Send rounds to environments from now on; a request is then a group of one example.
 
-        `in_one_round`: one call of the only environment has a step's requests of all ranks.
+        `in_one_round`: the only environment actor gets a step's requests of all ranks in one call.
         """
         self.environments = environments
         size = replace(self._size, group_size=group_size, in_one_round=in_one_round)
@@ -89,7 +89,7 @@ class RolloutClient:
         return self._rounds.split(requests)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin one round, with the result of `Rounds.collect`."""
+        """Begin one round. Its result has the form that `Rounds.collect` returns."""
         second_try = None
         if self._learner is not None:
             second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
@@ -117,7 +117,7 @@ class RolloutClient:
         """Replace actors that have ended or are stuck, and wait for the new ones, while nothing
         runs.
 
-        Returns whether there is a new engine, which has neither group nor weights. Raises
+        Returns whether there is a new engine, which has neither a process group nor weights. Raises
         RolloutError if no more may be replaced.
         """
         environments = self.environments
@@ -208,7 +208,7 @@ class RankRolloutClient:
     def generate(self, round_: PerRank) -> Round:
         """Begin one round. Fails with a rank's own error, or LearnerError if it is late."""
         limit = self._timeouts.generate
-        assert limit is not None, "only servers have their own limit"
+        assert limit is not None, "only calls of servers may have no limit"
         return Round(self._learner.generate(round_, limit), self._observer)
 
     def wait_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""Rounds: how a step is cut into them, which actor gets which part, and the answers' order."""
+"""Cuts a step into rounds, sends each actor its parts, and collects the answers in order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RoundSize:
     """Maximum number of rollouts that one device decodes at a time."""
     learner_ranks: int = 1
     group_size: int = 1
-    """Rollouts per request. For an environment they are of one example."""
+    """Rollouts per request. A request to an environment is for a group of one example."""
     in_one_round: bool = False
     """Whether a step's rollouts, of all learner ranks, are scored together."""
 
@@ -295,7 +295,7 @@ class RoundQueue:
     """The waiting and running parts of one round, by engine. It does not use Ray.
 
     No engine gets more than `decode_batch_size` requests per device at a time. Parts taken over
-    from another engine wait for its own part.
+    from another engine wait until the engine has room for them.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class RoundQueue:
         )
 
     def take(self) -> list[RoundPart]:
-        """Return the parts to send now. Each is returned by `answered` or `failed`."""
+        """Return the parts to send now. Later call `answered` or `failed` for each of them."""
         taken = []
         for engine, waiting in enumerate(self._waiting):
             while (

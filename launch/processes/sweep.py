@@ -2,8 +2,8 @@
 training.learning_rate=1e-3,2e-3`.
 
 Hydra composes the trials. Each runs as a separate command, so that a failed trial does not end the
-others; as many run at a time as this machine's GPUs and CPUs permit. Their folders are `trial_N` in
-`telemetry.run_dir`. At its end each trial adds a line to `trials.jsonl` there.
+others. By default as many run at a time as this machine's GPUs and CPUs permit. Their folders are
+`trial_N` in `telemetry.run_dir`. After each trial a line is added to `trials.jsonl` there.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _start(trial: Trial, share: Share, console: Console, *, has_log: bool) -> Ru
 
 
 def _record(one: Running, *, interrupted: bool) -> None:
-    """Append the line of a trial that has ended: its last report, or its last loss without one."""
+    """Append the line of a trial that has ended, with its last loss and its last report."""
     trial = one.trial
     line = {
         "trial": trial.number,
@@ -240,7 +240,7 @@ def _record(one: Running, *, interrupted: bool) -> None:
 class Room:
     """The resources of this machine that running trials leave free.
 
-    Example: of 8 GPUs two trials of 3 actors and a learner have 4 each, and a third waits.
+    Example: on 8 GPUs, two trials of 3 actors and a learner use 4 GPUs each, and a third waits.
     """
 
     def __init__(self, here: Resources, gpus: Sequence[str], limit: int | None) -> None:

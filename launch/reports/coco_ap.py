@@ -7,7 +7,7 @@ pycocotools ranks them by image order instead, so that AP would depend on that o
 are equal (`evaluation.score: constant`). At most 100 predictions per image and class count, those
 with the highest scores. Points are left out: they are neither boxes nor masks.
 
-Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
+Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes; P predictions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CocoAP:
     ap50: float | None
     ap75: float | None
     ar: float | None
-    """Mean over IoU thresholds and classes of the recall of the counted predictions."""
+    """Average recall: mean over thresholds and classes, with the predictions that count."""
 
 
 @dataclass(frozen=True, slots=True)

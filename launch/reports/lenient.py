@@ -70,7 +70,10 @@ _BIN = re.compile(r"<([0-9]{1,3})>")
 def read_leniently(
     scene: Scene, geometry: frozenset[GeometryKind]
 ) -> tuple[ReadObject, ...] | None:
-    """Read a scene's answer leniently. Returns None if that adds nothing."""
+    """Read a scene's answer leniently.
+
+    Returns None if the strict reading left nothing out, or if the lenient one has fewer objects.
+    """
     answer_format = scene.answer_format.of(scene.sample)
     is_list = not isinstance(answer_format, PhraseList)
     num_braces = scene.text.count("{") - (answer_format.opening == "{")

@@ -2,7 +2,7 @@
 
 report.json        every number
 report.html        the numbers as a page, with the worst scenes; loads only their images
-config.json        what it was evaluated with
+config.json        the configuration of the evaluation
 predictions.jsonl  every sample's answer and its objects; `rollmatch coco export` reads it
 pictures/          images of the worst scenes
 """

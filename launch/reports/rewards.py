@@ -125,9 +125,9 @@ def shown(score: float | None) -> str:
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """Write the report to a new folder, or nothing if writing fails. Raises StorageError.
+    """Write the report to a new folder, which appears only if all files are written.
 
-    `report.json` has the figures; `rollouts.jsonl` has one line per rollout.
+    `report.json` has the figures; `rollouts.jsonl` has one line per rollout. Raises StorageError.
     """
     evaluation = report.evaluation
     figures: dict[str, object] = {

@@ -26,8 +26,8 @@ def tables(trials: Sequence[Line]) -> list[str]:
     """Return the lines of tables with the results of trials, and the keys that differ between them.
 
     A result is the headline of the trial's last report; the loss is shown if a trial has no report.
-    If trials differ only in their seed, a second table has the mean over the finished trials, with
-    the standard deviation (n - 1). The best result is marked, unless two are equal.
+    If some finished trials differ only in their seed, a second table has their mean, with the
+    standard deviation (n - 1). The best result of the last table is marked, unless two are equal.
     """
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if any("headline" not in trial and LOSS in trial for trial in trials):

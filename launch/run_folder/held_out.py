@@ -86,7 +86,10 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 def write_held_out(
     evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
-    """Write the report's folder; return the report and the images in it. Raises StorageError."""
+    """Write the report's folder; return the report and the images in it.
+
+    Raises StorageError, and RecordError if an image to draw is missing or has changed.
+    """
     # The run's algorithm decides the type of all outcomes.
     if config.algorithm.uses_environment:
         rewards = RewardReport(cast("Evaluation[EnvironmentRollout]", evaluation))
@@ -107,7 +110,10 @@ def write_held_out(
 
 
 def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
-    """Compare the last report with the report at the end of the warm-up, or else the first."""
+    """Return a line that compares the last report with the one after the warm-up, or the first.
+
+    None if there are fewer than two reports.
+    """
     if len(records) < 2:
         return None
     name = "warm-up"

@@ -2,13 +2,15 @@
 
     rollmatch ledger RUN        checks that it is complete; exit status 1 if it is not
 
-`ledger.jsonl` begins with a head: digests and versions of configuration and code. If a resumed run
-has others, it adds a new head after its step. Every line ends with `previous`, the hash of the line
-before it, and `hash`, the sha256 of the line's bytes up to there. The ledger has no times and no
-paths, so runs that computed the same have the same bytes, interrupted or not.
+`ledger.jsonl` begins with a head: digests and versions of configuration and code. If they differ in
+a resumed run, it adds a new head after the step from which it continues. Every line ends with
+`previous`, the hash of the line before it, and `hash`, the sha256 of the line's bytes up to there.
+The ledger has no times and no paths, so runs that computed the same have the same bytes,
+interrupted or not.
 
-The chain reveals lines that were edited, removed or added. `metrics.jsonl` reveals a cut end. It is
-not detected if all hashes are computed anew: to detect that, keep the last hash elsewhere.
+The chain reveals lines that were edited, removed or added. A comparison with `metrics.jsonl`
+reveals that the last lines were removed. A forgery that computes all hashes anew is not detected,
+unless you keep the last hash elsewhere.
 """
 
 from __future__ import annotations
@@ -144,8 +146,9 @@ def _commit() -> str | None:
 def cut_ledger(run: Path, step: int) -> None:
     """Keep the lines up to this step, which is the last step in `metrics.jsonl`.
 
-    A step's line is written before its metrics. If the metrics are missing, the resumed run writes
-    the line again, and also a head after the step. An unreadable file is renamed. Raises OSError.
+    A step's line is written before its metrics, so there may be a line without metrics, which the
+    resumed run writes again. A head that follows the step is cut too. An unreadable file is
+    renamed. Raises OSError.
     """
     path = run / LEDGER
     try:

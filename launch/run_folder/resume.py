@@ -142,7 +142,8 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     In the returned configuration `resume.run` is the checkpoint, or still `auto` without one. With
     `auto`, which may run unattended, a damaged checkpoint is skipped if an older one is undamaged.
 
-    Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
+    Raises ConfigError if no full, undamaged checkpoint is found, or for each changed key that must
+    not change.
     """
     path = config.resume.run
     if path is None:

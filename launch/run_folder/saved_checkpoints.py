@@ -41,7 +41,7 @@ class RetentionReason(StrEnum):
     """A reason to keep a checkpoint, as the index names it."""
 
     PERIODIC = "periodic"
-    """One of the newest `keep_last` of `save_steps` and `save_minutes`."""
+    """One of the newest `keep_last` that were saved for `save_steps` or `save_minutes`."""
     BEST = "best"
     """One of the `keep_best` with the highest score."""
     FINAL = "final"
@@ -80,8 +80,9 @@ def retained(
 ) -> list[KeptCheckpoint]:
     """Return the checkpoints to keep, with the reasons to keep them.
 
-    Kept are the newest periodic and the best rated checkpoints, the older if scores are equal. A
-    checkpoint of an early end is kept until another one is of the same step or a later step.
+    They are the final checkpoint, the newest periodic ones, and those with the best scores (the
+    older if scores are equal). A checkpoint of an early end is kept until there is another one of
+    the same or a later step.
     """
     periodic = (one.step for one in checkpoints if RetentionReason.PERIODIC in one.reasons)
     newest = sorted(periodic)[-config.keep_last :]
@@ -135,7 +136,7 @@ def damaged_name(checkpoint: Path) -> Path:
 
 
 def read_index(run: Path) -> list[KeptCheckpoint]:
-    """Read `checkpoints.json`; empty without such a file. Raises ConfigError if it is damaged."""
+    """Read `checkpoints.json`; an empty list without it. Raises ConfigError if it is damaged."""
     remedy = (
         "restore it from another copy of the run's folder; or copy the checkpoints that you need"
         " elsewhere, and remove it: only the checkpoint that the run resumes is kept"
@@ -205,7 +206,7 @@ def read_state(checkpoint: Path) -> RunState | None:
 
 
 def is_complete(checkpoint: KeptCheckpoint) -> bool:
-    """Return whether the checkpoint is on the disk. Its folder may hold one of an earlier step.
+    """Return whether the folder holds this checkpoint, and not one of another step.
 
     Raises StorageError if the disk cannot be read now.
     """

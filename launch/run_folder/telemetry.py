@@ -67,7 +67,7 @@ class Telemetry:
     ) -> None:
         """Create the folder, remove files of a failed start, and save the configuration.
 
-        If a run is resumed at `point`, `go_on` continues its files.
+        If a run is resumed at `point`, nothing is removed or saved before `go_on` is called.
 
         Raises:
             ConfigError: the folder holds a run.
@@ -262,7 +262,7 @@ class Telemetry:
         )
 
     def evaluation(self, evaluation: Evaluation[Outcome]) -> float | None:
-        """Write the held-out report as a folder and two lines, and return its headline's value."""
+        """Write and log the held-out report; return its score, None if too many rollouts failed."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder.path / "evaluations" / f"step_{evaluation.step:06d}"
         report, pictures = write_held_out(evaluation, folder, self._config, self.patience)

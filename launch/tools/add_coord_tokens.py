@@ -108,7 +108,8 @@ def make_coord_model(options: AddOptions) -> list[str]:
     """Write the checkpoint and return lines to print.
 
     Raises:
-        ConfigError: all problems found before the weights are read.
+        ConfigError: all problems that are found before the weights are loaded, or a tokenizer that
+            splits the new tokens or gives them other ids.
         StorageError: the checkpoint cannot be written.
     """
     config, processor, warnings = _read_stock(options)

@@ -6,9 +6,10 @@ r"""Converts COCO annotations to records, and predictions of an evaluation to CO
 
 `import` writes two files next to `train.jsonl`: `train.categories.json` for the export, and
 `train.import.json`, which counts what was left out or changed, by reason. It counts each annotation
-in one of `boxes`, `polygons` and `skipped`. The records appear after the training loader has read
-them. `export` leaves out and counts points, and objects without a category of their name. Existing
-files are not overwritten. `rollmatch coco import --help` lists the keys of `import`.
+in one of `boxes`, `polygons` and `skipped`. `train.jsonl` appears only after the training loader
+has read it without an error. `export` leaves out points, and objects whose name is not a category,
+and prints their numbers. Existing files are not overwritten. `rollmatch coco import --help` lists
+the keys of `import`.
 """
 
 from __future__ import annotations

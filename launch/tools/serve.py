@@ -1,7 +1,7 @@
 """`rollmatch serve model=FOLDER [port=8000] ...`: serves one vLLM engine over HTTP.
 
-Runs use it with `rollout_matching.vllm.mode: server` (spec: server mode). It prints its URL when it
-is ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If the engine
+Runs use it with `rollout_matching.vllm.mode: server` (docs/serve.md). It prints its URL when it is
+ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If the engine
 dies or is stuck, the server ends with a message.
 """
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 ALIVE_CHECK_S = 0.5
 SERVER_SHUTDOWN_S = 2
-"""At the end of the server: time for open answers, and for an engine that is starting."""
+"""Seconds at the end of the server for open answers, and for an engine that is starting."""
 FAMILY_SHUTDOWN_S = 3.0
-"""Time for an engine's processes to end after SIGTERM."""
+"""Seconds for an engine's processes to end after SIGTERM."""
 
 
 class ServeOptions(Section):

@@ -1,10 +1,10 @@
 """The advantage of each sampled token, and its weight in the loss.
 
-    advantage = (reward - baseline(group)) / (std(group) + epsilon)   the division: `advantage_std`
+    advantage = (reward - baseline(group)) / (std(group) + epsilon)   division: if `advantage_std`
 
 Environments send rewards, and this module computes the advantages. To add a baseline, write a
-function and add it to `BASELINES`. Advantages that an environment sets itself are marked
-(`token_is_relative` 0) and used unchanged.
+function, add it to `BASELINES`, and add its name to `PolicyGradientConfig.advantage_baseline`.
+Advantages that an environment sets itself are marked (`token_is_relative` 0) and used unchanged.
 
 With a teacher (`environment.teacher`) a sampled token's advantage is
 

@@ -27,7 +27,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NUM_AHEAD = 16
-"""Number of items prepared in advance: two windows of rows (`training.packing_window`).
+"""Number of items prepared in advance: twice the default of `training.packing_window`.
 A prompt with an image of one megapixel takes 25 MB.
 """
 
@@ -66,7 +66,7 @@ class AlgorithmStep(ABC):
 
     @abstractmethod
     def require_complete(self) -> None:
-        """Check that every position was answered. Called before the rows of `finish_step`.
+        """Check that every position was answered. `finish_step` calls it before its last rows.
 
         Raises RolloutError if all rollouts of all ranks failed. A collective: every rank calls it.
         """

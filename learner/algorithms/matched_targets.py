@@ -58,7 +58,8 @@ def rollout_target(
     if rollout.logprobs is None:
         return target
     assert target.reading is not None
-    # The target's EOS is always teacher-forced, so it is not compared with the rollout's.
+    # The target's EOS is always teacher-forced, so it is not compared with the rollout's. Tokens
+    # from the first one that the repeat guard forced are not compared either.
     num_sampled = min((target.reading.num_kept, *rollout.forced_positions))
     return replace(target, compared_logprobs=rollout.logprobs[:num_sampled])
 
@@ -157,8 +158,8 @@ def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[lis
     sampled = prefix[begin:num_kept]
     # A coord token never fuses with other text. So the text after the last coord token is encoded
     # together with the append, if the tokenizer would write the rollout's tokens the same way. Most
-    # tokens stay the same. But a tokenizer that writes `"]` `]},` and `"]]` `}}` decides between
-    # stopping and continuing before the cut.
+    # sampled tokens stay the same. A tokenizer that writes `"]` `]},` to continue and `"]]` `}}` to
+    # stop chooses already one token before the cut, so that token changes too.
     if codec.encode(_text_of(sampled, codec)) == sampled:
         joint = codec.encode(_text_of(prefix[begin:], codec) + append)
         pairs = zip(sampled, joint, strict=False)
@@ -215,7 +216,7 @@ class _Draft:
                 continue
             # A token that ends after the matched object, such as `},`, is neutral too. Only correct
             # separators would be taught, so the model would continue too often. (The option
-            # `add_separators` teaches them nevertheless.)
+            # `supervise_separators` teaches them nevertheless.)
             last = value.stop - 1
             if self._spans[last][1] > prediction.value[1]:
                 self._roles[last] = TokenRole.NEUTRAL
@@ -279,7 +280,7 @@ class _Draft:
     def add_digits(
         self, parsed: ParsedRollout, number: int, right: Sequence[str], num_prefix: int
     ) -> None:
-        """Teach the coordinates of a prefix's matched object. `right` has the true digits."""
+        """Teach a matched object's coordinates. `right`: the ground truth's digits, as texts."""
         # The correct first tokens of a coordinate are taught. At the first token that differs from
         # `right`, the token of the correct number is taught. Later tokens are not taught, because
         # their context is wrong.

@@ -304,7 +304,7 @@ class RolloutMatchingStep(AlgorithmStep):
                 yield from self._compared()
 
     def _target_and_reward(self, rollout: Rollout, sample: Sample) -> tuple[Target, float | None]:
-        """Return a rollout's target, and its reward if `policy_gradient` is used (else None)."""
+        """Return a rollout's target, and its F1 as reward with `policy_gradient` (None without)."""
         algorithm = self._algorithm
         target = rollout_target(rollout, sample, algorithm.tokens.codec, self._settings)
         assert target.reading is not None

@@ -10,10 +10,11 @@ Example: `rollouts_per_example` 2, rewards 1 and 0. In the first rollout the sec
 extends the first: one example, one segment, and its sampled tokens have the advantage 0.5. In the
 second rollout the calls do not extend each other: two segments with -0.5.
 
-With `environment.refill_rounds` a step has further rounds: rollouts of another example
-replace a group without signal (equal rewards). The new position is the old one plus the round times
-the step's rollouts, so the seeds are new. The example of a place depends only on the seed, the step
-and the round. It does not depend on other places or on the number of ranks.
+With `environment.refill_rounds` a step has further rounds: rollouts of another example replace a
+group without signal (equal rewards). A rollout's new position is its old position plus the round's
+number (from 1) times the number of rollouts in the step, so the seeds are new. The new example
+depends only on the seed, the step, the round and the group's place in the step. It does not depend
+on which other groups are replaced, or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -153,12 +154,12 @@ class Trajectories(Algorithm):
         """Return all examples in the order of a step's refill rounds.
 
         The order is a permutation that depends on the run's seed and the step. Examples that the
-        step has `drawn` come last. Place `g` of `G` gets number `(round - 1) G + g`, modulo
-        their number.
+        step has `drawn` come last. In a round (from 1), group `g` of `G` gets the example at index
+        `(round - 1) G + g`, modulo their number. A mixture counts only examples of its environment.
         """
         seed = self.config.training.seed
-        # Epoch orders use a seed of two numbers (`SampleStream`). The third number must not be 0,
-        # because a seed with a third number 0 gives the same order.
+        # Epoch orders use a seed of two numbers (`SampleStream`). The third number must not be 0:
+        # numpy gives the same order for a seed of two numbers and for the same seed followed by 0.
         generator = np.random.Generator(np.random.PCG64((seed, plan.step, 1)))
         order = generator.permutation(self._num_examples)
         is_drawn = np.isin(order, drawn)
@@ -486,7 +487,7 @@ def _fixed_segment(prompts: Prompts, tokens: LoadedTokens, images: tuple[ImageRe
 
 
 def _fixed_image() -> ImageRef:
-    """Return an image that covers the shades of two colours."""
+    """Return an image with colour gradients in both directions."""
     shades = np.arange(_FIXED_SIDE, dtype=np.uint8) * (256 // _FIXED_SIDE)
     across, down = np.meshgrid(shades, shades)
     file = io.BytesIO()

@@ -3,10 +3,11 @@
 The bytes of the changed image are sent, so engines and learner see the same pixels. The changes
 depend only on the run's seed and the draw, and are written to the rollout log.
 
-torchvision's v2 functions change the pixels of Pillow images, because their arithmetic is the same
-on every processor. The objects are transformed here: torchvision does not support polygons (it
-moves key points but never cuts them), and neither does albumentations, which would be one more
-package. Cropping and mirroring are a shift and a sign, so only the cut at the border takes code.
+torchvision's v2 functions change the pixels. They are given Pillow images, because the arithmetic
+of Pillow is the same on every processor. The objects are transformed here: torchvision does not
+support polygons (it moves key points but never cuts them), and neither does albumentations, which
+would be one more package. Cropping and mirroring are a shift and a sign, so only the cut at the
+border takes code.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shared.records import (
 ATTEMPTS = 8
 """Maximum number of draws for one sample, until one fits."""
 NUM_THREADS = 4
-"""Pillow releases the GIL."""
+"""Threads that augment images. They run in parallel, because Pillow releases the GIL."""
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
 """Pixels: a shorter axis has no scale."""
@@ -279,7 +280,7 @@ class AugmentedAhead:
 
 
 def _names_a_side(sample: Sample) -> bool:
-    """Return whether the row's question or answer contains the words left or right."""
+    """Return whether the row's question or answer contains left or right, in English or Chinese."""
     of_question = (sample.prompt, sample.system, sample.phrase, *sample.classes)
     texts = chain(filter(None, of_question), (one.desc for one in sample.objects))
     return any(_SIDE.search(text) for text in texts)

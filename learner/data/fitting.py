@@ -84,6 +84,7 @@ class Fitting(NamedTuple):
     measures: Measures
     """Row i belongs to sample i."""
     taught: bool
+    """Whether the objects become targets; False for held-out samples."""
 
 
 def require_train_lengths(
@@ -131,7 +132,8 @@ def require_lengths(
         The samples that are not skipped.
 
     Raises:
-        ConfigError: a sample could exceed `global_max_length`; shows the longest.
+        ConfigError: a sample could exceed `global_max_length` (shows the longest), or the tokenizer
+            changes the text between objects.
         RecordError: the tokenizer changes the text of samples, or the processor refuses their
             images; names all of them. With `on_bad_row: skip` only if no row is left.
     """
@@ -191,7 +193,10 @@ def require_lengths(
 def fits_a_row(
     config: RunConfig, encoder: PromptEncoder, codec: HFTokenCodec, sample: Sample
 ) -> bool:
-    """Return whether a training sample with the longest answer fits `global_max_length`."""
+    """Return whether a training sample with the longest answer fits `global_max_length`.
+
+    Also False for a sample that `require_lengths` refuses with a RecordError.
+    """
     answer_format = config.answer_format.for_pictures(encoder.picture_resize).of(sample)
     longest = config.rollout_matching.max_new_tokens if config.num_b_steps else 0
     try:

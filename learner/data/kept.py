@@ -1,7 +1,7 @@
 """Cache of the checks of a data file, for later runs.
 
 The key of a result contains everything that the result depends on. A result with another key is
-not used. Results that took less than `QUICK_S` are not cached, because reading would cost as much.
+not used. Results of less than `QUICK_S` seconds are not cached: reading would cost as much.
 """
 
 from __future__ import annotations

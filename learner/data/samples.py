@@ -145,8 +145,8 @@ def known_images(
 ) -> dict[str, ImageFacts]:
     """Return the facts of the intact images, by path.
 
-    Only new or changed images are decoded. After `kept.QUICK_S`, `report` is called for every
-    image.
+    Only new or changed images are decoded. After `kept.QUICK_S` seconds, `report` is called for
+    every decoded image.
     """
     root = data_file.parent
     there = {name: found for name, found in prints.items() if found is not None}

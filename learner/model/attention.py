@@ -151,7 +151,7 @@ def attend_in_one_call(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Compute all segments with one call of the flash kernel. Not run on a GPU."""
+    """Compute all segments with one call of the flash kernel. Not tested on a GPU."""
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

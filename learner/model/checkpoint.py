@@ -179,11 +179,11 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flush(*paths: Path) -> None:
-    """Flush these files to disk, so that a power failure cannot leave a named checkpoint without
-    them, and give them their folder's permissions.
+    """Flush these files to disk, and give them their folder's permissions.
 
-    Folders are skipped. A rank passes only its own files: other ranks' files may appear and vanish
-    meanwhile, and only the node that wrote a file can flush it.
+    So a power failure cannot leave a named checkpoint without them. Folders are skipped. A rank
+    passes only its own files: other ranks' files may appear and vanish meanwhile, and only the node
+    that wrote a file can flush it.
     """
     for path in paths:
         if path.is_file():

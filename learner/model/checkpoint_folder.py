@@ -159,8 +159,8 @@ _COPIED = (
 class BaseFiles:
     """The small files of the initial checkpoint of a run, read once.
 
-    Every save writes them again, even if the folder has changed since, and without transformers'
-    own way of saving them.
+    Every save writes them as they were read, even if the folder has changed since. The functions of
+    transformers that save such files are not used.
     """
 
     config_text: str

@@ -24,7 +24,10 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
         segment_lengths: list[int] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Compute [1, T, E] segment by segment. If `segment_lengths` is None, compute sequences."""
+        """Compute a row [1, T, E] segment by segment.
+
+        If `segment_lengths` is None, compute [B, T, E] as B whole sequences.
+        """
         forward = super().forward
         if segment_lengths is None:
             whole: torch.Tensor = forward(hidden_states, **options)

@@ -2,7 +2,7 @@
 (`rollout_matching.offload`).
 
 Values do not change. They are moved back before any code of the learner runs, even after an
-exception. Not run on a GPU.
+exception. Not tested on a GPU.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Optimizer:
     """AdamW with a learning-rate schedule. `update` is called at the end of a step.
 
     Each rank updates its own shards of DTensors (FSDP2). `training.optimizer` chooses the device
-    and the bits of the moments. The two values other than the default were not run on a GPU.
+    and the bits of the moments. Its values other than the default were not tested on a GPU.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:

@@ -66,7 +66,7 @@ class RankTopology:
 class LearnerDevice:
     """The device of one learner rank. A GPU executes queued work asynchronously, a CPU at once.
 
-    It is a class so that tests can observe it without a GPU. Not run on a GPU.
+    It is a class so that tests can observe it without a GPU. Not tested on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -325,8 +325,8 @@ def join_ranks(
 def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
     """Open a process group with gloo for tensors in host memory and NCCL for tensors on GPUs.
 
-    It is not torch's default group, because an engine in the same process may open that one. NCCL
-    was not run on a GPU.
+    It is not torch's default group, because an engine in the same process may open that one.
+    NCCL was not tested on a GPU.
     """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO

@@ -1,6 +1,6 @@
 """The models of a learner rank, replicated or sharded (`learner.parallel: ddp | fsdp`).
 
-ddp     Each rank trains its own rows. Gradients are summed once, at the step's end. `check`
+ddp     Each rank trains its own rows. Gradients are summed once, before an update. `check`
         verifies that the ranks hold the same weights.
 fsdp    FSDP2: each forward gathers the blocks one by one, and each backward sums their gradients.
         So all ranks must run the same number of rows and run the vision tower together:
@@ -101,7 +101,7 @@ class Parallel:
 
 
 class ShardedModel(Parallel):
-    """A model sharded over the ranks (FSDP2), which is its own weight source. Not run on a GPU."""
+    """A model sharded over the ranks (FSDP2), also its own weight source. Not tested on a GPU."""
 
     holds_parts = True
 
@@ -190,7 +190,7 @@ class ShardedModel(Parallel):
         pass  # each value exists on only one rank
 
     def gather(self) -> None:
-        """Gather one tensor at a time on every device, and keep it on ranks that send."""
+        """Gather one tensor at a time on every rank. Ranks that send keep it in host memory."""
         self.release()
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)

@@ -52,7 +52,9 @@ def log_ratios(
     learned: LearnedSupervision,
     level: Literal["token", "call", "call_mean"],
 ) -> torch.Tensor:
-    """Return `log(p_learner / p_engine)` per token, call or call mean: [M], without gradient.
+    """Return `log(p_learner / p_engine)` of each token: [M], without gradient.
+
+    With `call` it is the sum over the token's model call, with `call_mean` the mean.
 
     Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
     `call_mean`: log(1/2).
@@ -182,6 +184,6 @@ class PolicyDiag:
             is_clipped(learner_M, learned, self._config).float(),
             is_above_cap(log_ratio_M, self._config).float(),
             (learner_M - learned.engine_logprobs).abs(),
-            # The mean over samples of a distribution is the distribution's entropy.
+            # Its mean over samples of a distribution estimates the distribution's entropy.
             -learner_M,
         )

@@ -93,7 +93,7 @@ class PairEntry(TypedDict):
     iou: float
     """maskIoU."""
     supervised: bool
-    """False: excluded, because its coord slots are uncertain. Its ground truth is appended."""
+    """False: excluded, as its coordinates cannot be supervised. Its ground truth is appended."""
 
 
 class ReadingEntry(TypedDict):

@@ -57,7 +57,8 @@ class ExampleEntry(TypedDict):
     """[L]: the engine's log-probabilities of sampled tokens, 0 for other tokens."""
     reward: _AnyFloat
     advantage: _AnyFloat | None
-    """Before any division by the group's deviation. Null if the group was not scored."""
+    """The environment's own advantage, or the reward minus the group's mean, not divided by the
+    group's deviation. Null if the group was not scored."""
     token_advantages: Sequence[_AnyFloat] | None
     """[L], 0 outside the mask. Null: every token has `advantage`."""
     weight_version: int | None
@@ -71,7 +72,8 @@ class ExampleEntry(TypedDict):
     turn_ends: NotRequired[Sequence[_Count]]
     """[turns], ascending to L: the end of each call's tokens. May be empty for a single call."""
     token_is_relative: NotRequired[Sequence[Annotated[int, Field(ge=0, le=1)]] | None]
-    """[L]: 1 if the advantage is the reward minus the group's mean. Null: not recorded."""
+    """[L]: 1 if the learner computes the advantage from `group_rewards`, 0 if the environment set
+    it. Null: 1 everywhere if there are `group_rewards`, else 0."""
     group_rewards: NotRequired[Sequence[_AnyFloat]]
     """Rewards of the example's rollouts that did not fail. Advantages may be divided by their
     deviation. Empty if one was not scored."""
@@ -134,7 +136,7 @@ class TrajectoryRecord(TypedDict):
     actor: str
     """The actor whose process ran the environment."""
     generate_s: float
-    """Seconds until its end, including scoring."""
+    """Seconds from the rollout's start to its end, including scoring."""
     prompt: LoggedMessages | None
     """Null if the rollout ended before it had a prompt."""
     completion: LoggedMessages | None

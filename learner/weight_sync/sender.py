@@ -37,8 +37,8 @@ T = TypeVar("T")
 class NcclSender:
     """Sends weights from GPU to GPU, with vLLM's `nccl` transfer engine and packing.
 
-    Not run on a GPU. NCCL has no timeout: if a broadcast is late, `WeightSender` closes the groups.
-    A receiver that hangs in a broadcast stays there until its process ends.
+    NCCL has no timeout: if a broadcast is late, `WeightSender` closes the groups. A receiver that
+    hangs in a broadcast stays there until its process ends. Not tested on a GPU.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
@@ -87,7 +87,7 @@ class NcclSender:
 
 
 class _BroadcastToAll:
-    """Several communicators used as one, so that each bucket is packed once. Not run on a GPU."""
+    """Several communicators used as one, so each bucket is packed once. Not tested on a GPU."""
 
     def __init__(self, communicators: list[PyNcclCommunicator]) -> None:
         self._communicators = communicators
@@ -103,7 +103,7 @@ class WeightSender:
     """Sends the weights of one source in every sync, and opens new groups after a failure.
 
     It holds a listening socket for each group from the first offer to the first send, and then the
-    groups. It is not thread-safe: only one sync at a time.
+    open groups. It is not thread-safe: only one sync at a time.
     """
 
     source: WeightSource
@@ -188,8 +188,8 @@ class WeightSender:
             _raise_canary_error(logprobs)
             if scored - joined > self._limit.seconds:
                 raise WeightSyncError(
-                    f"the learner took {scored - joined:.1f} s to compute the canary, of"
-                    f" {PHASE_LIMIT} = {self._limit.seconds:g} s for everything it sends; raise it",
+                    f"the learner's canary took {scored - joined:.1f} s, but {PHASE_LIMIT} ="
+                    f" {self._limit.seconds:g} s limits the whole transfer; raise it",
                     actor=LEARNER,
                     phase=SyncPhase.CANARY,
                 )

@@ -26,7 +26,7 @@ from shared.rollouts import Rollout, RolloutRequest
 POLL_S = 0.02
 """Longest wait for a call before the engine's thread checks whether the run is ending."""
 QUIET_S = 1.0
-"""After so long without a new call, waiting calls are answered, although others may still come."""
+"""Seconds without a new call after which waiting calls are answered, even if others may come."""
 
 
 class ServingBackend(RolloutBackend, Protocol):
@@ -43,7 +43,7 @@ class ServingBackend(RolloutBackend, Protocol):
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """The state of a rollout that may call the model. The engine waits for all such rollouts.
+    """The state of a rollout that may call the model. `EngineCalls.take_together` waits for it.
 
     Example: a rollout that awaits two calls at once has `num_waiting` 2, and is not at work.
     """
@@ -114,7 +114,7 @@ class EngineCalls:
         return 1
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:  # noqa: ARG002
-        """Send a request to the engine. Only the driver's limit for the round applies.
+        """Send a request to the engine, without a time limit except the driver's for the round.
 
         Raises the engine's RolloutError, or a RolloutError if no round is running.
         """
@@ -155,10 +155,10 @@ class EngineCalls:
         return calls
 
     def take_together(self, raise_if_stopping: Callable[[], None]) -> list[Call]:
-        """Return all calls when no rollout may add another; an empty list: the round has ended.
+        """Wait until no rollout can add a call, and return all; an empty list: the round has ended.
 
         They are sorted by position, so a round has the same batches however long its rollouts
-        work. If one works for `QUIET_S`, or waits for another one, the batch begins without it.
+        work. After `QUIET_S` without a new call, rollouts that still work are not waited for.
         """
         calls: list[Call] = []
         changed_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""`vllm.mode: colocate`: a vLLM engine in the learner's process, which works while it waits.
+"""`vllm.mode: colocate`: a vLLM engine in the learner's process. They work alternately.
 
 This module imports neither torch nor vllm. Importing vllm takes ten seconds and changes the
 process, so it happens inside the engine's `EngineContext`.
@@ -78,7 +78,10 @@ class ColocatedBackend:
             raise
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts. The host may stop it by an exception between two engine steps."""
+        """Generate rollouts in order, or raise RolloutError.
+
+        The host may stop it by an exception between two engine steps.
+        """
         if not requests:
             return []
         started = StartTime.now()
@@ -92,7 +95,7 @@ class ColocatedBackend:
             self._engine.serve(calls)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Receive weights. Once this has begun, rollouts require a successful sync."""
+        """Receive weights. After a WeightSyncError, rollouts require a successful sync first."""
         if self._ended:
             why = f"the engine takes no weights: {self._ended}"
             raise WeightSyncError(why, actor=self._name, phase=SyncPhase.PAUSE)
@@ -102,7 +105,8 @@ class ColocatedBackend:
             with self._failing_sync(SyncPhase.PAUSE):
                 self._engine.wake_for(offer)
             report = self._engine.take_weights(offer, self._host.weights())
-            # The host may learn before the next rollouts. After a failed sync it does not.
+            # The host may learn before the next rollouts. After a failed sync it does not learn, so
+            # the engine stays awake.
             with self._failing_sync(SyncPhase.CANARY):
                 self._engine.fall_asleep()
             return report

@@ -64,8 +64,8 @@ CACHE = "kv_cache"
 class UpdatedLLM:
     """An adapter of `LLM` to the interface `UpdatedEngine`, for syncs without a network.
 
-    The weights are a reference on CPU, and a CUDA handle on a GPU. Every method has finished when
-    it returns, and a time limit cannot interrupt it.
+    The weights are a reference on CPU, and a CUDA handle on a GPU. Every method blocks until its
+    work is done, so a time limit cannot interrupt it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class UpdatedLLM:
 
 
 class BeamLLM(LLM):
-    """`LLM` with a beam search that supports settings `BeamSearchParams` has no fields for."""
+    """`LLM` whose beam search also applies bans, repetition penalty and several stop tokens."""
 
     beam_decode: DecodeSettings | None = None
     """Settings of the current search."""
@@ -377,7 +377,7 @@ class ColocatedLLM:
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
         """Return the best beam of each request. All have the same end time."""
-        # vLLM scores the sum over the response, but its length includes the prompt's tokens.
+        # vLLM divides the sum over the response by a length that includes the prompt's tokens.
         params = BeamSearchParams(
             beam_width=decode.num_beams,
             max_tokens=decode.max_new_tokens,

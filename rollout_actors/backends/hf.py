@@ -1,8 +1,7 @@
 """A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
-padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates, R image
-patches, D patch values, I images.
+padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from transformers import (
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.process_isolation import random_state_kept
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime, cut_behind_stop
-from rollout_actors.engine.sampling import BAN, EncodedPrompt, encode_prompt
+from rollout_actors.engine.sampling import BAN, PromptInputs, encode_prompt
 from rollout_actors.repeat_guard.hf import HFRepeatGuard
 from rollout_actors.repeat_guard.rule import repeat_rule
 from shared.errors import RolloutError
@@ -283,7 +282,10 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order. The host may stop it by an exception between two tokens."""
+        """Generate rollouts in order, or raise RolloutError if a request cannot be decoded.
+
+        The host may stop it by an exception between two tokens.
+        """
         if not requests:
             return []
         started = StartTime.now()
@@ -347,7 +349,7 @@ class HFBackend:
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _decode(
-        self, batch: list[RolloutRequest], encoded: list[EncodedPrompt]
+        self, batch: list[RolloutRequest], encoded: list[PromptInputs]
     ) -> list[tuple[Completion, float]]:
         """Return each answer with its end time by `time.perf_counter`."""
         decode = batch[0].decode
@@ -389,7 +391,7 @@ class HFBackend:
         ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
-    def _inputs(self, encoded: list[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    def _inputs(self, encoded: list[PromptInputs]) -> dict[str, torch.Tensor]:
         model = self._host.model
         length = max(len(prompt.token_ids) for prompt in encoded)
         shape = (len(encoded), length)

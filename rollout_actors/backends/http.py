@@ -95,7 +95,7 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
 
 
 def token_in(variable: str | None, key: str) -> str | None:
-    """Return the bearer token in the environment variable that `key` names.
+    """Return the bearer token in the environment variable that `key` names; None: no variable.
 
     Raises ConfigError if the variable is not set.
     """
@@ -157,7 +157,7 @@ class HttpClient:
         return await self._call("GET", route, None, timeout_s or self.address.timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
-        """Send JSON in a POST request. Cancelling the call closes the connection."""
+        """POST JSON; `timeout_s` None: no limit. Cancelling the call closes the connection."""
         return await self._call("POST", route, body, timeout_s)
 
     def error(self, message: str, phase: str) -> RolloutError:

@@ -61,7 +61,7 @@ def random_state_kept() -> Iterator[None]:
 class EngineContext:
     """The engine's process state: use the engine only inside `entered()`.
 
-    Not reentrant. Meanwhile only the engine may use the process. `environment` is set for the
+    Not reentrant. Inside it, only the engine may use the process. `environment` is set for the
     engine and its children.
     """
 

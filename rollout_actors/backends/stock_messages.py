@@ -117,10 +117,10 @@ def _body(
 
 
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
-    """Send the image file if the server decodes it to the learner's pixels, else those pixels.
+    """Return a data URL: the file if the server decodes it to the learner's pixels, else a PNG.
 
     Like the learner and our own engines, the server rotates an image by its EXIF orientation. But
-    it does not rotate it if it cannot rewrite the EXIF block. So rotated files are sent as pixels.
+    it does not rotate it if it cannot rewrite the EXIF block. So rotated files are sent as PNG.
     """
     assert ref.data is not None, f"an image of {sample_id} was sent without its bytes"
     data = ref.data

@@ -97,7 +97,7 @@ def stock_command(settings: EngineSettings, base_url: str) -> str:
 
 
 def stock_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the environment variables of the server, except the key that callers must send."""
+    """Return the environment variables of the server, except its API key."""
     return {"VLLM_SERVER_DEV_MODE": "1"} | engine_environment(settings)
 
 
@@ -267,10 +267,10 @@ class StockClient(HttpEngine):
         return rollouts
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Call the server's routes once each. A repeated phase would find the server changed."""
+        """Run one phase, without retries: a repeated phase would find the server changed."""
         if phase is SyncPhase.RENDEZVOUS:
-            # Set here, because the server is idle: the pause has waited for another run's requests.
-            # Later ones get this run's label, so that other run refuses the answers.
+            # The guard is set here, because the pause has waited for requests of other runs. Those
+            # runs refuse answers to their later requests, which have this run's label.
             try:
                 await self._set_guard(phase, phase_limit(offer, SyncPhase.PAUSE))
             except RolloutError as error:

@@ -74,7 +74,10 @@ class EngineActor:
             self._failure = error
 
     async def start(self) -> tuple[int, str]:
-        """Start the engine. Return the number of its devices and its `process` when it is ready."""
+        """Start the engine. Return its number of devices, and `WatchedEngine.process`.
+
+        Raises RolloutError, also if the engine could not be made.
+        """
         if self._failure is not None:
             raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
@@ -112,7 +115,7 @@ class EngineActor:
         return num_tokens if self._num_owed else None
 
     async def check_alive(self) -> None:
-        """Return when the engine has answered an empty request. Raises as `progress` does."""
+        """Return when the engine has answered a call. Raises as `progress` does."""
         await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:

@@ -61,7 +61,7 @@ class Completion:
         logprobs: Sequence[float],
         decode: DecodeSettings,
     ) -> Completion:
-        """Build a completion that ends at the first stop token, if the engine gives no reason."""
+        """Build a completion of an engine without finish reasons: cut it after a stop token."""
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         return cls(

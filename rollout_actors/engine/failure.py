@@ -24,7 +24,7 @@ from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
 """Environment variable with the path of the file for the errors of an engine's processes."""
-# Largest size of that file. Then it is emptied, because the latest errors matter most.
+# A file larger than this is emptied before the next error, because the latest matter most.
 MAX_BYTES = 1 << 20
 # An error older than this did not end the process, because the engine has survived it.
 RECENT_S = 3600.0
@@ -104,13 +104,13 @@ class EngineFailures:
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the latest recent error that does not refer to another process, or None."""
+        """Return the latest recent error that names a cause, else the latest; None: no errors."""
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
             return None
-        # Workers and EngineCore write here in any order. The last error may only say that another
-        # process failed.
+        # Workers and EngineCore write here in any order. An error that only refers to another
+        # process names no cause.
         recent: list[Failure] = []
         for line in lines:
             with suppress(json.JSONDecodeError):  # the process was killed during the write

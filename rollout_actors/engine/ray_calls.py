@@ -74,7 +74,7 @@ class RayCall:
         if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
             return cause
         if cause is not error and isinstance(cause, RayActorError | OwnerDiedError):
-            # The actor has not ended. An argument, or an image, should have come from the learner.
+            # The actor is alive. It could not get an argument or an image that the learner owned.
             message = (
                 f"the requests for {name} are lost, because the learner's process has ended; check"
                 f" its log and the machine's memory ({cause})"

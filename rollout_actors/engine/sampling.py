@@ -66,7 +66,7 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
 
 
 def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:
-    """Translate vLLM's finish reason. Raises RolloutError for `abort` and `error`."""
+    """Translate vLLM's finish reason. Raises RolloutError for others, such as `abort`."""
     if reason not in FINISH_REASONS:
         message = (
             f"sample {request.sample_id} was ended with {reason!r}, so its answer is incomplete;"
@@ -91,7 +91,7 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
     return images
 
 
-class EncodedPrompt(NamedTuple):
+class PromptInputs(NamedTuple):
     """A prompt in the form that the model takes."""
 
     token_ids: tuple[int, ...]
@@ -102,7 +102,7 @@ class EncodedPrompt(NamedTuple):
 
 def encode_prompt(
     request: RolloutRequest, pictures: Pictures | None, *, actor: str
-) -> EncodedPrompt:
+) -> PromptInputs:
     """Expand a request's image placeholders as the checkpoint's processor does.
 
     Args:
@@ -112,7 +112,7 @@ def encode_prompt(
         RolloutError: the images cannot be decoded, or there are more or fewer than placeholders.
     """
     if pictures is None:
-        return EncodedPrompt(request.prompt_token_ids, {})
+        return PromptInputs(request.prompt_token_ids, {})
     images = decode_images(request.images, request.sample_id, actor=actor)
     # The model would silently read a placeholder without an image as text.
     num_pads = request.prompt_token_ids.count(pictures.token_id)
@@ -120,10 +120,10 @@ def encode_prompt(
         message = f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders"
         raise RolloutError(message, actor=actor, phase="generate")
     if not images:
-        return EncodedPrompt(request.prompt_token_ids, {})
+        return PromptInputs(request.prompt_token_ids, {})
     encoded = pictures.encode(images)
     token_ids = pictures.expand(request.prompt_token_ids, encoded.image_grid_I3)
-    return EncodedPrompt(token_ids, encoded.arguments())
+    return PromptInputs(token_ids, encoded.arguments())
 
 
 def open_image(data: bytes) -> Image.Image:

@@ -26,7 +26,7 @@ GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 """Path of the repeat guard for vLLM, which loads it as a logits processor."""
 
 LEAST_UTILIZATION = 0.01
-"""vLLM's fraction of memory if the cache has a size in bytes. It must be free at the start."""
+"""The `gpu_memory_utilization` if the cache has a size in bytes. vLLM requires it to be free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class EngineSettings:
     """nccl between GPUs, rollmatch_gloo between CPUs; in the learner's process ipc or inproc."""
     device: Device
     gpu_memory_utilization: float
-    """Fraction of the memory of the GPU (or the machine), without `kv_cache_memory_bytes`."""
+    """Fraction of the GPU's (or machine's) memory for vLLM, if `kv_cache_memory_bytes` is None."""
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
@@ -177,8 +177,9 @@ def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, 
 
 
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
-    """Return the Ray `runtime_env` of an actor that is forked from the warm server of CPU engines.
+    """Return the Ray `runtime_env` of an actor that uses the warm server of the run's CPU engines.
 
+    If the engines have none (GPU, or several devices), the actor starts as an ordinary process.
     Set `OMP_NUM_THREADS` in the variables, or torch uses a thread per core. Ray's own value comes
     too late for a fork, which has already imported torch.
     """

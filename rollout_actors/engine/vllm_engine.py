@@ -64,17 +64,18 @@ class VllmEngine:
 
         Args:
             index: the engine's number in the run. It determines the ranks of its workers.
-            processes: the processes of the engine to replace; None: it replaces no engine.
+            processes: record of this place's processes, from which `start` kills what a lost
+                engine left; None: no record.
         """
         self.name = name
         self._processes = processes
         self._settings = settings
-        # Rank 0 is the sender. With the same offset for all engines joining the group would hang.
+        # Rank 0 is the sender. If engines had the same offset, joining would hang.
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
         self._ended: tuple[str, str] | None = None
-        """The result of `_end`."""
+        """The result of `_end`, after its first call."""
         self.intake: WeightReceiver | None = None
         """None before the start."""
         self._num_probes = 0

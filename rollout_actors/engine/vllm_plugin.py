@@ -1,4 +1,4 @@
-"""vLLM calls the entry point `rollmatch` of `vllm.general_plugins` in each of its processes."""
+"""The plugin `rollmatch`, which vLLM calls in each of its processes (`vllm.general_plugins`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Register the weight transports, and record this process and its errors if it is vLLM's.
+    """Register the weight transports. In vLLM's own processes, also record id and errors, and end
+    the process with its parent.
 
     vLLM may call its plugins again, and refuses to register a name twice. So only the first call
     has an effect.

@@ -321,7 +321,7 @@ class Threads:
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
         """
         Args:
-            most: functions that run at a time in an event loop, without those that were given up.
+            most: limit of functions at a time in an event loop, not counting those given up.
             most_given_up: limit of functions that were given up and may still run. Beyond it,
                 calls are refused.
         """
@@ -462,7 +462,7 @@ class ScoringSlot(Stopwatch):
         await self._places.__aexit__(None, None, None)
 
     async def gather(self, works: Sequence[Work[T]]) -> list[T]:
-        """Run all works, each in its own place, while this slot's place is free."""
+        """Run all works, each in its own place. This slot's place is released meanwhile."""
         await self._places.__aexit__(None, None, None)
         try:
             with self.paused():
@@ -479,7 +479,10 @@ class ScoringSlot(Stopwatch):
 
 
 async def gather_all(works: Sequence[Work[T]]) -> list[T]:
-    """Run all works at once, as far as there are places, and at the end raise the first error."""
+    """Run all works at once, as far as there are places. Return their results, in order.
+
+    If some fail, the first error is raised after all have ended.
+    """
     if len(works) == 1:
         return [await works[0]]
     slot = _SLOT.get()

@@ -421,8 +421,8 @@ def _state_column(states: Sequence[Fields], path: str) -> list[object]:
 def plain(value: object) -> Any:
     """Convert a value to types that JSON and tables can hold.
 
-    Models of pydantic and dataclasses become mappings, sets and tuples lists, NaN and infinity
-    None. Anything else that JSON does not know (paths, dates, users' objects) becomes its text.
+    Models of pydantic and dataclasses become mappings, sets and tuples become lists, NaN and
+    infinity become None. Anything else that JSON does not know (paths, dates) becomes its text.
     """
     if isinstance(value, str):
         # Half a surrogate pair, which a model may write, cannot be encoded in UTF-8.
@@ -468,7 +468,7 @@ def push_dataset(dataset: Dataset, name: str) -> None:
 def digest(row: Fields) -> str:
     """Return 16 hex digits that are the same for the same row in every process."""
     text = json.dumps(plain(row), sort_keys=True)
-    # An object without a text form is written with its memory address.
+    # Memory addresses in the text of objects are removed: they differ between processes.
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 

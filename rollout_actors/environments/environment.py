@@ -81,8 +81,8 @@ def _require_no_loop(method: str) -> None:
 class Environment(ABC):
     """A dataset, how a rollout of one row proceeds, and how the rollout is scored.
 
-    Subclasses implement `rollout`. Many rollouts run at once, so data of one rollout belongs into
-    its state and never onto the environment.
+    Subclasses implement `rollout`. Many rollouts run at once, so data of one rollout belongs in its
+    state, never in attributes of the environment.
     """
 
     logger = _LOGGER
@@ -187,8 +187,8 @@ class Environment(ABC):
 
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of rows and weights of the dataset's parts, in their order; empty if training
-        draws rows without weights.
+        """Pairs (number of rows, weight) of the dataset's parts, in order; empty if training draws
+        rows without weights.
         """
         return ()
 
@@ -226,13 +226,16 @@ class Environment(ABC):
             self.eval_dataset = self.eval_dataset.formed(self.prompt_format)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return the first `n` rows to train on (-1: all), shuffled by the seed if there is one."""
+        """Return `n` rows to train on (-1: all): the first, or with a seed the first of a shuffle.
+
+        Raises ValueError if the environment has no dataset.
+        """
         if self.dataset is None:
             raise ValueError(f"{self.name} has no dataset; give it one, or pass rows to generate")
         return _chosen(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return the same for held-out rows, or for training rows if there are no held-out rows."""
+        """Return `n` held-out rows, chosen as in `get_dataset`; without any, training rows."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _chosen(self.eval_dataset, n, seed)
@@ -240,7 +243,10 @@ class Environment(ABC):
     # One rollout
 
     async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:  # noqa: ARG002
-        """Make the initial state of a rollout. The input is not changed."""
+        """Make the initial state of a rollout. The input is not changed.
+
+        Raises ValueError if the row's messages, `info` or tools are invalid.
+        """
         row: JsonObject = copied(dict(input))
         prompt = row.get("prompt")
         if self.message_type == "chat" and isinstance(prompt, str):
@@ -306,7 +312,7 @@ class Environment(ABC):
         )
 
     async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
-        """Record the first stop condition that holds. An override should call this method too."""
+        """Return whether a stop condition holds, and record it. Overrides should call this too."""
         # The first condition that holds ends the rollout; the others are not evaluated.
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
@@ -323,7 +329,7 @@ class Environment(ABC):
         await self._render_completion(state)
 
     async def _render_completion(self, state: State) -> None:
-        """Write the messages after the prompt to `completion`.
+        """Write the messages after the prompt to `state["completion"]`.
 
         Override it if the last call's prompt does not begin with the rollout's prompt.
         """
@@ -343,7 +349,7 @@ class Environment(ABC):
     async def aclose(self) -> None:
         """Call every `@teardown` method, once. Leaving `async with environment` calls this too.
 
-        A cancellation interrupts the method that is running. The others are still called.
+        An error, or a cancellation of the running method, is raised after the others were called.
         """
         if self._is_closed:
             return
@@ -384,7 +390,7 @@ class Environment(ABC):
         `state["error"]` has the reason, and its reward is 0.
 
         Args:
-            max_concurrent: limits of rollouts generated and of rollouts scored at a time; -1: none.
+            max_concurrent: limit of rollouts generated at a time, and of those scored; -1: none.
             max_concurrent_generation: limit for generation only; None: `max_concurrent`.
             max_concurrent_scoring: limit for scoring only; None: `max_concurrent`.
             interleave_scoring: score a rollout as soon as it is finished (or an example's rollouts,
@@ -402,6 +408,8 @@ class Environment(ABC):
 
         Raises:
             StorageError: `save_path` cannot be written.
+            TypeError: the client is not asynchronous, or `inputs` have the wrong form.
+            ValueError: an input has no prompt, or ids or positions contradict each other.
         """
         # Checked before the first rollout: with a synchronous client every rollout would fail.
         require_asynchronous(client)
@@ -493,7 +501,11 @@ class Environment(ABC):
         push_to_hf_hub: bool = False,
         hub_name: str | None = None,
     ) -> Dataset:
-        """Return the results as a Hugging Face `Dataset`, a row for each rollout."""
+        """Return the results as a Hugging Face `Dataset`, a row for each rollout.
+
+        `hub_name`: OWNER/NAME or NAME for `push_to_hf_hub`; None: the environment's name with
+        `-results`. Raises the errors of `build_dataset_from_outputs`, and StorageError.
+        """
         dataset = build_dataset_from_outputs(
             results, include_ids=include_ids, state_columns=state_columns
         )

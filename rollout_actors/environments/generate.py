@@ -104,7 +104,7 @@ async def generate(
     """
     started = datetime.now().astimezone()
     began_s = time.perf_counter()
-    # Scoring uses the rollouts' limit by default: a function that hangs would block tools.
+    # Scoring uses the rollouts' limit by default: a hanging function would hold a tool's thread.
     key = "rollout_timeout_s" if call.scoring_timeout_s is None else "scoring_timeout_s"
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         batch = _Batch(environment, examples, call, bar)
@@ -121,7 +121,7 @@ async def generate(
 class _Batch:
     """The rollouts of one `generate` call, each identified by the index of its input.
 
-    A unit is scored at once: one rollout, or all rollouts of an example if they are compared.
+    A unit is scored together: one rollout, or all rollouts of an example if they are compared.
     """
 
     def __init__(

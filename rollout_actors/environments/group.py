@@ -45,8 +45,10 @@ class EnvGroup(Environment):
             sampling_args: take precedence over the environments' own arguments.
 
         Raises:
-            TypeError: one is not an Environment of this package.
-            ValueError: the list is empty, or their names, weights or message types do not fit.
+            TypeError: one is not an Environment of this package, or a subclass has `@stop` or
+                `@cleanup`.
+            ValueError: the list is empty or contains a group, or names, weights or message types
+                do not fit.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
             raise TypeError(

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from zlib import crc32
 
 from rollout_actors.environments import examples, foreign
 from rollout_actors.environments.environment import Environment, full_name
@@ -37,8 +38,8 @@ def load_environment(env_id: str, **env_args: object) -> Environment:
     Modules are searched in the working directory too. Errors of importing and loading are raised.
 
     Raises:
-        ValueError: the name is unknown or ambiguous, an argument is unknown or missing, or the
-            module has no `load_environment`.
+        ValueError: the name is unknown or ambiguous, an argument is unknown or missing, the module
+            has no `load_environment`, or that returned no Environment.
     """
     return make_environment(env_id, find_environment(env_id), env_args)
 
@@ -126,7 +127,7 @@ def _can_be_imported(name: str) -> bool:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return False
         raise
-    # Any folder can be imported as a package without a file.
+    # Any folder can be imported as a package, but without an `__init__.py` it has no file.
     return spec is not None and spec.origin is not None
 
 
@@ -144,8 +145,8 @@ def _file_module(path: Path) -> ModuleType:
     # So that it can import modules next to it, as a script can.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Under a name that no other module has.
-    module = ModuleType(f"rollmatch_environment_{path.stem}")
+    # The name is unlike every installed module's, and differs for files of the same name.
+    module = ModuleType(f"rollmatch_environment_{path.stem}_{crc32(bytes(path)):08x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     # Compiled anew, because Python's cache misses a second edit within one second.

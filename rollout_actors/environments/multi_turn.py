@@ -32,8 +32,8 @@ class MultiTurnEnv(Environment):
     """An environment in which model and environment take turns.
 
     A subclass implements the environment's turn (`env_response`), and marks conditions that end a
-    rollout with `@stop`. Example: with two turns the calls are prompt -> a, then prompt + a +
-    answer -> b, and the completion is a + answer + b.
+    rollout with `@stop`. Example: in two turns the model is called with prompt and writes a, then
+    with prompt + a + e and writes b. The result of `env_response` is e, the completion a + e + b.
     """
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class MultiTurnEnv(Environment):
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
-        """Record a model call as a step of the trajectory."""
+        """Record a model call as a step of the trajectory, unless the prompt was too long."""
         if response is not None and response.id == OVERLONG:
             state["prompt_too_long"] = True
             state["is_truncated"] = True
@@ -118,7 +118,8 @@ class MultiTurnEnv(Environment):
         scope = current_scope()
         assert scope is not None, "Environment opens a scope around every rollout"
         scope.state = require_state(await awaited(self.init_state(input)), "init_state", self)
-        # Set twice: if the setup fails midway, cleanup needs a state; it may also return a new one.
+        # Set before and after the setup: if the setup fails, cleanup needs a state; and the setup
+        # may return a new state.
         state = require_state(await awaited(self.setup_state(scope.state)), "setup_state", self)
         scope.state = state
         client = bind_client(client)
@@ -148,7 +149,7 @@ class MultiTurnEnv(Environment):
         response: ModelResponse,
         state: State,
     ) -> TrajectoryStepTokens | None:
-        """Return the step's tokens up to the limit; None if no sampled token is left.
+        """Return the step's tokens up to the limit; None if no sampled token is known or left.
 
         Without tokens, the endpoint's token counts decide whether the rollout is over.
         """

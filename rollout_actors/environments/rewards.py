@@ -352,7 +352,7 @@ def give_to_steps(state: State) -> None:
 
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
-    """Record failed functions by name, and the error of one with a weight as the rollout's."""
+    """Record failed functions by name, and `fatal` (None: none) as the rollout's error."""
     former = state.pop("reward_errors", None)
     if former and state.get("error") in former.values():
         state["error"] = None  # it is from an earlier scoring

@@ -91,9 +91,10 @@ class Rubric:
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Add a function; also usable as decorator, `@rubric.add_reward_func`.
+        """Add a function. Raises ValueError if there is one of its name already.
 
-        Functions without a name (lambdas, partials) are numbered from the second of their kind.
+        As a decorator, `@rubric.add_reward_func` leaves None under the function's name. Functions
+        without a name (lambdas, partials) are numbered from the second of their kind.
         """
         reward = Reward.from_function(func, weight)
         if reward.name == "<lambda>" or not hasattr(func, "__name__"):
@@ -123,7 +124,7 @@ class Rubric:
 
     @property
     def current_parser(self) -> Parser:
-        """The rubric's own parser, or else the parser of the environment that is scored."""
+        """The rubric's own parser, or else the parser of the rollouts' environment."""
         return self.parser or _PARSER.get() or self._default_parser or Parser()
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002

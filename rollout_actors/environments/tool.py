@@ -20,7 +20,7 @@ from shared.config.secrets import redacted
 
 
 class ToolEnv(MultiTurnEnv):
-    """An environment with tools. A rollout ends with the first message without a tool call.
+    """An environment with tools. A rollout ends with the model's first message without a call.
 
     A row's own `info["oai_tools"]` replaces the tool descriptions that the model sees, not the
     functions that answer the calls.
@@ -97,7 +97,7 @@ class ToolEnv(MultiTurnEnv):
         An error of the tool becomes the message, because the model may try another way.
 
         Args:
-            state: the rollout's state, which counts errors; overrides pass it on with `kwargs`.
+            state: the rollout's state, which counts errors. An override must pass it on.
         """
         try:
             tool = self._tool(tool_name)

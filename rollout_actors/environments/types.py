@@ -92,7 +92,7 @@ class TrajectoryStep(TypedDict):
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds, without time in a queue for the model, the rubric or a thread."""
+    """Milliseconds without time in a queue for the model, the rubric or a thread; and the start."""
 
     generation_ms: float
     scoring_ms: float

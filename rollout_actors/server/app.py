@@ -1,6 +1,6 @@
 """The routes of a rollout server (spec: server mode), each with and without its last slash::
 
-    GET  /health/             200 when rollouts can be requested, and progress; needs no token
+    GET  /health/             200 and progress while the engine runs; needs no token
     GET  /get_world_size/     number of rollout devices
     GET  /version/  /info/    weight version; settings of the server
     POST /infer/              `messages.InferCall` -> `messages.InferAnswer`
@@ -48,7 +48,8 @@ def make_app(
     token: str | None = None,
     only_from: tuple[str, ...] = ("*",),
 ) -> FastAPI:
-    """
+    """Build the HTTP application that serves these routes.
+
     Args:
         token: required in every call except `/health/`; None: not required.
         only_from: accepted host names of the server. A server without a token on a

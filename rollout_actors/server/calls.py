@@ -25,7 +25,10 @@ GONE_S = 1.0
 
 
 def check_token(request: Request, token: str | None, *, is_needed: bool = True) -> bool:
-    """Return whether the call has the token (None: not required). May raise RefusalError."""
+    """Return whether the call has the token. `token` None: no token is required.
+
+    Raises RefusalError if the token is missing or wrong, and `is_needed`.
+    """
     sent = request.headers.get("authorization", "").encode()
     # compare_digest: its duration does not reveal how much of a guess was right.
     if token is None or hmac.compare_digest(sent, f"Bearer {token}".encode()):
@@ -82,7 +85,7 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it if the caller disconnects."""
+    """Await `work`. If the caller disconnects, cancel it and raise RefusalError."""
     # Polled, because a disconnect raises no exception here.
     task = asyncio.ensure_future(work)
     try:

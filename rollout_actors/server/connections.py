@@ -1,4 +1,4 @@
-"""Connections of a rollout server: idle connections are closed."""
+"""Limits of a rollout server's connections: idle time, size of a call's head, open files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ IMAGE_PIXELS = 50_000_000
 MAX_PROBLEMS = 20
 """Most problems of a call that an answer lists."""
 MAX_LISTED = 1000
-"""More problems are only counted, because pydantic would write a thousand bytes for each."""
+"""Above this, problems are only counted: pydantic would write a thousand bytes for each."""
 MAX_MESSAGE_CHARS = 10_000
 """Longest error message, because parts of it are the caller's own text."""
 REMEDIES = {
@@ -154,7 +154,7 @@ class SyncCall(WireMessage):
 
     version: int
     offer: WeightOffer | None
-    """Set in the first phase, and for full weights again at the rendezvous; null: unchanged.
+    """Set in the first phase, and for full weights again at the rendezvous; else null (unchanged).
 
     It names the group that sends full weights, or contains an adapter.
     """

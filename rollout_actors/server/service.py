@@ -40,7 +40,7 @@ MAX_PARTS = 500_000
 """Most objects, lists and keys, and most commas, of a body, unless its requests need more. An
 invalid object or key takes 500 bytes while the body is parsed."""
 PARTS_PER_REQUEST = 100
-"""More parts than a request has, apart from the tokens of its prompt."""
+"""Upper bound of the parts of one request, without the tokens of its prompt."""
 OWN_SERVERS = "give every run its own servers"
 
 
@@ -216,7 +216,7 @@ class RolloutService:
         """Rule of the `infer` requests; None: unknown."""
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
-        """How often weights arrived, completely or not."""
+        """Number of syncs whose weights began to arrive."""
         self._sync = SyncState()
 
     async def start(self) -> None:
@@ -317,7 +317,7 @@ class RolloutService:
         """Run a phase. If it fails, the sync must start again.
 
         Args:
-            run: gets the lease; empty: no run, accepted if no run has the lease.
+            run: the run, which gets the lease; empty: no run, accepted if the lease is free.
 
         Raises RefusalError if the phase is not due or another run has the lease. Raises the
         engine's errors.

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 
 
 def token_folder() -> Path:
-    """Return the user's folder for token files, with mode 0700."""
+    """Return the path of the user's folder for token files."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(cache) / "rollmatch" / "servers"
 

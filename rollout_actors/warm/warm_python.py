@@ -134,7 +134,7 @@ def connect(
 ) -> socket.socket:
     """Return a connection to the folder's server. Start the server if it is not running.
 
-    Raises OSError if the folder belongs to another user, or if no socket can be created in it.
+    Raises OSError if other users can write to the folder, or no socket can be created in it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -429,11 +429,11 @@ def end_at_once(error: BaseException | None) -> NoReturn:
 
 
 def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
-    """Take over files, environment and working folder. Start a session and a random state."""
+    """Take over files, environment and folder. Start a session, and seed the random generators."""
     import multiprocessing.spawn
     import random
 
-    # Not for Ray's worker, which is a file: its own way to set a title would no longer work.
+    # Not if the program is a file, as Ray's worker is: Ray could no longer set its own title.
     if request["arguments"][0].startswith("-"):
         import setproctitle
 

@@ -127,7 +127,7 @@ class TransferGroup:
     _joined: str = field(init=False, default="")
 
     async def join(self, terms: FullOffer) -> None:
-        """Join the offered group, unless the engine has joined this group last."""
+        """Join the offered group, unless it is the one that the engine joined last."""
         group = terms.group
         if self._joined == group.key:
             return
@@ -400,8 +400,8 @@ class WeightReceiver:
     async def _abandon(self, limit: Timeout) -> None:
         """Leave the group, which ends the sender's wait, and restore the model.
 
-        Otherwise its next forward pass would kill the process. An engine that cannot do this is
-        stuck inside a collective, and its actor must be ended.
+        Otherwise the model's next forward pass would kill the process. An engine that cannot do
+        this is stuck inside a collective, and its actor must be ended.
         """
         if self._group is not None:
             self._group.forget()
@@ -416,7 +416,7 @@ class WeightReceiver:
             raise
         except TimeoutError as error:
             check = (
-                "whether it is stuck (then end a server and start it again), and that the learner"
+                "whether it is stuck (if it is a server, restart it), and that the learner"
                 " and every other engine are alive"
             )
             message = late("the engine", limit, check)

@@ -151,10 +151,9 @@ class RewardSection(Section):
 
 class ChannelBSection(Section):
     mode: Literal["step"] = "step"
-    """How a step is planned: it has a number of raw rollouts, learns all of them, and makes one
-    update. `step` is the only mode."""
+    """How a step is planned: by its number of raw rollouts. `step` is the only mode."""
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per update over all learner ranks. null: the effective batch size, which is the
+    """Raw rollouts per step over all learner ranks. null: the effective batch size, which is the
     only value that `stage2_rollout_aligned` accepts. Under `trajectory_pg` it must be a multiple of
     `environment.rollouts_per_example`."""
     rollouts_per_sample: PositiveInt = 1
@@ -226,12 +225,12 @@ class EnvironmentSection(Section):
     """Maximum number of rollouts that an actor scores at the same time, for rubrics that call
     services; null: no limit."""
     rollout_timeout_s: PositiveFloat | None = None
-    """Seconds after which an unfinished rollout fails, waits for an engine included. null: a
+    """Seconds after which an unfinished rollout fails, including its waits for engines. null: a
     rollout that hangs ends the run after 2 x `timeouts.generate_s`. Results repeat exactly only if
     no rollout times out."""
     scoring_timeout_s: PositiveFloat | None = None
     """Seconds after which a call of a reward function fails (`rollout/num_reward_errors`). null:
-    `rollout_timeout_s`. Waits for a thread count in neither limit."""
+    `rollout_timeout_s`. Time spent waiting for a free thread counts towards neither limit."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """System message before every row's prompt. An error if the environment or its first row has
     one; a later row with its own keeps it. null: the environment's."""
@@ -241,8 +240,8 @@ class EnvironmentSection(Section):
     """vLLM's name of the parser for tool calls, checked when environments start. null: the one
     named by the checkpoint's tokenizer; if it names none, environments have no tools."""
     teacher: TeacherSection | None = None
-    """A model on a server, whose log-probabilities every sampled token is trained towards
-    (on-policy distillation); null: no teacher."""
+    """A model on a server that scores every sampled token. The learner is trained towards its
+    log-probabilities (on-policy distillation). null: no teacher."""
 
     @model_validator(mode="after")
     def _suits_its_teacher(self) -> EnvironmentSection:

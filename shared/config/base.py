@@ -62,7 +62,7 @@ class Problem:
 
 
 def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomError:
-    """Make the error that a validator raises for an invalid value of the right type.
+    """Return the error that a validator raises for an invalid value of the right type.
 
     Args:
         key: the invalid key, if the value is a mapping.

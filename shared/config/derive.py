@@ -34,7 +34,7 @@ def environment_name(index: int) -> str:
 def remarks(run: RunConfig) -> tuple[str, ...]:
     """List settings that are valid but probably not intended.
 
-    They are no errors: a shortened run, or one without its servers, may have them on purpose.
+    They are not errors, because they may be deliberate, for example in a shortened run.
     """
     matching = run.rollout_matching
     tokens = FreshTokens.of(Path(run.model.path))

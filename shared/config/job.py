@@ -145,8 +145,8 @@ class EvaluationSection(Section):
         Field(strict=False),
         AfterValidator(_rising),
     ] = (0.5, 0.75)
-    """Least IoU of a correct prediction. Each one has its own metrics, the first the progress line.
-    """
+    """Least IoU of a correct prediction. Each threshold has its own metrics; the progress line
+    shows the first threshold's."""
     score: Literal["constant", "coord_probability"] = "coord_probability"
     """Confidence of a prediction for COCO AP: 1, or the mean probability of its coordinate tokens.
     """

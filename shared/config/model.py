@@ -98,7 +98,8 @@ class SourceSection(Section):
     path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
     """A JSONL file; paths of images are relative to it."""
     name: str | None = None
-    """The file's name in metrics and reports, and before its sample ids; null: its file name."""
+    """The file's name in metrics and reports, and before its sample ids; null: its file name,
+    without the ending."""
 
     @property
     def called(self) -> str:
@@ -109,8 +110,8 @@ class WeightedSourceSection(SourceSection):
     """One of several files of training samples."""
 
     weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
-    """Share of the drawn samples: of any sum(weights) successive samples exactly this many are from
-    this file. Each file has its own order and epochs."""
+    """Share of this file: exactly this many of any sum(weights) successive samples are from it.
+    Each file has its own order and epochs."""
 
 
 class DataSource(NamedTuple):
@@ -158,7 +159,7 @@ class AugmentSection(Section):
     """Random changes of a training sample, drawn from seed, epoch and row each time it is used.
 
     A change is drawn again if the sample would exceed `global_max_length` or lose all its objects.
-    Held-out samples are never changed.
+    If no draw fits, the sample stays unchanged. Held-out samples are never changed.
     """
 
     flip: Fraction01 = 0.0
@@ -166,8 +167,8 @@ class AugmentSection(Section):
     (names, phrase, classes, prompt) are never mirrored. Leave it 0 if the run's prompts or other
     words of the data depend on left and right."""
     crop: Annotated[PositiveFloat, Field(le=1.0)] = 1.0
-    """Least fraction of width and height that a crop keeps. Each fraction is drawn between it and
-    1, at a random place. Boxes and polygons are cut at the new border. 1: no crop."""
+    """Least fraction of width and height that a crop keeps. Both fractions are drawn between this
+    value and 1; the place is random. Boxes and polygons are cut at the new border. 1: no crop."""
     scale: Annotated[tuple[ScaleFactor, ScaleFactor], Field(strict=False)] = (1.0, 1.0)
     """Least and greatest factor of the image size in pixels, at most 4, drawn log-uniformly."""
     colour: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -234,7 +235,7 @@ class DataSection(Section):
     prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Several prompts instead of `user_prompt`; each sample gets one, by seed and sample id."""
     max_val_samples: PositiveInt | None = None
-    """Evaluate only the first this many rows of each file of `val`; null: all rows."""
+    """Number of rows of each file of `val` that are evaluated, from its start; null: all rows."""
 
     def sources(self, key: Literal["train", "val"]) -> tuple[DataSource, ...]:
         """Return the files of `train` or `val`; an empty tuple if the key is null."""

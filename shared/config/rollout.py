@@ -201,8 +201,9 @@ class ServerSection(Section):
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
     """rollmatch: `rollmatch serve`; vllm: a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
-    """Seconds until a server answers `/health/` at the start or after a loss, until the weight
-    transfer is set up, and until a generating server answers or samples another token."""
+    """Limit, in seconds, of three waits: until a server answers `/health/` (at the start or after a
+    loss), until the weight transfer is set up, and until a generating server answers or samples
+    another token."""
     infer_timeout_s: float | None = None
     """HTTP timeout of one `/infer/` request in seconds; null, 0 or negative: no timeout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
@@ -309,8 +310,8 @@ class VllmSection(Section):
     """colocate: engines on the learner's devices; server: on servers that you start; actors: in Ray
     actors of this run, on their own devices."""
     tensor_parallel_size: PositiveInt | None = None
-    """Devices of one engine in mode `colocate`. null: 4, 2 or 1, the most that each rank can have
-    on its node. The other modes have their own keys."""
+    """Devices of one engine in mode `colocate`. null: the largest of 4, 2 and 1 for which each
+    rank has enough devices on its node. The other modes have their own keys."""
     enable_lora: bool = False
     """Let the engines serve the adapter next to the base weights. `sync.mode: adapter` needs it."""
     sleep: bool = True
@@ -375,7 +376,7 @@ class RolloutMatchingSection(Section):
     rollout_backend: Literal["vllm", "hf"] = "vllm"
     """vllm: vLLM engines generate; hf: the learner's own model, with transformers' `generate`."""
     decode_batch_size: PositiveInt = 1
-    """Most sequences that a rollout device decodes at the same time. Raise it if memory allows."""
+    """Maximum sequences that a rollout device decodes at once. Raise it if memory allows."""
     decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
     """greedy, sample or beam; null: sample if the temperature is above 0, else greedy."""
     num_beams: PositiveInt = 1

@@ -30,7 +30,7 @@ class LearnerSection(Section):
     cpus: NonNegativeFloat | None = None
     """Number of CPU cores that Ray reserves for each rank; null: 1."""
     cpu_threads: PositiveInt | None = None
-    """Number of torch threads in each rank; null: as many as cores that the process may use. It
+    """Number of torch threads in each rank; null: one for each core that the process may use. It
     changes the order of float sums, so set it to repeat a run exactly on another machine."""
 
     @property
@@ -116,7 +116,7 @@ class PartsSection(Section):
 
 class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
-    """Seed of the run: data order, initial state and every rollout (`request_seed`)."""
+    """Seed of the run: data order, prompts, augmentation, new adapters and every rollout."""
     max_steps: Annotated[PositiveInt, Field(examples=[100])]
     """Number of steps of the run. Each has one optimizer update, or `updates_per_batch`."""
     updates_per_batch: PositiveInt = 1
@@ -135,8 +135,8 @@ class TrainingSection(Section):
     """Micro-steps per update; null: as many as `effective_batch_size` needs, or 1."""
     eval_steps: PositiveInt | None = None
     """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
-    null: only at the end of the channel-A warm-up and of the run, when reports are made in any
-    case."""
+    Reports are always made at the end of the channel-A warm-up (without one: before the first step)
+    and at the end of the run. null: only these two."""
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload"] = "adamw_torch"
     """adamw_torch: float32 moments and master weights on the model's device. adamw_bnb_8bit: 8-bit
     moments in blocks of 256 values (bitsandbytes; 32 bits for embeddings and tensors under 4,096

@@ -28,7 +28,8 @@ MAX_EXAMPLE_BYTES = 256 * 2**20
 MAX_LABEL_BYTES = 16 * 2**20
 """Labels of an image, and YOLO's `data.yaml`."""
 MAX_PICKLE_BYTES = 64 * 2**20
-"""RefCOCO's file of refs; the releases have 15 MB. One byte may become 64."""
+"""RefCOCO's file of refs; the releases have 15 MB. Reading it may take 64 times its size in
+memory."""
 MAX_VALUES = 10_000_000
 """Values in that file with its references expanded; the releases have 3 million."""
 MAX_TEXT = 1_000_000

@@ -1,4 +1,4 @@
-"""Convert boxes, polygons, annotations and results to and from COCO. No files (see `launch`).
+"""Convert boxes, polygons, annotations and results to and from COCO; `launch` handles the files.
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
 (docs/explanation/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is

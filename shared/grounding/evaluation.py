@@ -73,7 +73,7 @@ class Evaluation(Generic[OutcomeT]):
     """Greedy rollouts on all held-out samples with one set of weights."""
 
     step: int | None
-    """Optimizer updates before it; None if unknown."""
+    """Number of steps before it; None if unknown."""
     weight_version: int
     """Version of the engines' weights; 0 is the checkpoint that they loaded."""
     outcomes: tuple[OutcomeT, ...]
@@ -213,7 +213,7 @@ def summarise(
 
 
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
-    """Return up to `count` scenes with the lowest F1, lowest first, without perfect scenes."""
+    """Return the indices of up to `count` imperfect scenes with the lowest F1, lowest first."""
     ranked = sorted(range(len(summary.scene_f1)), key=summary.scene_f1.__getitem__)
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
 

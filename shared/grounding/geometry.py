@@ -83,7 +83,7 @@ def _levels(edges_T4: np.ndarray) -> np.ndarray:
 
 def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) -> np.ndarray:
     """Return the areas of a, of b and of both between the first and the last level."""
-    # No edges cross inside a slab, so every width is linear in it and its middle width is its mean.
+    # No edges cross inside a slab, so each width changes linearly, and its mean is in the middle.
     middle_L1 = ((levels[:-1] + levels[1:]) / 2)[:, None]
     ax, ay, bx, by = edges_T4.T
     x_LT = ax + (middle_L1 - ay) * ((bx - ax) / (by - ay))
@@ -113,7 +113,7 @@ def simplify_ring(
     """Reduce a ring to at most `max_vertices` vertices, in order (Visvalingam and Whyatt).
 
     Each vertex costs tokens. The vertex whose triangle with its two neighbours is smallest is
-    removed first, ties by index. Raises ValueError for fewer than 3.
+    removed first, ties by index. Raises ValueError if `max_vertices` is below 3.
     """
     if max_vertices < MIN_VERTICES:
         raise ValueError(f"{max_vertices} vertices enclose no area; keep at least {MIN_VERTICES}")
@@ -280,8 +280,8 @@ class Rasters:
             np.minimum(self.num_pixels_N[left_P1], self.num_pixels_N[right_PK]) < MIN_RASTER_PIXELS
         )
         if small_PK.any():
-            # For two boxes this is exact. For other shapes only the zeros are: those have different
-            # boxes without common area.
+            # Exact for two boxes. For other shapes only 0 is exact: then their boxes share no area,
+            # so the shapes share none. The others are computed below.
             iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[
                 small_PK
             ]

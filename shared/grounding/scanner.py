@@ -66,7 +66,8 @@ class Entry(NamedTuple):
     start: int
     """Offset of the key's opening quote, or of the phrase; in a list, offset of the value."""
     value: tuple[int, int] | None
-    """Span of `{...}`; None if the value is not an object."""
+    """Span of `{...}`; None if the value is not an object. In a phrase list: of a box's
+    coordinates; for a phrase's first box, it begins at the name."""
     separated: bool
     """Whether exactly one separator precedes the entry and one colon follows its key."""
     plain: PlainFields | None = None
@@ -134,7 +135,7 @@ _OTHER = b"other"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """The top-level object of an answer."""
+    """The top-level object or list of an answer; in a phrase list, the whole answer."""
 
     entries: tuple[Entry, ...]
     """Complete entries, in order of appearance."""

@@ -3,9 +3,9 @@
 A sequence is its generated tokens; the prompt does not count. Once it has `min_new_tokens` tokens,
 it is checked after each token. It is repetitive if
 
-- its last `max_consecutive_token_repeats` tokens are all the same token, or - its last `ngram_size
-* ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or -
-more than `max_object_keys` keys `object_{n}` are complete in it.
+- its last `max_consecutive_token_repeats` tokens are all the same token, or
+- its last tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or
+- more than `max_object_keys` keys `object_{n}` are complete in it.
 
 Then its next token is set to its stop token instead of being sampled. Repetitions that begin before
 `min_new_tokens` count with their whole length, unless they are over by then. The rule depends only
@@ -37,7 +37,8 @@ _NUMBER = len(_OPENING)
 _DIGITS = _NUMBER + 1
 _CLOSED = _NUMBER + 2
 _SPACED = _NUMBER + 3
-"""States after the opening, a digit, the closing quote, whitespace; lower: inside the opening."""
+"""States after the opening, a digit, the closing quote, whitespace. Lower ones: the number of bytes
+of the opening that were read."""
 START = 0
 NUM_STATES = _SPACED + 1
 

@@ -144,9 +144,10 @@ def sync_weights(
     """Run one verified sync; afterwards every engine serves the offered version.
 
     Waits for engines that are starting as replacements of lost ones. If engines may be replaced, a
-    failed sync is repeated, unless the failure is a difference: with replacements for all engines
-    that have ended or do not respond. If all are alive, the sync is repeated first on a fresh
-    group, then with a replacement for the engine that the error names.
+    sync that failed with a WeightSyncError is repeated, unless weights or results differed. All
+    engines that have ended or do not respond are replaced before that. If all are alive, a full
+    sync is repeated once with a fresh group, then once with a replacement for the engine that the
+    error names.
 
     If an offered adapter fails in any way, a full sync replaces it, now and for the rest of the
     run, if the configuration permits it (decision 20). The report contains the reason.
@@ -211,7 +212,8 @@ def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -
     """Make one offer and wait for both sides.
 
     A side that fails leaves the group, which ends the other side's wait. This function waits a few
-    seconds for that, so that it raises the receiver's error with the sender's as its cause.
+    seconds for that, so that it raises the receiver's error with the sender's as its cause. A
+    LearnerError comes first: the receivers' errors then only follow from it.
     """
     offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)

@@ -107,7 +107,7 @@ class SharedMemory:
 def this_machine() -> tuple[int, ...]:
     """Return the id of this boot and container; its processes can open each other's memory.
 
-    Zeros if the system has no ids; then only an attempt to open the memory shows it.
+    Zeros if the system has no such ids. Then only trying to open the memory shows if that works.
     """
     try:
         boot = uuid.UUID(BOOT_ID.read_text().strip())

@@ -349,7 +349,7 @@ def test_every_folder_that_a_run_writes_is_looked_at(config, tmp_path, monkeypat
     assert problem.startswith("TMPDIR: ") and "107 are possible; set cluster.temp_dir" in problem
     (tmp_path / f"rollmatch-{os.getuid()}").symlink_to("/")
     (*_, problem) = path_problems(config(cluster__temp_dir=str(tmp_path)))
-    assert "is not a folder of this user" in problem
+    assert "is a link or another user's folder" in problem
 
 
 def test_a_full_folder_for_temporary_files_is_told(config, monkeypatch):

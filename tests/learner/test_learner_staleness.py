@@ -90,6 +90,6 @@ def test_a_rollout_two_versions_old_ends_the_run(config):
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
     learner.publisher.done()
     learner.publisher.done()
-    message = r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"
+    message = r"weight version 0, the learner has 2, and rollout_matching\.max_staleness is 1"
     with pytest.raises(RolloutError, match=message):
         learner.accumulate(rollouts)

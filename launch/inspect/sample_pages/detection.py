@@ -259,7 +259,7 @@ class _Trimmed(NamedTuple):
 
     predictions: Sequence[int] = ()
     num_dropped: int = 0
-    """The last dropped entries of the reading."""
+    """How many of the reading's last dropped entries were cut off too."""
 
 
 def _trimmed(reading: ReadingEntry | None) -> _Trimmed:

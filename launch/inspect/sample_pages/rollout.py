@@ -79,7 +79,7 @@ class RolloutPage:
     run: str
     line: TrajectoryRecord
     pieces: Mapping[int, bytes]
-    """The text of each token of the examples, by token id."""
+    """The UTF-8 bytes of each token of the examples, by token id."""
     objective: tuple[str, ...]
     """The active modules with their weights."""
     notes: tuple[str, ...]

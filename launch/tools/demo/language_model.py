@@ -1,4 +1,4 @@
-"""Makes the language model of the demo environments: a Qwen3 with 248,896 random parameters.
+"""Makes the demo environments' language model: a Qwen3 with about 250,000 random weights.
 
 `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load the checkpoint without code of this project.
 The same arguments give the same bytes. With `tools`, the model knows the words of the environment
@@ -69,7 +69,7 @@ TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield all texts of the model."""
+    """Yield texts with all words that the tokenizer must know."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()

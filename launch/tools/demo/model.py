@@ -1,4 +1,4 @@
-"""Makes the demo's model: a Qwen3-VL with about three million random parameters.
+"""Makes the demo's model: a Qwen3-VL with 2.7 million random weights.
 
 `AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without code of this project. The
 same arguments give the same bytes.
@@ -79,7 +79,10 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer_texts(prompt: str) -> Iterator[str]:
-    """Yield all texts of the model, with each geometry and order of fields once."""
+    """Yield texts with all words that the tokenizer must know: prompt, roles and answers.
+
+    Answers have each geometry and order of fields once.
+    """
     yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
     triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")

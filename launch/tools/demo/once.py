@@ -77,7 +77,7 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
 
 
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
-    """Run `launch.train` with these overrides in the folder `out`, with `make_once`.
+    """Run `launch.train` with these overrides in the folder `out`; return whether it is new.
 
     Raises:
         ConfigError: the run failed. It has printed the reason.
@@ -148,7 +148,7 @@ def _is_complete_run(folder: Path) -> bool:
 
 
 def _run(*words: str) -> None:
-    """Run a module in a child process: this process does not import torch and transformers.
+    """Run a module in a child process, so that this process does not import torch.
 
     Raises ConfigError if it fails.
     """

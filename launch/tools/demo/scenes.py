@@ -1,4 +1,4 @@
-"""Makes two kinds of scenes of handwritten digits with boxes and names (decision 31).
+"""Makes two kinds of scenes of handwritten digits with boxes and names (docs/decisions.md, 31).
 
 `make_demo_data`: one to four digits on 96 x 96 pixels, without overlap. `make_crowded_data`: more
 digits on 160 x 160 pixels, with some overlap and clutter. It is the task of
@@ -39,7 +39,7 @@ DEMO_SPLITS = {"train": slice(0, 1500), "val": slice(1500, 1797)}
 INK = 96
 """Minimum brightness (of 255) of the pixels inside a digit's outline."""
 MAX_VERTICES = 6
-"""Maximum vertices of an outline: an object takes 35 tokens with an outline, 19 with a box."""
+"""Maximum vertices of an outline. An object then takes 34 tokens; with a box it takes 18."""
 
 CROWDED_CANVAS = 160
 CROWDED_GRID = 4

@@ -5,8 +5,8 @@
 Formats: coco, lvis, refcoco, yolo, voc, swift, hf; `format=NAME --help` lists the keys of a format.
 Writes two files next to `train.jsonl`. `train.import.json` counts what was left out or changed, by
 reason; it counts each annotation in one of `boxes`, `polygons` and `skipped`. `rollmatch coco
-export` needs `train.categories.json` to convert predictions to COCO results. The records appear
-after the training loader has read them. Existing files are not overwritten.
+export` needs `train.categories.json` to convert predictions to COCO results. `train.jsonl` appears
+only after the training loader has read it without an error. Existing files are not overwritten.
 """
 
 from __future__ import annotations

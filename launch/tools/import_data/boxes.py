@@ -112,11 +112,11 @@ class _Rule:
 
 
 _RULES = (_Rule(0.1, 0.2, 1), _Rule(0.03, 0.08, 20))
-"""With few boxes, the distance must be large; with many, a smaller share and distance do."""
+"""Few boxes must lie far outside. Of many, a smaller share at a smaller distance is enough."""
 _NEAR = 0.02
 _SLACK_PIXELS = 2.0
 _EXPLAINED = 0.9
-"""Minimum share of these boxes that must fit the other reading."""
+"""Minimum share of the boxes outside their image that must fit the other reading."""
 
 
 class BoxEvidence:

@@ -34,7 +34,7 @@ from shared.config.base import ConfigPath
 from shared.errors import RecordError
 
 _Pixels = Annotated[int, Field(gt=0, lt=2**31, strict=False)]
-"""Some tools write 640.0."""
+"""A width or height. Some tools write 640.0."""
 
 
 class CocoImage(FileEntry):
@@ -327,7 +327,7 @@ class LvisImport(CocoImport):
     """The keys of `format=lvis`.
 
     LVIS (Gupta et al., 2019) labels every object of some classes, and lists other classes as
-    absent. A row's `classes` are both together, so that `Find every {classes}.` has a complete
+    absent. A row's `classes` lists both, so that `Find every {classes}.` has a complete
     answer. Objects of classes that are only partly labelled are left out.
     """
 

@@ -149,9 +149,9 @@ def _picture_of(file: Path, filename: str, pictures: Path) -> Path:
 def _box_of(entry: ElementTree.Element, reading: BoxReading) -> tuple[list[float], float] | None:
     """Return x, y, w, h in pixels, and the clockwise rotation in radians.
 
-    The rotation is roLabelImg's `robndbox/angle`, an `angle` next to a `bndbox` (values over 2 pi
-    are degrees), or CVAT's attribute `rotation` in degrees. Returns None if a value is missing or
-    not a number.
+    The rotation is roLabelImg's `robndbox/angle` or an `angle` next to a `bndbox` (values over 2 pi
+    are degrees), plus CVAT's attribute `rotation` in degrees. Returns None if the box is incomplete
+    or a value is not a number.
     """
     angle = finite([entry.findtext("angle") or entry.findtext("robndbox/angle") or 0])
     rotations = [

@@ -20,7 +20,7 @@ from shared.errors import RecordError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 SLACK = 0.01
-"""How far a coordinate may lie outside 0..1 from rounding, as in Ultralytics' own check."""
+"""How far rounding may move a coordinate out of 0..1, as in Ultralytics' own check."""
 
 
 class _DataFile(FileEntry):

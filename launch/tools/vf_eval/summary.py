@@ -111,7 +111,7 @@ class ScoreSummary(NamedTuple):
 
 
 def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
-    """Return the unbiased probability that one of `k` rollouts solves an example.
+    """Return an unbiased estimate of the probability that any of `k` rollouts solves its example.
 
     `solved` has, for each example, the numbers of solved rollouts and of all rollouts (at least k).
     """

@@ -122,7 +122,10 @@ class ChatTemplate:
         return last.token_ids + self.encode(added)
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """Do the same for plain text, which must repeat the text of a stop token to continue it."""
+        """Return the prompt that extends the last call's tokens to this plain text.
+
+        None if the text does not begin with the last prompt, answer and text of the stop token.
+        """
         seen = last.rendered + last.text + last.stop_text
         return last.token_ids + self.encode(text[len(seen) :]) if text.startswith(seen) else None
 

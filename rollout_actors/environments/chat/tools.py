@@ -58,7 +58,7 @@ class Tool:
     def of(cls, function: Callable[..., object], args_to_skip: Collection[str] = ()) -> Tool:
         """Make a tool from a function's signature, type hints and docstring.
 
-        Each line of the docstring's `Args:` section describes a parameter. A partial has the name
+        Each entry of the docstring's `Args:` section describes a parameter. A partial has the name
         and docstring of the function in it, unless it has its own; bound arguments are skipped.
 
         Args:
@@ -188,7 +188,7 @@ def convert_tool_to_oai_format(
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's description, up to the first section, and one for each argument."""
+    """Return a docstring's text up to the first section, and the descriptions of arguments."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = ""

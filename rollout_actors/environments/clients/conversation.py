@@ -1,4 +1,4 @@
-"""One rollout's calls of an engine, as token sequences that grow from call to call.
+"""One rollout's calls to an engine, as token sequences that grow from call to call.
 
 Sampled tokens are never tokenised again: the next prompt begins with exactly the ids of the last
 call. `Conversation.chat` and `.completions` offer the interface of `openai.AsyncOpenAI`, for
@@ -143,7 +143,7 @@ class ConversationSettings:
         }
 
     def max_tokens(self, arguments: Fields) -> int:
-        """Return how many tokens a call with these arguments may sample. None means not given.
+        """Return how many tokens a call may sample. An argument that is None counts as not given.
 
         Raises:
             ValueError: an argument is unknown, or contradicts the run.

@@ -92,20 +92,20 @@ async def ask(
     tools: list[Message] | None,
     sampling_args: SamplingArgs,
 ) -> Any:
-    """Call the model once, and again if only the connection failed.
+    """Call the model, and again after an error of `INFRASTRUCTURE`, up to `TRIES` times.
 
     The response's id is `OVERLONG` if the prompt is too long. If the endpoint accepts only one of
     the two names of the limit of new tokens, it gets that name after its first refusal. If the
-    prompt fits, but not that many new tokens, the call is repeated once with as many as fit. If it
-    refuses the reasoning of earlier answers, it gets the messages without it.
+    prompt fits, but not that many new tokens, the call is repeated once with as many as fit. If the
+    endpoint refuses the reasoning of earlier answers, it gets the messages without the reasoning.
 
     Raises:
         TypeError: the client is not asynchronous.
-        Exception: the endpoint's refusal, or after `TRIES` attempts the connection's error.
+        Exception: the endpoint's refusal, or the error of the last attempt.
     """
     arguments = {name: value for name, value in sampling_args.items() if value is not None}
     known = client if isinstance(client, openai.AsyncOpenAI) else None
-    # A client that tries again itself is called once.
+    # A client that repeats failed calls itself is called once.
     tries = 1 if known is not None and known.max_retries else TRIES
     limit_names = {} if known is None else _LIMIT_NAMES.setdefault(known, {})
     if model in limit_names:
@@ -192,8 +192,8 @@ def retry_after_s(error: BaseException) -> float:
 def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int | None:
     """Return how many new tokens a refused prompt leaves room for.
 
-    None if the refusal does not say it, or the call has no limit, or its limit is not below the
-    context length.
+    None if the refusal does not say it, the call has no limit, or its limit is not below the
+    context length or does not exceed the room.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
     context = _CONTEXT.search(str(error))

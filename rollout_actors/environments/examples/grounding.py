@@ -56,7 +56,7 @@ def load_environment(
 
     Args:
         data: the file; images are relative to it.
-        eval_data: the file for `evaluate`.
+        eval_data: the file for `evaluate`; None: `data` is used.
         max_examples: limit of rows from each file, taken from its beginning; None: all.
         polygons: whether the data may have polygons, and the model may write them.
         iou: minimum mask IoU of an object that counts as found.

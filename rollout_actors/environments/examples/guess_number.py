@@ -23,7 +23,7 @@ def load_environment(
     max_turns: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Play with numbers from 1 to `largest` (at least 2) and `max_turns` guesses."""
+    """Load the game with numbers from 1 to `largest` (at least 2) and `max_turns` guesses."""
     if largest < 2:
         raise ValueError(
             f"largest is {largest}; with fewer than 2 numbers there is nothing to guess"

@@ -28,7 +28,7 @@ class Shown:
 
     text: str
     reward: float | None = None
-    """Reward of the step to this state; None: no step, because the answer had no action."""
+    """Reward of the step to this state; None: the first state, or the answer had no action."""
     end: str | None = None
     """`terminated` or `truncated`, if the episode is over."""
 
@@ -71,7 +71,7 @@ class EpisodeEnv(MultiTurnEnv):
             form: how an action is written.
             instructions: text of the system message before the form.
             max_turns: maximum number of answers in a rollout, also those without an action.
-            seed: seed of the rows' seeds.
+            seed: seed for drawing the rows' seeds.
         """
         super().__init__(
             dataset=_rows(num_examples, Random(f"train {seed}")),

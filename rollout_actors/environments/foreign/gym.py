@@ -44,8 +44,8 @@ def load_environment(
 
     Args:
         name: as `gymnasium.make` takes it, `MODULE:NAME` included.
-        seed: seed of the rows' seeds, which are passed to `reset`: all rollouts of a row begin in
-            the same state, with the same random numbers.
+        seed: seed for drawing the rows' seeds, which are passed to `reset`: all rollouts of a row
+            begin in the same state, with the same random numbers.
         options: further arguments of `gymnasium.make`.
         actions: a name for each of a `Discrete` space's actions, in order.
         instructions: text of the system message before the form of an answer.
@@ -198,7 +198,7 @@ def as_text(observation: object) -> str:
 
 
 def without_codes(rendered: str) -> str:
-    """Write the colours of a terminal as tags, because only a colour may mark the position.
+    """Write the colours of a terminal as tags, because a colour may be the position's only mark.
 
     Example: a red S, `ESC[41mSESC[0m`, becomes `<red>S</red>`.
     """

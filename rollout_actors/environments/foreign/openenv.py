@@ -55,8 +55,8 @@ def load_environment(
 
     Args:
         url: the server's address: `http://127.0.0.1:8000`.
-        seed: seed of the rows' seeds, which are passed to `reset`. The environment decides how much
-            the episodes of a row have in common.
+        seed: seed for drawing the rows' seeds, which are passed to `reset`. The environment decides
+            how much the episodes of a row have in common.
         options: further arguments of `reset`.
         instructions: text of the system message before the form of an answer; by default the
             server's description of the environment.
@@ -158,7 +158,7 @@ class OpenEnvEpisode(Episode):
         return self._shown(answer, reward=0.0)
 
     async def close(self) -> None:
-        """End the session. Its slot is free after the server has closed it."""
+        """End the session and free its slot. TimeoutError: the server does not close it in time."""
         from websockets.exceptions import ConnectionClosed
 
         late = f"{self._server.name}: has not closed the session after environment.args.timeout_s"
@@ -208,7 +208,7 @@ class OpenEnvEpisode(Episode):
         )
 
     def _shown(self, answer: _Answer, reward: float | None) -> Shown:
-        """`reward`: default for a server that reports no reward; None: it is not used."""
+        """`reward`: used if the server reports none; None: the result has no reward at all."""
         told = _Observation.model_validate(answer.data)
         return Shown(
             as_text(told.observation),
@@ -284,7 +284,7 @@ class Actions:
         """The description of an action for the model."""
 
     def read(self, action: str) -> JsonObject | None:
-        """Return the action to send; None if the text is not JSON of that kind."""
+        """Return the action to send; None if it is not JSON, or should be an object and is not."""
         try:
             value = action if self._is_text else json.loads(action)
         except (ValueError, RecursionError):  # for example thousands of brackets or digits

@@ -1,7 +1,7 @@
 """`verifiers:NAME`: an unchanged environment of the package `verifiers`, in its own process.
 
 The package needs other versions of its dependencies than this project, so another interpreter runs
-it (`foreign.verifiers_bridge`). There the environment calls OpenAI's routes, as of any endpoint.
+it (`foreign.verifiers_bridge`). The environment there calls OpenAI's routes on a local server.
 The routes use the client of this rollout, so the trajectory is recorded here, with the token ids
 and log-probabilities of the run's own engines. Rewards and metrics come from the environment's
 rubric, which scores the rollouts of an example together.
@@ -136,7 +136,10 @@ class VerifiersEnv(MultiTurnEnv):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play the row in the process. RuntimeError: it failed there."""
+        """Play the row in the process.
+
+        Raises RuntimeError if it failed there, and ConnectionError if the process has ended.
+        """
         state = await self.init_state(input)
         scope = current_scope()
         assert scope is not None, "Environment opens a scope around every rollout"

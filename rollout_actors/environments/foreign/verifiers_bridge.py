@@ -88,7 +88,7 @@ class Bridge:
         def read() -> None:
             for line in requests:
                 loop.call_soon_threadsafe(self._begin, json.loads(line))
-            # Whatever the event loop does, because its answers are not read any more.
+            # Ends the process even if the event loop hangs: its answers are not read any more.
             late = threading.Timer(GRACE_S, os._exit, (1,))
             late.daemon = True
             late.start()

@@ -77,6 +77,7 @@ class RayEngines:
 
         Raises:
             RolloutError: the engine's own error, or one with its name if it has ended or is late.
+                UnreachableError if it has ended and `outlived` is set.
         """
         name, actor = self._engines[engine]
         # A rollout's calls show the same images, and so do the rollouts of an example.
@@ -117,7 +118,8 @@ class EnvironmentActor:
         """Load the environment (`EnvironmentRounds.start`).
 
         Returns:
-            As `EngineActor.start`: the number of parts of a round at a time, and no server.
+            1, the number of parts of a round at a time, and "": there is no server. The driver
+            reads them as the result of `EngineActor.start`.
         """
         await self._rounds.start()
         collect_rarely()
@@ -149,7 +151,7 @@ class EnvironmentActor:
             parts: for each rank, the number of its objects and the `places` there.
 
         Returns:
-            The two values that `generate` returns, for each part in order.
+            A flat list: for each part in order, the two values that `generate` returns.
         """
         left = iter(objects)
         of_parts = [

@@ -80,7 +80,7 @@ class EnvironmentBackend:
             asyncio.run_coroutine_threadsafe(loading, self._loop).result()
 
     def generate(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Play the rollouts of a round, until the host raises between two steps of the engine.
+        """Play the rollouts of a round. The host may stop it by an exception between engine steps.
 
         Raises RolloutError: the engine failed, or the run is ending. Then all rollouts have cleaned
         up, or had `CLEANUP_S` for it.

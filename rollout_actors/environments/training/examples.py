@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class MergedExamples(NamedTuple):
-    """Examples that have several calls each."""
+    """Examples in which calls that extend each other are merged."""
 
     examples: list[TrainingExample]
     """In the order of the rollouts, and within a rollout in the order of first steps."""

@@ -79,9 +79,9 @@ class RunnerSettings:
     held-out reports they always are.
     """
     examples: ExampleCounts | None = None
-    """Counts from before the start, in another process; None: not counted."""
+    """Counts made in another process before the start, to compare with; None: no comparison."""
     num_held_out: int | None = None
-    """Argument of `count_examples`."""
+    """Limit of held-out rows in a report; None: all."""
     teacher: TeacherSettings | None = None
     """The teacher that scores trained tokens; None: no teacher."""
 
@@ -289,7 +289,7 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
 
 
 def scores_at_once(environment: Environment) -> bool:
-    """Return whether any rubric of it scores all rollouts of a step in one call."""
+    """Return whether any of the environment's rubrics scores all rollouts of a step in one call."""
     return any(member.rubric.scores_all_at_once for member in _members(environment))
 
 
@@ -307,12 +307,12 @@ def require_no_tools(environment: Environment) -> None:
 
 
 def has_tools(environment: Environment) -> bool:
-    """Return whether its rollouts are offered tools. Tools of single rows do not count."""
+    """Return whether an environment offers tools. Tools of single rows do not count."""
     return any(member.oai_tools for member in _members(environment))
 
 
 def asks_by_chat(environment: Environment) -> bool:
-    """Return whether any of its prompts are messages, which a chat template writes."""
+    """Return whether any prompts of an environment are messages, which need a chat template."""
     return any(member.message_type == "chat" for member in _members(environment))
 
 

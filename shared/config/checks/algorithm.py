@@ -35,7 +35,10 @@ _TRAJECTORIES = TrainerVariant.TRAJECTORY_PG
 
 
 def data_is_there(run: RunConfig) -> Iterator[Problem]:
-    """Report data of the wrong kind: environments have their own data, all others need samples."""
+    """Report missing or useless data, and keys that need held-out reports without held-out data.
+
+    An environment has its own data; all other variants need samples.
+    """
     variant = run.custom.trainer_variant
     if run.algorithm.uses_environment:
         if run.environment is None:
@@ -70,7 +73,10 @@ def data_is_there(run: RunConfig) -> Iterator[Problem]:
 def entries_have_input(
     variant: TrainerVariant, entries: Iterable[tuple[str, ObjectiveEntry | CoordDiagEntry]]
 ) -> Iterator[Problem]:
-    """Report entries without input: trajectories have advantages, other data has ground truth."""
+    """Report entries that learn from something that the variant does not have.
+
+    Trajectories have only advantages. Samples have ground truth, and some variants advantages too.
+    """
     for path, entry in entries:
         source = entry.learns_from
         if source is not None and source not in ALGORITHMS[variant].learns_from:
@@ -98,8 +104,8 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
         if not any(entry.teaches for entry in active):
             yield Problem(
                 _OBJECTIVE,
-                f"has no enabled entry for channel {channel} with a weight and a term's weight"
-                " above 0",
+                f"has no enabled entry with a loss on channel {channel}: its weight, and the weight"
+                " of one of its terms, must be above 0",
                 f"add {channel} to the channels of an entry with such weights{change}",
             )
         has_text = any(isinstance(entry, TokenCEEntry) for entry in active)
@@ -116,7 +122,10 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
 
 
 def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
-    """Report settings that make rewards incomparable: advantages need several sampled answers."""
+    """Report settings that contradict `policy_gradient`, which compares several sampled answers.
+
+    They are the decode mode, `normalize: batch`, `reference_kl` without it, and repeated updates.
+    """
     pipeline = run.rollout_matching.pipeline
     has_gradient = pipeline.policy_gradient is not None
     rewards_samples = run.algorithm.learns_rewards
@@ -160,7 +169,10 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
 
 
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
-    """Report split groups: one rank compares all rollouts of a sample, within one step."""
+    """Report a group size that has no effect, is too small, or makes steps or ranks split groups.
+
+    All rollouts of a sample are compared by one rank, within one step.
+    """
     key = "stage2_ab.channel_b.rollouts_per_sample"
     size = run.stage2_ab.channel_b.rollouts_per_sample
     unit = size * run.learner.world_size
@@ -294,7 +306,10 @@ def rows_have_room(run: RunConfig) -> Iterator[Problem]:
 
 
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Report shapes that cannot be matched (decision 8), and entries without coordinate tokens."""
+    """Report shapes, entries and keys that do not suit `data.answer_format` or the variant.
+
+    The variant must be able to match the shapes (decision 8).
+    """
     name = run.data.answer_format
     if run.algorithm.uses_environment:
         return

@@ -102,7 +102,7 @@ def sharding_suits(run: RunConfig) -> Iterator[Problem]:
 
 
 def adapter_is_trained(model: ModelSection, parts: PartsSection) -> Iterator[Problem]:
-    """Report an adapter without a part to train it in, or in a frozen part."""
+    """Report `adapted` keys without an adapter, and an adapter in no part or in a frozen part."""
     if model.adapter is None:
         for name, section in parts.items():
             if section.adapted is not None:
@@ -174,9 +174,10 @@ def lengths_and_rounds_suit(run: RunConfig) -> Iterator[Problem]:
 
 
 def engines_are_set_once(matching: RolloutMatchingSection) -> Iterator[Problem]:
-    """Report missing or useless servers. With `colocate` and `hf` a list of servers is allowed.
+    """Report missing or useless servers, and a `tensor_parallel_size` without effect.
 
-    Messages about a failing server suggest these backends, and `derive.remarks` mentions the list.
+    With `colocate` and `hf` a list of servers is no error, because messages about a failing server
+    suggest these backends. `derive.remarks` mentions that the list has no effect.
     """
     location = matching.backend.location
     servers = matching.vllm.server

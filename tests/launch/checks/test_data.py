@@ -287,7 +287,7 @@ def test_the_environment_that_was_looked_at_is_closed(of_environment):
         (
             "copy_digit",
             {},
-            "environment.id: no environment 'copy_digit' (did you mean copy_digits?); there are ",
+            "environment.id: no environment 'copy_digit' (did you mean copy_digits?); use ",
         ),
         (
             "copy_digits",
@@ -311,7 +311,9 @@ def test_what_is_wrong_with_an_environment_is_told_with_its_key(
 
 def test_a_second_system_prompt_is_told_before_the_start(of_environment):
     problem = refused(of_environment, "arithmetic", system_prompt="Think.")
-    assert problem.startswith("environment.system_prompt: arithmetic has '")
+    assert problem.startswith(
+        "environment.system_prompt: arithmetic already has the system prompt '"
+    )
     assert of_environment("guess_number", system_prompt="Think.").examples
 
 

@@ -177,5 +177,5 @@ def test_the_report_of_a_hubs_model_is_named_after_the_model_not_its_revision(
     keep(cache)
     (tmp_path / "evaluations" / "model_val").mkdir(parents=True)
     options = ModelOptions(model=Path("some/model"), data=tmp_path / "val.jsonl")
-    with pytest.raises(ConfigError, match=r"evaluations/model_val holds a report already"):
+    with pytest.raises(ConfigError, match=r"evaluations/model_val already holds a report"):
         run(options, [f"telemetry.run_dir={tmp_path}"], Console())

@@ -259,7 +259,9 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
     layers = {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)}
     many = parts(replace(shape, parameters=dict(shape.parameters) | layers))
     row = sum(
-        size for name, size in many.items() if name.startswith(("activations", "attention", "what"))
+        size
+        for name, size in many.items()
+        if name.startswith(("activations", "attention", "temporary"))
     )
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
@@ -279,7 +281,7 @@ def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_
     extra = sum(
         size
         for name, size in learner.parts.items()
-        if "images" in name or "masks" in name or "CUDA" in name or "moment" in name
+        if "images" in name or "masks" in name or "CUDA" in name or "temporary" in name
     )
     assert learner.total - extra < 79 * GIB
     exact = 18 * model.num_parameters

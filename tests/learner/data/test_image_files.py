@@ -68,7 +68,7 @@ def test_the_pictures_of_usable_rows_that_exif_turns_are_named_also_at_the_next_
 
 
 def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():
-    message = r"floating-point numbers .*; save it with 8 or 16 bits a channel"
+    message = r"floating-point numbers .*; save it with 8 or 16 bits per channel"
     with pytest.raises(ValueError, match=message):
         image_size(encoded("TIFF", "F"))
 

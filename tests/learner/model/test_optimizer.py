@@ -109,7 +109,7 @@ def test_a_frozen_part_keeps_its_bits_and_the_others_move():
 
 def test_nothing_left_to_train_is_refused():
     parts = {part: {"frozen": True} for part in ("vision_tower", "aligner", "language_model")}
-    with pytest.raises(ValidationError, match="nothing is left to train; unfreeze"):
+    with pytest.raises(ValidationError, match="so nothing is trained; unfreeze"):
         training(parts=parts)
     adapted, config = Tiny(), training(parts={"language_model": {"frozen": True}})
     for name, parameter in adapted.named_parameters():

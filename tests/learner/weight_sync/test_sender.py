@@ -397,7 +397,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
         with pytest.raises(
             WeightSyncError,
             match=(
-                r"canary on learner: the learner took [1-9]\d*\.\d s to compute the canary, of"
+                r"canary on learner: the learner's canary took [1-9]\d*\.\d s, but"
                 r" timeouts.sync_phase_s = 2 s"
             ),
         ):

@@ -73,6 +73,15 @@ def test_a_file_is_loaded_by_its_path_whatever_else_has_its_name(here, file, sou
     assert len(environment.get_dataset()) == 4
 
 
+def test_files_of_the_same_name_in_two_folders_are_two_modules(here):
+    for folder in ("one", "two"):
+        (here / folder).mkdir()
+        (here / folder / "task.py").write_text(FILE)
+        load_environment(str(here / folder / "task.py"), size=1)
+    modules = [module for name, module in sys.modules.items() if "environment_task_" in name]
+    assert sorted(Path(module.__file__).parent.name for module in modules) == ["one", "two"]
+
+
 @pytest.mark.parametrize("value", ["theirs", "theirs:load_environment"])
 def test_an_installed_entry_point_is_loaded_by_its_name(here, value):
     (here / "theirs.py").write_text(FILE)

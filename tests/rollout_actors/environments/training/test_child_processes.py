@@ -67,5 +67,5 @@ def test_those_that_execute_a_program_end_with_a_process_that_is_killed(started)
 def test_an_environment_that_leaves_processes_is_named(caplog):
     with processes_of("mine"):
         subprocess.Popen(["sleep", "60"])
-    assert "mine had 1 processes" in caplog.text
+    assert "mine left 1 processes" in caplog.text
     assert "(sleep)" in caplog.text

@@ -269,7 +269,7 @@ def test_a_teacher_with_the_students_vocabulary_suits_also_one_that_still_loads(
 @pytest.mark.parametrize(
     ("changes", "keys", "problem"),
     [
-        ({}, {"model": "other"}, "serves teacher, and environment.teacher.model is other; write"),
+        ({}, {"model": "other"}, "serves teacher, but environment.teacher.model is other; write"),
         (
             {"max_model_len": LONGEST},
             {},
