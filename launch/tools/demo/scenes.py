@@ -1,4 +1,5 @@
-"""Makes two kinds of scenes of handwritten digits with boxes and names (docs/decisions.md, 31).
+"""Makes two kinds of scenes of handwritten digits with boxes and names
+(docs/explanation/decisions.md, 31).
 
 `make_demo_data`: one to four digits on 96 x 96 pixels, without overlap. `make_crowded_data`: more
 digits on 160 x 160 pixels, with some overlap and clutter. It is the task of
