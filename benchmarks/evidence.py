@@ -9,7 +9,7 @@ flat. From the best checkpoint it runs every arm of `ARMS` with each seed. Exist
 kept and interrupted runs are resumed, so the command can be repeated. Each finished run writes a
 file in benchmarks/results/evidence/ with its counts for every test image, its command and its
 commit. `--table` only prints the table of these files. The plan and the results are in
-docs/evidence.md.
+docs/explanation/evidence.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The training loop, which coordinates the learner and the engines (docs/decisions.md, 41).
+"""The training loop, which coordinates the learner and the engines
+(docs/explanation/decisions.md, 41).
 
 One step of channel B with two rounds, pipelined; time runs to the right::
 

@@ -1,8 +1,8 @@
 """The metrics in `metrics.jsonl`: their names, meanings, and how values are combined for a step.
 
-`python -m shared.metrics` prints the table of docs/metrics.md. Only names in the table can be
-logged. No metric of training is an IoU: IoU only decides matches, and evaluations report it (spec:
-training-time counters).
+`python -m shared.metrics` prints the table of docs/reference/metrics.md. Only names in the table
+can be logged. No metric of training is an IoU: IoU only decides matches, and evaluations
+report it (spec: training-time counters).
 """
 
 from __future__ import annotations
@@ -378,13 +378,13 @@ def _reduction_of(name: str) -> Reduction:
 
 
 def markdown() -> str:
-    """Return the table of docs/metrics.md."""
-    lines = ["| name | of rows and ranks | meaning |", "|---|---|---|"]
+    """Return the table of docs/reference/metrics.md."""
+    lines = ["name | of rows and ranks | meaning", "---|---|---"]
     for metric in METRICS:
         reduction: str = metric.reduction
         if metric.ratio_of is not None:
             reduction = f"ratio: `{metric.ratio_of[0]}` / `{metric.ratio_of[1]}`"
-        lines.append(f"| `{metric.name}` | {reduction} | {metric.meaning} |")
+        lines.append(f"`{metric.name}` | {reduction} | {metric.meaning}")
     return "\n".join(lines) + "\n"
 
 

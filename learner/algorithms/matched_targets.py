@@ -3,7 +3,7 @@
 Channel A: the serialised ground truth with its closing brackets, then EOS. Channel B: the kept
 prefix of the model's own rollout, the appended unmatched ground truth, closing brackets, EOS (spec
 rollout-matching-sft: one canonical teacher-forced target sequence; decision 37). Options beyond
-the specification change what is kept, supervised and taught: docs/objectives.md.
+the specification change what is kept, supervised and taught: docs/explanation/objectives.md.
 
 If the appended text meets the rollout's text inside a token, both are encoded together (decision
 33). A vocabulary such as Qwen's has `}}` and `},` as tokens. Encoded separately, every target would

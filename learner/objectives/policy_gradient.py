@@ -19,7 +19,7 @@ token that is far too probable and has a negative advantage. Such tokens need it
 The logged loss has the value of the surrogate, `-A w`. For a clipped token the bound replaces `w`.
 `log p_learner` changes only the gradient, not the value.
 
-This is the default. docs/objectives.md describes the variants and their papers:
+This is the default. docs/explanation/objectives.md describes the variants and their papers:
 
 - `clip: dual`: a token with `A < 0` and `ratio > ratio_cap` has no gradient either. `cispo`: every
   token has a gradient, and `w` is the ratio clamped to `[1 - clip_low, 1 + clip_high]`. `none`: no

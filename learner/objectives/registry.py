@@ -1,8 +1,9 @@
 """The table of objectives, and the function that builds a configured pipeline from it.
 
 An objective is a class with the interface of `learner.objectives.base.Objective`. A class in your
-own module needs no change here (docs/objectives.md). A class of this repository needs a line in
-`OBJECTIVES` and an entry in shared/config/pipeline.py. Terms are logged by their own names.
+own module needs no change here (docs/how_to/change_the_algorithm.md). A class of this repository
+needs a line in `OBJECTIVES` and an entry in shared/config/pipeline.py. Terms are logged by their
+own names.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def _imported(name: str, path: str) -> Any:
     missing = {"Config", "term_names", "needs", "__call__"} - {*dir(objective_class)}
     if missing:
         raise ConfigError(
-            f"{path}: {class_name} has no {', '.join(sorted(missing))}; docs/objectives.md shows"
-            " the interface of an objective"
+            f"{path}: {class_name} has no {', '.join(sorted(missing))};"
+            " docs/how_to/change_the_algorithm.md shows the interface of an objective"
         )
     if not issubclass(objective_class.Config, Section):
         raise ConfigError(

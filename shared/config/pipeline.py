@@ -344,7 +344,7 @@ def _module_and_class(name: str) -> str:
 
 
 class ImportedEntry(PipelineEntry):
-    """An objective from your own module: docs/objectives.md."""
+    """An objective from your own module: docs/how_to/change_the_algorithm.md."""
 
     learns_from = None
     reads = None

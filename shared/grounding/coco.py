@@ -1,10 +1,10 @@
 """Convert boxes, polygons, annotations and results to and from COCO; `launch` handles the files.
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
-(docs/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is converted
-like any other coordinate. So boxes and polygons of an object stay aligned, and two boxes have the
-same overlap in bins and in pixels. The cost: the last pixel of an axis is entirely bin 999, so a
-box that ends at the far border becomes up to one pixel shorter.
+(docs/explanation/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is
+converted like any other coordinate. So boxes and polygons of an object stay aligned, and two boxes
+have the same overlap in bins and in pixels. The cost: the last pixel of an axis is entirely bin
+999, so a box that ends at the far border becomes up to one pixel shorter.
 """
 
 from __future__ import annotations

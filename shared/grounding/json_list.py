@@ -5,8 +5,8 @@
 Qwen3-VL writes coordinates in thousandths of the image's sides, 0..1000. They are read as bins of
 norm1000 (0..999); 1000, the far border, becomes bin 999. Qwen2.5-VL writes pixels of the image as
 the model sees it, resized to whole image tokens. A bin is relative to the last pixel
-(docs/decisions.md), Qwen's numbers are relative to the side. The difference is at most one pixel,
-or a thousandth of the side if that is more.
+(docs/explanation/decisions.md), Qwen's numbers are relative to the side. The difference is at most
+one pixel, or a thousandth of the side if that is more.
 
 Models may put the list into a Markdown fence. If an answer begins with a fence, appended text
 closes it. The inside of an entry is read as strict JSON (`validation`).

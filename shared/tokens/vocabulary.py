@@ -1,4 +1,4 @@
-"""Coordinate tokens, and the project's interface to a tokenizer (docs/decisions.md)."""
+"""Coordinate tokens, and the project's interface to a tokenizer (docs/explanation/decisions.md)."""
 
 from __future__ import annotations
 

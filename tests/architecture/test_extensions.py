@@ -1,6 +1,6 @@
-"""What docs/architecture.md says about adding a metric, a model family and an algorithm: each is
-added here from outside the packages, by what the page names. Its other additions have their tests
-in docs/ (an objective, an environment) and in rollout_actors/backends/test_contract.py (a backend).
+"""What docs/explanation/architecture.md says about adding a metric, a model family and an algorithm:
+each is added here from outside the packages, by what the page names. Its other additions have
+their tests in docs/ (an objective, an environment) and in rollout_actors/backends/test_contract.py (a backend).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_a_metric_is_a_line_of_the_table_and_a_call_where_it_is_counted(monkeypa
     report = counted.report(1, {}, (), denominator=8, num_carried=0)
     values = metrics.merge_reports([report]).metrics
     assert (values["rollout/num_questions"], values["rollout/question_rate"]) == (2, 0.5)
-    assert "| `rollout/num_questions` | sum | Rollouts that ask back. |" in metrics.markdown()
+    assert "`rollout/num_questions` | sum | Rollouts that ask back." in metrics.markdown()
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""docs/metrics.md names every figure of both kinds of held-out report (the training-time table has
-its test in tests/shared/test_metrics.py).
+"""docs/reference/metrics.md names every figure of both kinds of held-out report (the training-time
+table has its test in tests/shared/test_metrics.py).
 """
 
 import re
@@ -14,13 +14,13 @@ from launch.reports.rewards import RewardReport
 from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def documented(heading: str) -> list[str]:
     """The names of the table under this heading."""
     _, _, section = DOCS.read_text().partition(f"\n## {heading}\n")
-    return re.findall(r"^\| `(val/[^`]+)` \|", section.partition("\n## ")[0], flags=re.MULTILINE)
+    return re.findall(r"^`(val/[^`]+)` \|", section.partition("\n## ")[0], flags=re.MULTILINE)
 
 
 def rollout(position: int, **metrics: float) -> EnvironmentRollout:
@@ -32,7 +32,7 @@ def test_every_figure_of_a_report_on_samples_is_documented_and_nothing_else(tmp_
     found = scene(0, [truth(0, 0, 500, 500)], [guess(0, 0, 500, 500)])
     config = configuration(tmp_path, tmp_path, tmp_path)
     report = make_report(Evaluation(1, 1, (found,), wall_s=1.0), config, subject="x")
-    names = documented("Of samples")
+    names = documented("Held-out reports of samples")
     assert names == [name for name in report.metrics() if "@" not in name]
     assert report.metrics()[names[0]] == report.headline.value
     files = [{"path": "coco.jsonl"}]
@@ -49,7 +49,7 @@ def test_every_figure_of_a_report_on_an_environment_is_documented_and_nothing_el
     rollouts = (rollout(0, correct=1.0), rollout(1, correct=0.0))
     rollouts = tuple(replace(one, task="math") for one in rollouts)
     report = RewardReport(Evaluation(1, 1, rollouts, wall_s=1.0))
-    names = documented("Of an environment")
+    names = documented("Held-out reports of an environment")
     kinds = {"val/reward/correct": "val/reward/<function>", "val/reward/math": "val/reward/<task>"}
     assert sorted(names) == sorted(kinds.get(name, name) for name in report.metrics())
     assert report.metrics()[names[0]] == report.headline.value

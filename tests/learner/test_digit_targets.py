@@ -1,4 +1,6 @@
-"""Coordinates in digits are supervised by the cross-entropy of their tokens (docs/objectives.md)."""
+"""Coordinates in digits are supervised by the cross-entropy of their tokens
+(docs/explanation/objectives.md).
+"""
 
 import random
 import re

@@ -1,6 +1,7 @@
 """Options beyond the specification (decision 30): what each changes in a target, and nothing else.
 
-docs/objectives.md tells of them by such examples. The demo's tokenizer writes `},` and `": {"` as one.
+docs/explanation/objectives.md tells of them by such examples. The
+demo's tokenizer writes `},` and `": {"` as one.
 """
 
 import random

@@ -5,7 +5,7 @@ and its gradient reaches the tower through the whole language model. So the towe
 with labels for every image token: its digit, the distances to the digit's edges, the token's
 position, and the box as the model's own coordinate tokens. Linear heads predict the labels from the
 inputs of the language model (the tower's output and deepstack features), and are then discarded.
-docs/evidence.md has the figures.
+docs/explanation/evidence.md has the figures.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TEXT_SETTINGS = {
     },
 }
 """Settings of the language model. Finding one digit among many needs more layers and wider heads
-than the demo (docs/evidence.md)."""
+than the demo (docs/explanation/evidence.md)."""
 BATCH = 8
-"""Scenes per update. The number of updates matters more (docs/evidence.md)."""
+"""Scenes per update. The number of updates matters more (docs/explanation/evidence.md)."""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05

@@ -1,8 +1,9 @@
-"""Makes two kinds of scenes of handwritten digits with boxes and names (docs/decisions.md, 31).
+"""Makes two kinds of scenes of handwritten digits with boxes and names
+(docs/explanation/decisions.md, 31).
 
 `make_demo_data`: one to four digits on 96 x 96 pixels, without overlap. `make_crowded_data`: more
-digits on 160 x 160 pixels, with some overlap and clutter. It is the task of docs/evidence.md: in
-long answers, a model continues its own mistakes.
+digits on 160 x 160 pixels, with some overlap and clutter. It is the task of
+docs/explanation/evidence.md: in long answers, a model continues its own mistakes.
 
 The digits come from scikit-learn. The splits have disjoint digits, and validation and test digits
 are by other writers than training digits. The same arguments give the same bytes.
@@ -215,7 +216,8 @@ def crowded_scenes(
             rng,
             sizes=CROWDED_SIZES,
             max_overlap=MAX_OVERLAP,
-            max_attempts=chain((200,), repeat(201)),  # reproduces the data of docs/evidence.md
+            # Reproduces the data of docs/explanation/evidence.md.
+            max_attempts=chain((200,), repeat(201)),
             **place,
         )
         for _ in range(int(rng.integers(MAX_CLUTTER + 1))):

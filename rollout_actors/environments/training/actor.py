@@ -33,7 +33,8 @@ CHECK = (
 def collect_rarely() -> None:
     """Collect garbage of this process less often, and exclude objects that are loaded already.
 
-    Otherwise the collector takes much of a turn's time (docs/performance.md, "Environments").
+    Otherwise the collector takes much of a turn's time
+    (docs/explanation/performance.md, "Environments").
     """
     gc.collect()
     gc.freeze()

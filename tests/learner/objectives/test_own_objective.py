@@ -1,4 +1,4 @@
-"""An objective of one's own module, by the example of docs/objectives.md as it stands there."""
+"""An objective of one's own module, by the example of docs/how_to/change_the_algorithm.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.objectives.registry import build_objectives
 from shared.config.pipeline import Channel, PipelineSection
 from shared.errors import ConfigError
 
-PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how_to" / "change_the_algorithm.md").read_text()
 MODULE, PIPELINE = (
     # Under another name than the page's: a reader's own `mine` may be in this repository.
     re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0].replace("mine.", "own_package.")

@@ -14,7 +14,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 MOST_MS = 0.3
-"""Per turn. docs/performance.md promises 0.15 on a quiet machine; a slower one had 0.14 to 0.27."""
+"""Per turn. docs/explanation/performance.md promises 0.15 on a quiet machine; a slower one had 0.14
+to 0.27."""
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client
     benchmark: Any,
 ) -> None:
     """Token extraction included. (What threads cost beside it, where a reward function is a plain
-    one, is the machine's: docs/performance.md.)
+    one, is the machine's: docs/explanation/performance.md.)
     """
     spent_ms: list[float] = []
     # Processor time, and the best of several: the machine may be busy with something else.

@@ -217,7 +217,7 @@ class TwoSides:
 
 
 BFLOAT16 = 5e-3
-"""Mean difference of two sound implementations, docs/performance.md."""
+"""Mean difference of two sound implementations, docs/explanation/performance.md."""
 
 
 @pytest.mark.parametrize("seed", range(20))
