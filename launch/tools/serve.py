@@ -1,6 +1,6 @@
 """`rollmatch serve model=FOLDER [port=8000] ...`: serves one vLLM engine over HTTP.
 
-Runs use it with `rollout_matching.vllm.mode: server` (docs/serve.md). It prints its URL when it is
+Runs use it with `rollout_matching.vllm.mode: server` (docs/how_to/servers.md). It prints its URL when it is
 ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If the engine
 dies or is stuck, the server ends with a message.
 """
