@@ -1,8 +1,8 @@
 """`rollmatch serve model=FOLDER [port=8000] ...`: serves one vLLM engine over HTTP.
 
-Runs use it with `rollout_matching.vllm.mode: server` (docs/how_to/servers.md). It prints its URL when it is
-ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If the engine
-dies or is stuck, the server ends with a message.
+Runs use it with `rollout_matching.vllm.mode: server` (docs/how_to/servers.md). It prints its URL
+when it is ready. Ctrl-C and SIGTERM end the server and the engine's processes within seconds. If
+the engine dies or is stuck, the server ends with a message.
 """
 
 from __future__ import annotations
