@@ -67,7 +67,7 @@ class RestartBudget:
         return True
 
     def refusal(self, what: str) -> str:
-        """Return the end of an error message when no restart is left; `what`: `it is not replaced`."""
+        """Return the end of an error when no restart is left; `what`: "it is not replaced"."""
         section = self._section
         return (
             f"{what}: rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
