@@ -94,7 +94,7 @@ class DetectionReport:
 
     @property
     def incomplete(self) -> list[Scene]:
-        """Return up to `NUM_ANSWERS_SHOWN` incomplete answers; those without objects come first."""
+        """Return up to `NUM_ANSWERS_SHOWN` incomplete answers; those without a list come first."""
         found = [scene for scene in self.evaluation.outcomes if scene.truncated]
         return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
 
