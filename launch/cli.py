@@ -62,7 +62,7 @@ PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
 """A second SIGINT within this many seconds counts as a repeat of the first."""
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
-"""Errors whose message names the place and the remedy; a traceback would hide it."""
+"""Expected errors. Their message names the place and the remedy; a traceback would hide it."""
 
 Options = TypeVar("Options", bound=Section)
 

@@ -125,7 +125,7 @@ class RoundStream:
         return self._handles[0].future if self._handles else None
 
     def of_next_step(self) -> Iterator[PerRank]:
-        """Yield the rollouts of each round of the next step. Exhaust it before the step after."""
+        """Yield the rollouts of each round of the next step. Exhaust it before the next call."""
         while not self._left or self._left[0]:
             started = time.perf_counter()
             try:

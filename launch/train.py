@@ -1,4 +1,4 @@
-"""The main job as one command: `python -m launch.train +experiment=stage2_3v1`.
+"""The training job as one command: `python -m launch.train +experiment=stage2_3v1`.
 
 ::
 

@@ -467,7 +467,7 @@ IN_RANKS: dict[str, Callable[[RunConfig, Placement, ImageNeeds], MakeEngine]] = 
     "hf": _hf,
     "colocate": _colocated,
 }
-"""For each backend in a learner rank's process, by its name in `BACKENDS`: returns its factory."""
+"""Functions that return the factory of the engine in a learner rank's process, by backend name."""
 
 
 def make_backend(

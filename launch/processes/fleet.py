@@ -45,7 +45,7 @@ class RolloutTimeouts:
     sync_phase: Timeout
     """Limit of each phase of a weight sync."""
     stall: Timeout | None = None
-    """Limit without a new token from an engine with open requests, or without any answer; None: no
+    """Limit without a new token from an engine with open requests, or without any answer. None: no
     actor is watched in a round."""
     join: Timeout | None = None
     """Limit for the engines to connect to the sending learner rank; None: `sync_phase`."""

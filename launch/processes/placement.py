@@ -54,9 +54,9 @@ class Placement:
     """The resources of each process of a run, before the cluster chooses nodes."""
 
     engines: tuple[Resources, ...]
-    """One for each rollout actor; empty if learner ranks or servers generate."""
+    """Resources of each rollout actor; empty if learner ranks or servers generate."""
     ranks: tuple[Resources, ...]
-    """One for each learner rank; empty without a learner."""
+    """Resources of each learner rank; empty without a learner."""
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
     device: Device

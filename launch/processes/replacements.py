@@ -57,7 +57,7 @@ class RestartBudget:
         self._taken_s = deque[float]()
 
     def take(self) -> bool:
-        """Take one restart; return whether there was one left."""
+        """Use up one restart; return False if none was left."""
         now_s = self._clock_s()
         while self._taken_s and self._taken_s[0] <= now_s - self._section.restart_window_s:
             self._taken_s.popleft()

@@ -91,7 +91,7 @@ class Canvas:
         return [_data_uri(data) for data in self.images]
 
     def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
-        """Return an object as SVG; bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
+        """Draw an object as SVG. Bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
 
         `bins` are x1, y1, x2, y2 of a box; x, y per vertex; or x, y of a point (drawn as a cross).
         """

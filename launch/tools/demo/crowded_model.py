@@ -60,7 +60,7 @@ class DenseLabels(NamedTuple):
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
     edges: np.ndarray
     """[TOKENS * TOKENS, 4] float32: distances from the token's centre to the digit's left, upper,
-    right and lower edge, in units of the largest digit's side."""
+    right and lower edge. The unit is the largest digit's side."""
 
 
 def dense_labels(scene: Sequence[Placed]) -> DenseLabels:

@@ -107,7 +107,7 @@ class Placed:
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """Return x, y of the ink's convex hull in norm1000 (0..999), at most `MAX_VERTICES` vertices.
+        """Return x, y of the ink's convex hull in norm1000 (0..999), at most `MAX_VERTICES` points.
 
         The order is clockwise from the topmost, then leftmost vertex.
         """

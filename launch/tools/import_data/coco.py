@@ -219,7 +219,7 @@ class CrowdReading(StrEnum):
 
 
 class CocoImport(ImportOptions):
-    """The keys of `format=coco`."""
+    """Options of `rollmatch import-data format=coco`: a file of COCO annotations."""
 
     source_key: ClassVar[str] = "images"
 
@@ -327,7 +327,7 @@ def _is_box(
 
 
 class LvisImport(CocoImport):
-    """The keys of `format=lvis`.
+    """Options of `rollmatch import-data format=lvis`: a file of LVIS annotations.
 
     LVIS (Gupta et al., 2019) labels every object of some classes, and lists other classes as
     absent. A row's `classes` lists both, so that `Find every {classes}.` has a complete

@@ -76,7 +76,7 @@ class SourceImage:
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Number of annotations of images that are not in the source."""
+    """The annotations of images that are not in the source: their number and file."""
 
     file: Path
     num_annotations: int
@@ -253,7 +253,7 @@ def _no_other_file(out: Path) -> Path:
 
 
 class ImportOptions(Section):
-    """The keys of all import formats. A format adds its own keys and `read`."""
+    """Options of `rollmatch import-data` for all formats. A format adds its own and `read`."""
 
     source_key: ClassVar[str] = "source"
     """The key to correct if no image is found."""
