@@ -74,7 +74,7 @@ class CocoScores:
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
-    """Return the COCO scores of answered samples, ranked by `ScoredObject.score`."""
+    """Return the COCO scores of answered samples. `ScoredObject.score` ranks predictions."""
     shapes: list[NamedShape] = []
     for scene in scenes:
         shapes += [*scene.sample.objects, *scene.objects]

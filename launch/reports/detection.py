@@ -84,7 +84,7 @@ class DetectionReport:
 
     @property
     def iou_threshold(self) -> float:
-        """Return the first IoU threshold."""
+        """Return the first IoU threshold of the evaluation, for the main metric."""
         return self.detection.thresholds[0].iou_threshold
 
     @property
@@ -249,7 +249,7 @@ class DetectionReport:
 def make_report(
     evaluation: Evaluation[Scene], config: RunConfig, *, subject: str
 ) -> DetectionReport:
-    """Return the report of an evaluation, with the thresholds of `config.evaluation`."""
+    """Return the detection report of an evaluation, with the thresholds of `config.evaluation`."""
     settings = config.evaluation
     tolerance = config.rollout_matching.point_tolerance
     detection = summarise(evaluation.outcomes, settings.iou_thresholds, point_tolerance=tolerance)

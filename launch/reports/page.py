@@ -1,10 +1,10 @@
-"""The folder of a held-out report.
+"""The folder of a held-out report of detection.
 
 report.json        every number
-report.html        the numbers as a page, with the worst scenes; loads only their images
+report.html        the numbers as a page, with the worst samples; loads only their images
 config.json        the configuration of the evaluation
 predictions.jsonl  every sample's answer and its objects; `rollmatch coco export` reads it
-pictures/          images of the worst scenes
+pictures/          images of the worst samples
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws a held-out scene: its image with ground truth, predictions and a legend.
+"""Draws a held-out sample: its image with ground truth, predictions and a legend.
 
 Labels are the objects' names. The built-in font has Latin letters only.
 """

@@ -92,7 +92,8 @@ class Checkpoints:
     def after_step(self, num_steps: int) -> None:
         """Save a checkpoint after `num_steps` updates if it is due. Raises StorageError.
 
-        A checkpoint that is being written gets its name if it is complete.
+        If it cannot be saved, older checkpoints stay. A checkpoint that is being written in the
+        background gets its name if it is complete.
         """
         self._finish(wait=False)
         section = self._config.checkpoint

@@ -73,7 +73,7 @@ def make_console(stderr: bool = False, **options: Any) -> Console:
 
 
 CONSOLE_LOG = "console.log"
-"""The file of a run's folder for the console's lines after the console is lost."""
+"""File in a run's folder that gets the console's lines after the console is lost."""
 
 
 FULL_S = 60.0
@@ -92,7 +92,7 @@ class _ConsoleStream(io.TextIOWrapper):
     folder: ClassVar[Path | None] = None
     """The run's folder; until it is known, the lines of a lost console go to /dev/null."""
     lost: ClassVar[dict[int, str]] = {}
-    """By descriptor: why it no longer writes to the console."""
+    """Why a file descriptor no longer writes to the console, by descriptor."""
 
     def write(self, text: str, /) -> int:
         """Write like any text stream. If that fails, `flush` writes what is in the buffer."""

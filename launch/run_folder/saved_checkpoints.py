@@ -71,7 +71,7 @@ class KeptCheckpoint:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the checkpoint stays although newer periodic, or better, ones are saved."""
+        """Whether the checkpoint stays even if newer periodic or better ones are saved."""
         return self.ended_early or RetentionReason.FINAL in self.reasons
 
 

@@ -90,7 +90,7 @@ def server_calls(
     run_seed: int,
     step: int,
 ) -> list[list[dict[str, object]]]:
-    """Return the calls to servers in each round of a step, if no server fails.
+    """Return the calls to servers in each round, with their first seeds, if no server fails.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.

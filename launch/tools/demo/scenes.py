@@ -43,7 +43,7 @@ MAX_VERTICES = 6
 
 CROWDED_CANVAS = 160
 CROWDED_GRID = 4
-"""Positions and sizes in crowded scenes are multiples of this: half of the model's patch."""
+"""Positions in crowded scenes are multiples of this: half of the model's patch."""
 CROWDED_SIZES = (24, 32, 40, 48)
 MIN_DIGITS = 6
 MAX_DIGITS = 14
