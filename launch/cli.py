@@ -252,10 +252,7 @@ def _types(annotation: object) -> set[object]:
 
 
 def as_mapping(composed: DictConfig) -> dict[str, Any]:
-    """Turn Hydra's composed configuration into plain Python values, with interpolations resolved.
-
-    Raises ConfigError for a bad interpolation.
-    """
+    """Turn Hydra's configuration into plain values. Raises ConfigError for a bad interpolation."""
     try:
         mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:

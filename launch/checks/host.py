@@ -34,7 +34,7 @@ DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem for each folder that is not writable, full, too long for Ray, or used."""
+    """Yield a problem for each folder that is read-only, full, too long for Ray or holds a run."""
     yield from _run_folder_problems(
         config.telemetry.run_dir, config.resume, config.model, config.checkpoint
     )

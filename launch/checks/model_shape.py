@@ -38,10 +38,7 @@ class VisionShape:
 
     @property
     def layer_numbers_per_patch(self) -> int:
-        """Numbers per patch that a vision layer keeps for its backward pass.
-
-        It has as many keys and values as queries.
-        """
+        """Values per patch that a vision layer (as many keys as queries) keeps for its backward."""
         return 10 * self.hidden + 4 * self.intermediate
 
 

@@ -43,7 +43,7 @@ class BatchAlgebra:
     group_size: int
     """Rollouts of one example of an environment, which stay together; 1: there are no groups."""
     refill_rounds: int
-    """Maximum number of times that a step's rollout groups of equal rewards are replaced."""
+    """Maximum number of times that a step's rollout groups without learning signal are replaced."""
     rounds: tuple[tuple[range, ...], ...]
     """`[round][rank]`: positions in a channel-B step of the rollouts that the rank learns."""
     shares: tuple[tuple[int, ...], ...]

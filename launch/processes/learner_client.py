@@ -262,9 +262,9 @@ class LearnerClient:
         return self._begin("next_requests", lambda learner: learner.next_requests(plan))
 
     def refill_requests(self, plan: StepPlan) -> PerRank:
-        """Return requests for new groups in place of rollout groups of equal rewards.
+        """Return requests that replace the step's rollout groups without a learning signal.
 
-        Call it after `accumulate`, in the same step.
+        Such groups have, for example, equal rewards. Call it after `accumulate`.
         """
         return self._begin("refill_requests", lambda learner: learner.refill_requests(plan))
 

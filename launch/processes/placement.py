@@ -65,7 +65,7 @@ class Placement:
 
     @property
     def bundles(self) -> list[Resources]:
-        """Ray's bundles: the resources of each process; first engines, then learner ranks."""
+        """Ray's bundles: resources of each process, within one node; first engines, then ranks."""
         return [*self.engines, *self.ranks]
 
     @property

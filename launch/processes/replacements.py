@@ -47,7 +47,7 @@ class Replacement:
 
 
 class RestartBudget:
-    """Counts restarts of lost actors: at most `max_restarts` in any `restart_window_s` seconds."""
+    """Counts restarts (of actors or the job): `max_restarts` in any `restart_window_s` seconds."""
 
     def __init__(
         self, section: ActorsSection, *, clock_s: Callable[[], float] = time.monotonic

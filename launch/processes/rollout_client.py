@@ -206,7 +206,7 @@ class RankRolloutClient:
         return self._size.split(requests, self.devices)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin one round of rollouts. Raises a rank's own error, or LearnerError if it is late."""
+        """Begin a round of rollouts. Its result raises a rank's error, or LearnerError if late."""
         limit = self._timeouts.generate
         assert limit is not None, "only calls of servers may have no limit"
         return Round(self._learner.generate(round_, limit), self._observer)
