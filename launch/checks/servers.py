@@ -33,7 +33,7 @@ _SERVERS = "rollout_matching.vllm.server.servers"
 
 
 def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
-    """Yield a problem for each taken port at which learner rank 0, if it runs here, would listen."""
+    """Yield a problem for each taken port on which learner rank 0, if it is here, would listen."""
     for index, server in enumerate(servers):
         if not server.group_port:
             continue

@@ -234,7 +234,7 @@ class LocalHeldOut:
 
 
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration to evaluate a checkpoint of a run: the run's, with overrides.
+    """Return a run's configuration changed to evaluate a checkpoint, with absolute paths.
 
     Raises:
         ConfigError: run, checkpoint or `data.val` is missing, an override is invalid, or the run

@@ -60,7 +60,7 @@ class ReplayOptions(Section):
 
 
 def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
-    """Train again up to the requested step; yield each step's number and differences from before.
+    """Train again up to the requested step; yield each step's number and differences from the run.
 
     Raises:
         ConfigError: run, step or checkpoint does not exist; the run lacks rollouts or other
