@@ -100,7 +100,7 @@ class Ledger:
 
 
 def head_of(config: RunConfig) -> dict[str, object]:
-    """Return what determines every step, for the ledger's head: digests and package versions.
+    """Return the ledger's head: digests of configuration and code, and package versions.
 
     An environment in the user's own file is code too; its imports are not in the digest. Keys that
     do not change the results (`launch.run_folder.resume.MAY_CHANGE`) are not in the digest.
