@@ -38,7 +38,7 @@ from shared.errors import (
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-"""Hydra's configuration files: next to the packages, both in the repository and installed."""
+"""Folder of Hydra's configuration files, next to the packages (in the repository or installed)."""
 COMMANDS = {
     "add-coord-tokens": "give a stock checkpoint the 1,000 coord tokens",
     "coco": "import COCO annotations as records, export predictions as COCO results",
@@ -62,14 +62,14 @@ PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
 """A second SIGINT within this many seconds counts as a repeat of the first."""
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
-"""Errors whose message names the place and the remedy; a traceback would hide it."""
+"""Expected errors. Their message names the place and the remedy; a traceback would hide it."""
 
 Options = TypeVar("Options", bound=Section)
 
 
 @contextmanager
 def explained(console: Console) -> Iterator[None]:
-    """If the body raises an error of `EXPLAINED`, print it without a traceback and exit.
+    """Print an expected error (`EXPLAINED`) of the `with` block without a traceback, and exit.
 
     Exit status 2: the input has to be corrected; 1: a failure after the start; 130: interrupted.
     """
@@ -105,7 +105,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 def end_on_signals() -> None:
-    """Make `ending_signals` unwind the command, so that every `with` block ends what it started.
+    """Make each of `ending_signals` raise KeyboardInterrupt, so that `with` blocks clean up.
 
     Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call this again after
     `ray.init`, which installs its own handler.
@@ -143,7 +143,7 @@ def _end_at_once(again_s: float) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make every path absolute, because Ray runs actors in its own working directory."""
+    """Make all paths of the configuration absolute: Ray's actors have another working directory."""
     model = {"path": str(Path(config.model.path).resolve())}
     data = {"train": _absolute(config.data.train), "val": _absolute(config.data.val)}
     environment = config.environment
@@ -190,7 +190,7 @@ def run_command() -> None:
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
-    """Read `key=value` arguments into a section; `--help` prints its keys and exits.
+    """Parse a command's `key=value` arguments into its options; `--help` prints the keys and exits.
 
     Values are YAML scalars, but every value of a text or path key is text. `null` is None if the
     schema permits None. Raises ConfigError with every problem.
@@ -267,9 +267,11 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 
 
 def config_of_command(composed: DictConfig) -> RunConfig:
-    """Return the composed configuration; with `resume=RUN`, the run's, changed by the overrides.
+    """Return the validated configuration of a command from what Hydra composed.
 
-    Raises ConfigError, also for `resume=auto` if the run folder has a new name at every start.
+    With `resume=RUN` it is the saved configuration of that run, changed by the command line's
+    overrides. Raises ConfigError, also for `resume=auto` if the run folder has a new name at every
+    start.
     """
     # Imported here, because commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
@@ -326,7 +328,7 @@ def quoted(text: str) -> str:
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:
-    """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, validates the key.
+    """Turn command-line arguments `a.b=c` into `++a.b=c`: the schema, not Hydra, validates keys.
 
     Options, config groups (`model=...`), Hydra's keys and overrides with a prefix do not change.
     `resume=RUN` is short for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`. A

@@ -32,7 +32,7 @@ OutcomeT_co = TypeVar("OutcomeT_co", bound=Outcome, covariant=True)
 
 
 class HeldOutClient(Protocol[OutcomeT_co]):
-    """Interface of the held-out set for the driver."""
+    """Interface that gives `evaluate` the requests of the held-out set, and scores the rollouts."""
 
     def held_out_requests(self, step: int) -> PerRank: ...
     def score(self, done: PerRank) -> Sequence[OutcomeT_co]: ...
@@ -47,7 +47,7 @@ def train(
     checkpoints: Checkpoints,
     point: ResumePoint | None = None,
 ) -> None:
-    """Run all steps, or the remaining steps of a resumed run."""
+    """Run the training loop: all optimizer steps, or the remaining steps of a resumed run."""
     first_step = 0 if point is None else point.step
     ahead = round_ahead(learner, checkpoints, point)
     sync = sync_weights(learner, rollouts)
@@ -87,7 +87,7 @@ def train(
 def round_ahead(
     learner: LearnerClient, checkpoints: Checkpoints, point: ResumePoint | None
 ) -> Round | None:
-    """Return the first round of a resumed run if its answers were saved with the checkpoint."""
+    """Return the first round of rollouts of a resumed run if the checkpoint holds it, else None."""
     if point is None or not point.state.has_answers_ahead:
         return None
     ahead = Round.answered(learner.answers_ahead())
@@ -103,7 +103,7 @@ def report_held_out(
     telemetry: Telemetry,
     checkpoints: Checkpoints,
 ) -> None:
-    """Make the held-out report of the current weights, and save the weights if they are best."""
+    """Evaluate the weights on the held-out set; save them if their score is among the best."""
     with telemetry.waits_for("the held-out report"):
         evaluation = evaluate(learner, rollouts, step, queue)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
@@ -112,7 +112,7 @@ def report_held_out(
 def evaluate(
     held_out: HeldOutClient[OutcomeT], rollouts: GeneratingEngines, step: int, queue: Queue
 ) -> Evaluation[OutcomeT]:
-    """Generate and score the held-out samples with the weights that the engines have now."""
+    """Generate answers to the held-out samples with the engines' weights, and score them."""
     outcomes: list[OutcomeT] = []
     started_s = time.monotonic()
     rounds = rollouts.split(held_out.held_out_requests(step))

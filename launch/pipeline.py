@@ -1,4 +1,7 @@
-"""The queue between generation and learning: at most one round ahead."""
+"""The queue of rounds (parts of a step's rollouts) between engines and learner.
+
+The engines generate at most one round ahead of the learner.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ class Handle(Protocol[DoneT_co]):
     """Handle of work in progress, such as a `Round` or a future."""
 
     def result(self) -> DoneT_co:
-        """Wait for the result."""
+        """Wait for the work to end, and return its result."""
 
 
 class Queue(Protocol):
-    """Interface of `one_ahead` and `one_at_a_time`."""
+    """Interface of functions that order generation and learning: `one_ahead`, `one_at_a_time`."""
 
     def __call__(
         self, submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT], /
@@ -37,12 +40,12 @@ class Queue(Protocol):
 def one_ahead(
     submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT]
 ) -> Iterator[DoneT]:
-    """Yield each round's result while the next round is already being produced.
+    """Yield each round's rollouts while the engines already generate the next round.
 
-    At most one round is being produced while one is with the consumer.
+    At most one round is generated while the consumer, the learner, uses another.
 
     Args:
-        submit: starts a round and returns a handle whose `result()` waits for it.
+        submit: starts to generate a round and returns a handle whose `result()` waits for it.
     """
     pending = None
     for round_ in rounds:
@@ -60,34 +63,34 @@ def one_ahead(
 def one_at_a_time(
     submit: Callable[[RoundT], Handle[DoneT]], rounds: Iterable[RoundT]
 ) -> Iterator[DoneT]:
-    """Yield each round's result before the next is submitted: generation and learning alternate."""
+    """Yield each round's rollouts before the next is submitted: engines and learner alternate."""
     for round_ in rounds:
         yield submit(round_).result()
 
 
 class GeneratingEngines(ReceivingEngines, Protocol):
-    """Interface of the engines, or of the environments that call them, for the driver."""
+    """Interface through which the driver has engines, or environments with engines, generate."""
 
     version: int
-    """The version that every engine serves; 0 before the first sync."""
+    """The weight version that every engine uses; 0 before the first weight sync."""
 
     def split(self, requests: PerRank) -> list[PerRank]:
-        """Cut a step's requests into rounds."""
+        """Cut a step's rollout requests into rounds, which are generated one after another."""
 
     def generate(self, round_: PerRank) -> Round: ...
     def pop_replaced(self) -> list[Replacement]:
-        """Return the replacements that have joined since the last call."""
+        """Return the replacements of lost actors that became ready since the last call."""
 
 
 class RoundStream:
-    """The finished rounds of consecutive steps, produced through one queue.
+    """Yields the finished rounds of rollouts of consecutive steps, which go through one queue.
 
-    With several steps and `one_ahead`, a step's last round is with the consumer while the first
-    round of the next step is being produced.
+    With several steps and `one_ahead`, the learner uses a step's last round while the engines
+    already generate the first round of the next step.
 
     Example: steps 7 and 8 with two rounds each, `one_ahead`. Submit 7.1, 7.2; yield 7.1; submit
-    8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1. While 7.2 is with the consumer,
-    `_left` is [0, 2].
+    8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1. While the learner uses
+    7.2, `_left` is [0, 2].
     """
 
     def __init__(
@@ -115,14 +118,14 @@ class RoundStream:
 
     @property
     def ahead(self) -> Future[PerRank] | None:
-        """The next step's first round, after all rounds of a step were yielded.
+        """Future of the next step's first round, if that is generated ahead; else None.
 
-        None: no round was submitted ahead.
+        Read it only after all rounds of a step were yielded.
         """
         return self._handles[0].future if self._handles else None
 
     def of_next_step(self) -> Iterator[PerRank]:
-        """Yield every result of the next step. Exhaust it before asking for the following step."""
+        """Yield the rollouts of each round of the next step. Exhaust it before the next call."""
         while not self._left or self._left[0]:
             started = time.perf_counter()
             try:
@@ -137,7 +140,7 @@ class RoundStream:
         del self._left[0]
 
     def pop_wait_s(self) -> float:
-        """Return the seconds that the consumer waited for rounds since the last call."""
+        """Return the seconds that the learner waited for these rounds since the last call."""
         waited_s = self._waited_s
         self._waited_s = 0.0
         return waited_s

@@ -78,15 +78,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PreflightReport:
-    """The findings: lines to print, then problems."""
+    """The findings of a preflight check: lines to print, and problems that would stop the run."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: DataFacts | None = None
-    """Facts about the data; None if the data are invalid, or if the checkpoint is incomplete."""
+    """Facts about the run's data; None if they are invalid, or if the checkpoint is incomplete."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return what `make` returns, or None if it raises problems, which are recorded."""
+        """Return the result of `make`. If it raises an input error, record it and return None."""
         try:
             return make()
         except ConfigError as error:
@@ -96,7 +96,7 @@ class PreflightReport:
         return None
 
     def collect(self, problems: Iterable[str]) -> None:
-        """Record the problems of an iterator, which may end by raising some."""
+        """Record the problems that a check yields, and the error with which it may end."""
         self.problems += self.attempt(lambda: list(problems)) or ()
 
 
@@ -346,7 +346,7 @@ def position_problems(
 def engine_family_problems(
     model: ModelSection, rollouts: RolloutMatchingSection, device: Device
 ) -> Iterator[str]:
-    """Yield settings that the run's engines do not support for the checkpoint's family."""
+    """Yield a problem for each setting that engines do not support for this model family."""
     if not rollouts.starts_engines:
         return
     enable_lora = rollouts.vllm.enable_lora

@@ -1,4 +1,4 @@
-"""The main job as one command: `python -m launch.train +experiment=stage2_3v1`.
+"""The training job as one command: `python -m launch.train +experiment=stage2_3v1`.
 
 ::
 
@@ -53,9 +53,9 @@ def main(composed: DictConfig) -> None:
 
 
 def run_job(config: RunConfig, console: Console) -> None:
-    """Run the job. With `resume.automatic`, start it again after a lost learner or a lost start.
+    """Run a training job. With `resume.automatic`, restart it if the learner or a start is lost.
 
-    A start is lost if one of its processes is killed or too slow. Before each new start `error.txt`
+    A start is lost if a starting process is killed or too slow. Before each restart `error.txt`
     is renamed to `error_1.txt` and so on. Raises the error that ends the run for good.
     """
     budget: RestartBudget | None = None

@@ -45,7 +45,7 @@ SHOW_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """What an engine must accept because of the data's images."""
+    """The image sizes and counts that an engine must accept for the run's data."""
 
     max_per_prompt: int = 1
     max_pixels: int = 0
@@ -53,7 +53,7 @@ class ImageNeeds:
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
-        """Return what all rows need; `enlarged` is the largest factor of `data.augment.scale`."""
+        """Return the needs of all rows; `enlarged`: largest factor of `data.augment.scale`."""
         tables = [dataset.table for dataset in datasets]
         return cls(
             max(int(np.diff(table.images_N1).max()) for table in tables),
@@ -63,12 +63,12 @@ class ImageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """Facts about a run's data, or its environment, that its start needs."""
+    """Facts about a run's data, or its environment, that the start of the run needs."""
 
     images: ImageNeeds
     num_train_skipped: int = 0
     num_val_skipped: int = 0
-    """Bad rows left out (`data.on_bad_row: skip`)."""
+    """Bad validation rows that were left out (`data.on_bad_row: skip`)."""
     examples: ExampleCounts | None = None
     warning: str | None = None
     """A warning about the environment, which does not stop the run."""
@@ -92,7 +92,7 @@ class DataFacts:
         )
 
     def describe(self) -> list[str]:
-        """Return lines about an environment's examples and warning, or about rows and images."""
+        """Return lines to print about an environment and its examples, or about rows and images."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
             lines = [f"data      the environment has {counts} are held out"]

@@ -1,4 +1,4 @@
-"""Loads an environment for a command; a failure names the command's key and the failing line."""
+"""Loads an environment for a command; errors name the command's key and the failing line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
-    """The names of the keys or options that give a command its environment."""
+    """How errors name the keys, or options, that give a command its environment."""
 
     name: str
     args: str
@@ -54,7 +54,7 @@ def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentK
 
 @contextmanager
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
-    """Turn errors of the environment's code into a ConfigError.
+    """Turn errors of the environment's code, in the `with` block, into a ConfigError.
 
     A ValueError is reported with its own text under `key`; others with the line that raised them.
     """

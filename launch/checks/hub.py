@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: fetched once, then found in this machine's cache."""
+"""Downloads models of the Hugging Face hub once, then finds them in this machine's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.config.model import ModelSection
 from shared.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""The files that a run reads. The same weights in other formats are left out."""
+"""Files of a model that a run reads. The same weights in other formats are left out."""
 
 
 def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:

@@ -18,9 +18,9 @@ from shared.tokens.vocabulary import NUM_BINS
 from shared.weight_sync.transports import Device, TransportKind
 
 LEAST_8BIT = 4096
-"""Number of values of the smallest tensor whose moments bitsandbytes keeps in 8 bits."""
+"""Values in the smallest tensor whose optimizer moments bitsandbytes keeps in 8 bits."""
 _EMBEDDINGS = ("embed_tokens", "pos_embed")
-"""Modules whose moments keep 32 bits."""
+"""Modules whose optimizer moments keep 32 bits."""
 MOMENT = "temporary tensors of a backward"
 
 
@@ -31,7 +31,7 @@ def learner_estimate(
     *,
     image_tokens: int | None = None,
 ) -> Estimate:
-    """Estimate one learner rank that sends its weights to engines by this transport.
+    """Estimate the memory of a learner rank that sends weights to engines by this transport.
 
     `image_tokens`: image tokens of the longest row. None: all of its tokens, because the real
     number is known only after the data are encoded.

@@ -19,18 +19,18 @@ from learner.host_memory import container_limits, in_gib
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
-"""Tokens of the largest block in which a cache is allocated: vLLM's on CPU."""
+"""Tokens of the largest block in which a KV cache is allocated: vLLM's on CPU."""
 CUDA_CONTEXT = 768 << 20
-"""Bytes of a process on a GPU before its first tensor: kernels, workspaces. Not measured here."""
+"""GPU bytes of a process before its first tensor: kernels, workspaces. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
-"""Most tokens of an engine's forward, by `vllm.mode`: the defaults of vLLM 0.32's classes."""
+"""Maximum tokens of an engine's forward pass, by `vllm.mode`: defaults of vLLM 0.32."""
 COPIES = {
     TransportKind.NCCL: 2,  # one being sent, and one being packed or loaded
     TransportKind.IPC: 1,  # the shared bucket
     TransportKind.GLOO: 0,
     TransportKind.INPROC: 0,
 }
-"""Buckets of weights on the GPU at each end, by transport."""
+"""Buckets (buffers of weights) on the GPU at each end of a weight sync, by transport."""
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
 REFERENCE = "reference model"
@@ -65,7 +65,7 @@ class Estimate:
 
     what: str
     parts: Mapping[str, int]
-    """Bytes by their use."""
+    """Bytes by their use, such as `weights`."""
     holds_reserve: bool = False
     """Whether unused space is included, so that the total may be a whole GPU."""
 
@@ -89,7 +89,7 @@ class Estimate:
 
 
 def bucket_bytes(run: RunSizes, transport: TransportKind) -> int:
-    """Count the bytes of a sync's buckets on one GPU; 0 over gloo, or if only adapters are sent."""
+    """Return the bytes of a weight sync's buffers on one GPU; 0 over gloo or for adapters only."""
     if not run.may_send_full:
         return 0
     # A bucket ends with the tensor that exceeds its size.
@@ -105,7 +105,7 @@ def engine_estimate(
     device_bytes: int,
     transport: TransportKind = TransportKind.GLOO,
 ) -> Estimate:
-    """Estimate one device of a vLLM engine over `devices` devices of `device_bytes` each.
+    """Estimate the memory of one device of a vLLM engine, which has `devices` of `device_bytes`.
 
     On a GPU without `kv_cache_memory_bytes` the cache takes the rest of vLLM's fraction. Otherwise
     the reserve has to hold the canary's log-probabilities and CUDA graphs.
@@ -135,7 +135,7 @@ def engine_estimate(
 
 
 def batch_cache_bytes(run: RunSizes, devices: int) -> int:
-    """Count the cache bytes per device on CPU, for all sequences of a batch at full length."""
+    """Return the KV cache bytes per device on CPU, for a full batch of the longest sequences."""
     shape = run.shape
     sequences = run.rollouts.decode_batch_size * devices
     blocks = 1 + -(-run.longest_request // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
@@ -145,7 +145,7 @@ def batch_cache_bytes(run: RunSizes, devices: int) -> int:
 
 
 def sequences_in_cache(run: RunSizes, engine: Estimate, devices: int) -> int:
-    """Count the sequences of full length that fit into an engine's cache together."""
+    """Return how many sequences of full length fit into an engine's KV cache together."""
     shape = run.shape
     cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
@@ -205,7 +205,7 @@ def _made_bytes(run: RunSizes) -> int:
 
 
 def synced_bytes(run: RunSizes, placement: Placement) -> int:
-    """Count the bytes of weights in memory that the learner shares with engines of its machine."""
+    """Return the bytes of memory for weights that learner and local engines share in a sync."""
     section = run.rollouts.servers
     if section is None:
         reads_here = bool(placement.engines)
@@ -218,18 +218,18 @@ def synced_bytes(run: RunSizes, placement: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The memory that a run's processes need."""
+    """The memory that the processes of a run need, by kind of process."""
 
     learner: Estimate
-    """For one rank."""
+    """For one learner rank."""
     num_ranks: int
     engine: Estimate | None = None
     """For one device of an engine; None if the run starts no engine."""
     num_engine_devices: int = 0
     shared: Estimate | None = None
-    """For a rank and an engine's device together, if engines run on the ranks' GPUs."""
+    """For a learner rank with an engine's device, if engines run on the ranks' GPUs."""
     synced: int = 0
-    """Bytes of weights in memory that a sync shares with engines of the same machine."""
+    """Bytes of memory for weights that learner and local engines share in a weight sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +241,11 @@ class DeviceMemory:
     """Bytes of one GPU. On CPU: of the machine or its container, shared by all processes."""
 
     def problems(self, needs: Needs) -> list[str]:
-        """Return messages about needs that certainly exceed the memory."""
+        """Return a message for each need that certainly exceeds this memory."""
         return [message for message, is_sure in self._excesses(needs) if is_sure]
 
     def warnings(self, needs: Needs) -> list[str]:
-        """Return messages about needs that exceed the memory if the estimates are right."""
+        """Return a message for each need that exceeds this memory if the estimates are right."""
         tried = "This is an estimate, so the run starts anyway"
         return [f"{message}. {tried}" for message, is_sure in self._excesses(needs) if not is_sure]
 

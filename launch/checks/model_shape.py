@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint, read from its files' headers, and the sizes that a run trains."""
+"""The sizes of a checkpoint's tensors, from its files' headers, and of what a run trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VisionShape:
 
     @property
     def layer_numbers_per_patch(self) -> int:
-        """Values that a layer keeps for its backward; as many keys and values as queries."""
+        """Values per patch that a vision layer (as many keys as queries) keeps for its backward."""
         return 10 * self.hidden + 4 * self.intermediate
 
 
@@ -56,7 +56,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     vision: VisionShape | None
-    """None: a text model."""
+    """The vision tower; None for a text model."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -105,7 +105,7 @@ class ModelShape:
         return sum(map(math.prod, self.parameters.values()))
 
     def names_by_layer(self) -> dict[str, list[str]]:
-        """Return the tensors' names by layer of the language model or the tower.
+        """Return the tensors' names by layer of the language model or the vision tower.
 
         The key "" is for tensors outside of layers. fsdp gathers a model in these parts.
         """
@@ -119,12 +119,12 @@ class ModelShape:
 
     @property
     def has_query_norm(self) -> bool:
-        """Whether queries and keys are normalized, as in Qwen3."""
+        """Whether attention normalizes queries and keys, as in Qwen3."""
         return any(name.endswith(".q_norm.weight") for name in self.parameters)
 
     @property
     def has_gated_tower(self) -> bool:
-        """Whether the tower has layers like a language model, as in Qwen2.5-VL."""
+        """Whether the vision tower has gated layers like a language model, as in Qwen2.5-VL."""
         return any(
             name.endswith(".mlp.gate_proj.weight") and ".blocks." in name
             for name in self.parameters
@@ -132,7 +132,7 @@ class ModelShape:
 
     @property
     def num_mergers(self) -> int:
-        """Number of modules that turn patches into tokens: several if inner layers are read."""
+        """Number of modules that turn image patches into tokens; some read inner layers."""
         if self.vision is None:
             return 0
         matrices = [
@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """Values that a layer of the language model keeps for its backward, for each token."""
+        """Numbers per token that a layer of the language model keeps for its backward pass."""
         # Inputs of norms and projections, queries, keys, values, the output of attention, the
         # gate and the gated product.
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
@@ -232,7 +232,7 @@ class RunSizes:
     """Tokens of the longest packed row."""
     adapted_parts: tuple[ModelPart, ...]
     num_fresh_tokens: int
-    """Rows of the embedding and the head that are trained in addition to an adapter."""
+    """Tokens whose rows of embedding and head are trained in addition to an adapter."""
     may_send_full: bool
     """Whether a weight sync may send full weights."""
 
@@ -258,7 +258,7 @@ class RunSizes:
 
     @property
     def weight_size(self) -> int:
-        """Bytes of a weight in a rank. Shards are float32, whatever a forward computes in."""
+        """Bytes of a weight in a learner rank; shards are float32 for any model dtype."""
         return BYTES["float32"] if self.learner.is_sharded else self.size
 
     @property
@@ -288,13 +288,13 @@ class RunSizes:
         return self.model.adapter is None and not self.training.parts.language_model.frozen
 
     def has_gradients(self, part: ModelPart) -> bool:
-        """Return whether the part, or an adapter in it, is trained."""
+        """Return whether this part of the model, or an adapter in it, is trained."""
         if self.model.adapter is not None:
             return part in self.adapted_parts
         return not part_settings(part, self.training.parts).frozen
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether `training.parts` freezes the tensor's part."""
+        """Return whether `training.parts` freezes the model part of the tensor `name`."""
         return part_settings(model_part(name), self.training.parts).frozen
 
     def adapted_shapes(self) -> list[tuple[int, ...]]:
@@ -321,7 +321,7 @@ class RunSizes:
         ]
 
     def shapes_with_rows(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the embedding and the head, if rows of them are trained."""
+        """Return the shapes of embedding and head, if rows of new tokens are trained."""
         if not self.num_fresh_tokens:
             return []
         return [
@@ -332,5 +332,5 @@ class RunSizes:
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a matrix of this name is a linear layer that may have an adapter."""
+    """Return whether the weight `name` is of a linear layer that may have an adapter."""
     return name.split(".")[-2] not in ("embed_tokens", "lm_head", "pos_embed")

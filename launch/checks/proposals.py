@@ -1,4 +1,4 @@
-"""Memory-saving settings with which a run would fit, as overrides to paste."""
+"""Finds settings with which a run would fit into memory, as overrides to paste."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
 
 Change = Mapping[str, bool | int | str]
-"""Values by key, as the command line accepts them."""
+"""Values by configuration key, as the command line accepts them."""
 MOST = 4
-"""The maximum number of proposals."""
+"""The maximum number of proposals to make."""
 _FIXED: tuple[Change, ...] = (
     MappingProxyType({"model.gradient_checkpointing": True}),
     MappingProxyType({"model.activation_offload": True}),
@@ -29,19 +29,19 @@ _FIXED: tuple[Change, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Keys that together make a run fit; if any one of them is left out, it does not fit."""
+    """Overrides that together make a run fit into memory. None of them can be left out."""
 
     overrides: tuple[str, ...]
-    """Quoted for a shell."""
+    """`key=value` texts, quoted for a shell."""
     estimate: Estimate
-    """For the learner rank, or for a rank and an engine if they share a GPU."""
+    """Memory of the learner rank, or of a rank and an engine if they share a GPU."""
 
     def describe(self) -> str:
         return f"{' '.join(self.overrides)}: {self.estimate.describe()}"
 
 
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
-    """Return at most `MOST` sets of changes with which the run fits, the cheapest first.
+    """Return at most `MOST` sets of changes with which the run fits into memory, cheapest first.
 
     Each possible change costs more than all changes before it together. More ranks are tried only
     if nothing else fits.

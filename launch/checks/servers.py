@@ -1,4 +1,4 @@
-"""Checks that a run's servers and its teacher answer and suit it, and that ports are free."""
+"""Checks that a run's engine servers and teacher answer and suit it, and that ports are free."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SERVERS = "rollout_matching.vllm.server.servers"
 
 
 def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
-    """Check the ports on which the first learner rank waits for engines, if it runs here."""
+    """Yield a problem for each taken port on which learner rank 0, if it is here, would listen."""
     for index, server in enumerate(servers):
         if not server.group_port:
             continue
@@ -48,7 +48,7 @@ def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswers:
-    """The answers of a run's servers."""
+    """The answers of a run's engine servers to the questions of preflight."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
@@ -65,7 +65,7 @@ def ask_servers(
     *,
     inspect_s: float = INSPECT_S,
 ) -> ServerAnswers:
-    """Send each server the questions of a starting run, without waiting or changing anything.
+    """Send each engine server a starting run's questions, without waiting or changing anything.
 
     Args:
         run: the name of the run in its requests.

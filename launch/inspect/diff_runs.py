@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 from shared.run_files import read_lines
 
 Line: TypeAlias = dict[str, Any]
-"""A line of a run's files, or an object in a line."""
+"""A JSON line of a run's files, or an object in a line."""
 
 _MATCHED = (
     *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
@@ -62,7 +62,7 @@ SAMPLE_STAGES: dict[str, Callable[[Line], object]] = {
         else [_of(one, "advantage", "token_advantages") for one in line["examples"]]
     ),
 }
-"""For each stage of a sample, in order, the part of its line in `rollouts/` to compare."""
+"""For each stage of a sample, in order: what to compare of its line in `rollouts/`."""
 METRIC_STAGES = {
     "row": ("packing/",),
     "loss": ("loss/", "policy/"),
@@ -91,7 +91,7 @@ class Parting:
     step: int
     stage: str
     where: str
-    """The sample; empty for a difference of the whole step."""
+    """Name of the sample that differs; empty if the difference is of the whole step."""
     field: str
     a: object
     b: object
@@ -155,7 +155,7 @@ def first_difference(
     *,
     has_logs: bool,
 ) -> Parting | None:
-    """Return the first difference in the steps that both runs have."""
+    """Return the first difference between two runs, in the steps that both have; else None."""
     for one, other in zip(*metrics, strict=False):
         step = one["step"]
         if has_logs:

@@ -128,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(
     options: EvaluateOptions | ModelOptions, overrides: Sequence[str], console: Console
 ) -> None:
-    """Check the configuration, generate, and write the report. Ends all its processes."""
+    """Check the configuration, generate answers, and write the held-out report.
+
+    All processes that it starts have ended when it returns.
+    """
     if isinstance(options, ModelOptions):
         if (named := hub_id(options.model)) is not None:
             fetched = Path(fetch_model(named, console.print, key="model"))
@@ -203,7 +206,7 @@ def run(
 
 
 class LocalHeldOut:
-    """Held-out samples in this process, with the interface of `HeldOutClient`."""
+    """A `HeldOutClient` that makes requests and scores rollouts in this process."""
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
         import ray
@@ -222,7 +225,7 @@ class LocalHeldOut:
         return [self._shelf.put_each(self._held_out.requests(step))]
 
     def score(self, done: PerRank) -> list[Scene]:
-        """Fetch and score the rollouts. Raises RolloutError if they do not arrive."""
+        """Fetch the rollouts from the actors and score them. Raises RolloutError if any is lost."""
         from rollout_actors.engine.ray_calls import wait_for_all
 
         (rollouts,) = done
@@ -231,7 +234,7 @@ class LocalHeldOut:
 
 
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's configuration with the checkpoint, the overrides and absolute paths.
+    """Return a run's configuration changed to evaluate a checkpoint, with absolute paths.
 
     Raises:
         ConfigError: run, checkpoint or `data.val` is missing, an override is invalid, or the run
@@ -271,7 +274,7 @@ _OF_A_MODEL: Mapping[str, Any] = {
 
 
 def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration of an evaluation without a run, with absolute paths.
+    """Return the configuration to evaluate a model without a run, with absolute paths.
 
     `model.dtype` is float32 if the checkpoint has float32 weights, else bfloat16. The checkpoint's
     positions limit the length of sequences. On CPU, engines do not compile.
@@ -316,7 +319,7 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:
-    """Return the folder of the report. Raises ConfigError if it exists."""
+    """Return the new folder for the held-out report. Raises ConfigError if it exists."""
     files = "_".join(source.name or source.path.stem for source in config.data.sources("val"))
     name = options.name or f"{Path(config.model.path).name}_{files}"
     folder = config.telemetry.run_dir / "evaluations" / name

@@ -60,7 +60,7 @@ class ReplayOptions(Section):
 
 
 def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the differences of each step up to the requested one.
+    """Train again up to the requested step; yield each step's number and differences from the run.
 
     Raises:
         ConfigError: run, step or checkpoint does not exist; the run lacks rollouts or other
@@ -161,7 +161,7 @@ def _differences(recorded: Mapping[str, object], learned: Mapping[str, float]) -
 def learn_again(
     config: RunConfig, logs: Path, versions: Mapping[int, int], examples: ExampleCounts | None
 ) -> Generator[StepReport, None, None]:
-    """Train the given steps again and yield the report of each.
+    """Train the steps in `versions` again from recorded rollouts; yield the report of each.
 
     Args:
         config: resumes the run before the first step, and writes no files.

@@ -62,7 +62,7 @@ RecordT = TypeVar("RecordT", RolloutRecord, TrajectoryRecord)
 
 
 def show_sample(options: ShowOptions) -> Path:
-    """Write the page and return its path.
+    """Write the HTML page of one sample of a run, and return its path.
 
     Raises:
         ConfigError: run, step or position does not exist, data or model has changed, or `out`

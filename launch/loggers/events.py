@@ -1,4 +1,4 @@
-"""Events that the driver sends to the process of a logger, pickled, and tables of rollouts."""
+"""Events that the driver sends, pickled, to the process of a logger such as wandb."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Scalar: TypeAlias = float | str
 
 
 class RolloutFile(StrEnum):
-    """The kind of a file that has a line of JSON for every rollout."""
+    """The kind of a JSONL file of rollouts: which module writes its lines."""
 
     SAMPLES = "samples"
-    """`learner.rollout_logs.samples`."""
+    """Written by `learner.rollout_logs.samples`."""
     TRAJECTORIES = "trajectories"
-    """`learner.rollout_logs.trajectories`."""
+    """Written by `learner.rollout_logs.trajectories`."""
     PREDICTIONS = "predictions"
-    """`predictions.jsonl` of a held-out report."""
+    """The `predictions.jsonl` of a held-out report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class RunEvent:
 
     logger: str
     folder: Path
-    """Folder for its files, which exists."""
+    """Folder for the logger's files, which exists."""
     project: str
     name: str
     """Name of the run: the configured name and the end of the run folder's path."""
     first_step: int
     """The first step to log, counted from 1. Earlier starts of the run may have logged it too."""
     config: Mapping[str, object]
-    """The configuration as JSON values, by sections."""
+    """The run's configuration as JSON values, by sections."""
     flat_config: Mapping[str, object]
-    """The same values by dotted keys."""
+    """The values of `config` by dotted keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsEvent:
-    """Metrics of a step, or of the held-out report after it.
+    """Metrics of a step, or of the held-out report after it, for a logger.
 
     Example: `MetricsEvent(26, {"loss/total": 1.5, "rollout/decode_mode": "greedy"})`.
     """
@@ -66,7 +66,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PicturesEvent:
-    """Images with ground truth and predictions drawn in."""
+    """Images of held-out samples, with ground truth and predictions drawn in, for a logger."""
 
     step: int
     name: str
@@ -75,7 +75,7 @@ class PicturesEvent:
 
 @dataclass(frozen=True, slots=True)
 class RolloutsEvent:
-    """A file of rollouts. Its first rollouts are logged as a table."""
+    """A JSONL file of rollouts, whose first rollouts a logger logs as a table."""
 
     step: int
     name: str
@@ -97,7 +97,7 @@ Event: TypeAlias = RunEvent | MetricsEvent | PicturesEvent | RolloutsEvent | End
 
 MAX_ROWS = 32
 MAX_CHARACTERS = 4000
-"""Longest text of a cell."""
+"""Maximum number of characters of a table's cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class RolloutTable:
 
 
 def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
-    """Return the first rollouts of a file. Raises OSError."""
+    """Return a table of the first rollouts of a JSONL file. Raises OSError."""
     with path.open("rb") as file:
         lines: Iterator[Any] = map(json.loads, file)
         match kind:

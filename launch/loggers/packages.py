@@ -1,4 +1,4 @@
-"""The packages of `telemetry.loggers`. Each is imported when its logger begins."""
+"""A logger for each tracking package of `telemetry.loggers`, imported when it begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.loggers.events import MetricsEvent, PicturesEvent, RolloutTable, Run
 
 
 class Logger(ABC):
-    """A run in one of the packages. Any exception of a method ends the logger."""
+    """A run as logged by one tracking package. Any exception of a method ends the logger."""
 
     @abstractmethod
     def __init__(self, run: RunEvent) -> None:
@@ -29,7 +29,7 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """End the run when everything is written or sent."""
+        """End the package's run when everything is written or sent."""
 
 
 class _RunId:
@@ -46,7 +46,10 @@ class _RunId:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in `RUN/loggers/tensorboard`; a resumed run discards the steps it repeats."""
+    """Logs to TensorBoard event files in `RUN/loggers/tensorboard`.
+
+    A resumed run discards the steps that it repeats.
+    """
 
     def __init__(self, run: RunEvent) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -86,7 +89,7 @@ class TensorBoardLogger(Logger):
 
 
 class TrackioLogger(Logger):
-    """A run of trackio, by default in its own folder (`TRACKIO_DIR`), which `trackio show` opens.
+    """Logs to trackio, by default in its own folder (`TRACKIO_DIR`); `trackio show` opens it.
 
     trackio identifies a run by its name, so the name ends in random letters.
     """
@@ -129,7 +132,7 @@ class TrackioLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases; with `WANDB_MODE=offline` it is files in `RUN/loggers/wandb`.
+    """Logs to Weights & Biases, or with `WANDB_MODE=offline` to files in `RUN/loggers/wandb`.
 
     If a resumed run repeats a step, wandb keeps the values that were logged first.
     """
@@ -176,14 +179,14 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    """A run of MLflow, at `MLFLOW_TRACKING_URI`.
+    """Logs to MLflow, at `MLFLOW_TRACKING_URI`.
 
     MLflow's parameters cannot be changed, so they have the values of the first start. The artifact
     `config.json` has the values of the last start.
     """
 
     _PARAMETERS_PER_CALL = 100
-    """Limit of MLflow's REST API."""
+    """Maximum number of parameters per call of MLflow's REST API."""
 
     def __init__(self, run: RunEvent) -> None:
         import mlflow

@@ -27,10 +27,10 @@ from launch.loggers.packages import LOGGERS, Logger
 from launch.run_folder.console import escaped
 
 NICENESS = 5
-"""Training steps have priority."""
+"""Niceness of a logger's process, so that training steps have priority."""
 MARGIN_S = 1
-"""The driver ends a process that exceeds the limit. If the driver was killed, the process ends
-itself this many seconds after the limit."""
+"""The driver ends a logger's process that exceeds its time limit. If the driver was killed, the
+process ends itself this many seconds after the limit."""
 
 
 def main() -> None:

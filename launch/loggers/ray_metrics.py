@@ -17,11 +17,11 @@ PHASES = {
     "sync": "time/sync_s",
     "queue_wait": "time/queue_wait_s",
 }
-"""The value of the tag `phase`, and its metric in metrics.jsonl."""
+"""Values of the tag `phase` of the exported times, with their metrics in metrics.jsonl."""
 
 
 class RayMetrics:
-    """The exported metrics of the last finished step. Needs a running Ray."""
+    """Exports the metrics of the last finished step through Ray. Needs a running Ray."""
 
     def __init__(self, run: str) -> None:
         tags = {"run": run}

@@ -47,16 +47,16 @@ QUEUE_SIZE = 1000
 TABLE_STEPS = 10
 """A table of rollouts is logged for the first step, and for every tenth."""
 EARLY_END_S = 10.0
-"""Longest wait for the loggers of a run that fails or is interrupted."""
+"""Maximum seconds to wait for the loggers of a run that fails or is interrupted."""
 EXIT_S = 5.0
-"""Longest wait for the end of a process that has logged everything."""
+"""Maximum seconds to wait for the end of a process that has logged everything."""
 
 
 class Package(NamedTuple):
-    """The package of a logger."""
+    """The tracking package of a logger, such as wandb, and how it is installed."""
 
     distributions: tuple[str, ...]
-    """Any one of them is sufficient."""
+    """Python distributions that provide the package; any one of them is sufficient."""
     install: str
     remedy: str
     """What to check if the logger fails."""
@@ -113,7 +113,7 @@ def _names(loggers: Sequence[str]) -> list[str]:
 
 
 class Loggers:
-    """The loggers of a run that has begun. Only the method `close` waits."""
+    """Sends a run's metrics, images and tables to its loggers. Only `close` waits."""
 
     def __init__(self, config: RunConfig, *, first_step: int, warn: Callable[[str], None]) -> None:
         """Begin the run in all loggers, or continue it after the step before `first_step`."""

@@ -13,27 +13,29 @@ from shared.schedule import RunSchedule
 
 @dataclass(frozen=True, slots=True)
 class BatchAlgebra:
-    """The sizes of one run that are known before it starts.
+    """The sizes of a run's rounds, shares and rows, computed from its configuration.
 
     Example (32 rollouts a step, 3 actors of 1 device, decode_batch_size 6, one learner rank):
     chunk 18, round_sizes (16, 16), shares ((6, 6, 4), (6, 6, 4)).
     """
 
     is_rollout_aligned: bool
-    """`stage2_rollout_aligned`: every step is channel B, and its micro-steps count rollouts."""
+    """Whether the variant is `stage2_rollout_aligned`: every step learns from rollouts (channel B),
+    and its micro-steps count rollouts.
+    """
     learner_world_size: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
-    """Micro-steps per update and rank."""
+    """Micro-steps per optimizer update and learner rank."""
     effective_batch_size: int
     """Samples per update: ranks x `per_device_train_batch_size` x `gradient_accumulation_steps`."""
     raw_rollouts_per_step: int
-    """Rollouts per channel-B update over all ranks; 0 if the variant uses none."""
+    """Rollouts per channel-B step over all learner ranks; 0 if the variant uses none."""
     share_per_rank: tuple[int, ...]
     engine_noun: str
-    """Actor, server, or engine if it runs in a learner rank."""
+    """Name of an engine in printed lines: actor, server, or engine (in a learner rank)."""
     engine_devices: tuple[int, ...]
-    """Rollout devices of each engine."""
+    """Number of devices of each rollout engine."""
     decode_batch_size: int
     """Maximum number of sequences that a rollout device decodes at a time."""
     chunk: int
@@ -41,21 +43,21 @@ class BatchAlgebra:
     group_size: int
     """Rollouts of one example of an environment, which stay together; 1: there are no groups."""
     refill_rounds: int
-    """Maximum number of times that a step's groups without signal are drawn again."""
+    """Maximum number of times that a step's rollout groups without learning signal are replaced."""
     rounds: tuple[tuple[range, ...], ...]
-    """`[round][rank]`, the positions of a channel-B step that each rank learns in each round."""
+    """`[round][rank]`: positions in a channel-B step of the rollouts that the rank learns."""
     shares: tuple[tuple[int, ...], ...]
-    """`[round][engine]`, the number of rollouts of each engine."""
+    """`[round][engine]`: number of rollouts that the engine generates in the round."""
     packing_length: int
-    """Capacity of a row in tokens."""
+    """Capacity of a packed row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rows are built after every this many rollouts or segments; None unless the rule is STEP."""
+    """Rollouts or segments after which rows are packed; None unless `row_rule` is STEP."""
     updates: int
     """Optimizer updates of the run."""
     updates_per_step: int
     warmup_steps: int
-    """Channel-A steps before the schedule's ratio applies."""
+    """Supervised steps (channel A) before the schedule mixes both channels."""
     a_steps: int
     b_steps: int
 
@@ -70,7 +72,7 @@ class BatchAlgebra:
         return tuple(sum(map(len, round_)) for round_ in self.rounds)
 
     def describe(self) -> tuple[str, ...]:
-        """Return the lines to print before the start."""
+        """Return lines about these sizes, to print before the run starts."""
         micro_steps = (
             f"{self.per_device_train_batch_size} per micro-step x"
             f" {_counted(self.learner_world_size, 'learner rank')} x"
@@ -132,7 +134,7 @@ class BatchAlgebra:
 
 
 def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> BatchAlgebra:
-    """Return the sizes of a run.
+    """Compute the sizes of a run's rounds, shares and rows.
 
     Args:
         devices: number of devices of each rollout engine, if servers had to be asked for it.

@@ -105,7 +105,7 @@ class Cluster:
         self._ends.close()
 
     def start(self) -> tuple[LearnerClient, RolloutClient | RankRolloutClient]:
-        """Place and start every learner rank and every engine.
+        """Place and start every learner rank and every engine; return the clients of both.
 
         Raises:
             ConfigError: too few resources, or a problem of model or data that the learner finds.
@@ -150,7 +150,7 @@ class Cluster:
         return learner, engines
 
     def start_actors(self) -> RolloutClient:
-        """Place and start only the rollout actors, on `model.path`. Raises like `start`."""
+        """Place and start only the rollout actors, which load `model.path`. Raises like `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config.rollout_matching, placement.transport)
         engines = self._place_actors(placement, self._reserve(placement))
@@ -347,7 +347,7 @@ class Cluster:
 
 
 def num_environments(section: EnvironmentSection, examples: ExampleCounts) -> int:
-    """Return the number of environment actors: one if rollouts are scored at once."""
+    """Return the number of environment actors: one if a step's rollouts are scored together."""
     return 1 if examples.scores_at_once else section.num_actors
 
 
@@ -383,7 +383,7 @@ def runner_settings(
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """Return the strategy that keeps an actor on the driver's node."""
+    """Return the Ray scheduling strategy that keeps an actor on the driver's node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
@@ -401,7 +401,7 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
 
 
 def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
-    """Return the topology of each rank; only rank 0 sends to the receivers."""
+    """Return each learner rank's place in weight syncs; only rank 0 sends to `receivers`."""
     return [
         RankTopology(
             placement.transport,
@@ -422,7 +422,7 @@ def start_ranks(
     examples: ExampleCounts | None,
     observer: RunObserver,
 ) -> RankRolloutClient:
-    """Start a learner whose ranks generate their own rollouts; return the rollouts' client."""
+    """Start a learner whose ranks generate their own rollouts; return the client for rollouts."""
     timeouts = RolloutTimeouts.for_ranks(config.timeouts, config.environment)
     # One wait for both: a rank loads its engine after its model, on the same device.
     learner.start(
@@ -467,14 +467,15 @@ IN_RANKS: dict[str, Callable[[RunConfig, Placement, ImageNeeds], MakeEngine]] = 
     "hf": _hf,
     "colocate": _colocated,
 }
-"""How each backend in the learner's process is made, by its name in `BACKENDS`."""
+"""Functions that return the factory of the engine in a learner rank's process, by backend name."""
 
 
 def make_backend(
     config: RunConfig, placement: Placement, images: ImageNeeds, examples: ExampleCounts | None
 ) -> MakeBackend:
-    """Return the factory of every learner rank's backend: an engine, or an environment that calls
-    an engine. `examples`: the example counts of the environment, if there is one.
+    """Return the factory of what generates rollouts in a learner rank's process.
+
+    It is an engine, or an environment that calls an engine and has `examples`.
     """
     make_engine = IN_RANKS[config.rollout_matching.backend_name](config, placement, images)
     if config.environment is None:

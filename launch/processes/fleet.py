@@ -1,4 +1,4 @@
-"""The actors of a run's engines, or of its environments: start, checks, replacement, end."""
+"""Starts, checks, replaces and ends a run's rollout actors, or its environment actors."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ HTTP_CLIENT_MARGIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimeouts:
-    """The time limits of a client's waits."""
+    """The time limits of the driver's waits for rollout or environment actors."""
 
     start: Timeout
     generate: Timeout | None
-    """None: no limit here, because the actors watch their servers themselves."""
+    """Limit of a round; None: no limit here, because the actors watch their servers themselves."""
     sync_phase: Timeout
-    """Limit of each phase of a sync."""
+    """Limit of each phase of a weight sync."""
     stall: Timeout | None = None
-    """Limit without a new token from an engine with open requests, or without any answer; None: no
+    """Limit without a new token from an engine with open requests, or without any answer. None: no
     actor is watched in a round."""
     join: Timeout | None = None
-    """Limit of the phase that joins the engines to the sender; None: `sync_phase`."""
+    """Limit for the engines to connect to the sending learner rank; None: `sync_phase`."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
     """What to check if a round is late; the end of the error's message."""
     start_check: str = START_CHECK
@@ -69,7 +69,7 @@ class RolloutTimeouts:
     def for_servers(
         cls, section: ServerSection, timeouts: TimeoutsSection, *, watched: bool
     ) -> RolloutTimeouts:
-        """Return the limits for servers, whose clients limit each call and try it twice.
+        """Return the limits for engines that are servers: clients limit each call and try it twice.
 
         `watched`: servers that stall are given up, whatever calls they still have.
         """
@@ -102,8 +102,8 @@ class RolloutTimeouts:
     def for_environments(
         cls, timeouts: TimeoutsSection, teacher: TeacherSection | None
     ) -> RolloutTimeouts:
-        """Return the limits for environments. They are longer, so that the errors of a late engine
-        or teacher come first.
+        """Return the limits for environment actors. They are longer than the limits of an engine
+        or a teacher, so that the error of a late engine or teacher comes first.
         """
         limits = cls.for_actors(timeouts)
         start, start_check = limits.start, limits.start_check
@@ -126,7 +126,7 @@ class RolloutTimeouts:
 
 
 class Fleet:
-    """A group of actors with the methods of `EngineActor`, in which lost actors are replaced."""
+    """The rollout actors of a run, or its environment actors. Lost actors are replaced."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Fleet:
         return list(zip(self.names, self.actors, strict=True))
 
     def watch(self) -> StallWatch | None:
-        """Return a new watch over these actors in a round; None: they are not watched."""
+        """Return a detector of stalled actors for one round; None if there is no stall limit."""
         limit = self.timeouts.stall
         return None if limit is None else StallWatch(self.names, limit)
 
@@ -202,7 +202,7 @@ class Fleet:
         _require_several(processes)
 
     def lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
-        """Replace this actor. Raises the error if no more actors may be replaced."""
+        """Replace the lost actor `index`. Raises `error` if no more actors may be replaced."""
         if self._replacements is None:
             raise error
         self._replacements.lose(index, self.actors[index], error)
@@ -215,7 +215,10 @@ class Fleet:
             self.lose_silent(alive, after_failed_sync=after_failed_sync)
 
     def lose_silent(self, answers: Sequence[ObjectRef], *, after_failed_sync: bool = False) -> bool:
-        """Replace every actor whose answer fails or does not come; return whether any did."""
+        """Replace every actor that fails to answer a check; return whether one was replaced.
+
+        `answers`: references to each actor's answer.
+        """
         limit_s = ALIVE_S
         if after_failed_sync:
             # An engine whose peer left a sync stays in it for one phase at most.
@@ -240,7 +243,7 @@ class Fleet:
         return is_lost
 
     def join(self) -> bool:
-        """Wait until the new actors are ready, and use them; return whether there are any."""
+        """Wait for the replacements of lost actors, and use them; return whether there were any."""
         joined = self._take_over()
         for index, num_devices in joined.items():
             if num_devices != self.devices[index]:
@@ -262,11 +265,11 @@ class Fleet:
         return {index: num_devices for index, (_, num_devices) in joined.items()}
 
     def pop_replaced(self) -> list[Replacement]:
-        """Return the replacements that have joined since the last call."""
+        """Return the replacements of lost actors that became ready since the last call."""
         return [] if self._replacements is None else self._replacements.pop_done()
 
     def close(self) -> None:
-        """End all actors, and kill the rest after `closed_s`. A second call is harmless."""
+        """End all actors, and kill those that still run after `closed_s`. Harmless if repeated."""
         if self._replacements is not None:
             self._replacements.close()
         # An actor that is still loading does not take calls.

@@ -57,7 +57,7 @@ WATCHDOG_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class LearnerCall(RayCall):
-    """A call to learner ranks. Their own errors are raised unchanged."""
+    """A call of the driver to learner ranks. The ranks' own errors are raised unchanged."""
 
     watchdog_from: float = math.inf
     """Monotonic time from which NCCL's watchdog may end a rank that waits for a lost peer."""
@@ -82,17 +82,17 @@ class LearnerCall(RayCall):
 
 
 class RunObserver(Protocol):
-    """Interface that shows what the clients do, such as `Telemetry`."""
+    """Interface to which the driver's clients report waits and weight syncs; see `Telemetry`."""
 
     def waits_for(self, what: str) -> AbstractContextManager[None]:
-        """Show what the run waits for in the body."""
+        """Show that the run waits for `what` during the `with` block."""
 
     def sync(self, report: SyncReport) -> None:
-        """Record a sync outside of a step."""
+        """Record a weight sync outside of a step."""
 
 
 class Unobserved:
-    """An observer that shows nothing."""
+    """A `RunObserver` that neither shows nor records."""
 
     def waits_for(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
@@ -113,11 +113,11 @@ SHOWN = {
     "save": "a checkpoint",
     "finish_save": "a checkpoint",
 }
-"""What a terminal shows during a wait for the ranks, by phase; other waits are not shown."""
+"""What a terminal shows while a call waits for the learner ranks, by call; other calls: nothing."""
 
 
 class RankExecutor(Protocol):
-    """Interface that runs tasks (functions of a `LearnerRank`), on each rank one at a time.
+    """Interface that runs tasks (functions of a `LearnerRank`) in each learner rank, one at a time.
 
     A rank runs tasks in the order of the calls. If a task's other arguments are references, the
     task gets their values.
@@ -126,28 +126,28 @@ class RankExecutor(Protocol):
     num_ranks: int
 
     def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:
-        """Return a reference to the task's result; monitors of the processes show the name."""
+        """Send a task to a rank; return a reference to its result. Process monitors show `name`."""
 
     def ask_kept(
         self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
     ) -> tuple[object, object]:
-        """Return references to the task's list, which stays in its process, and to its length."""
+        """Return references to a task's list, which stays in the rank's process, and its length."""
 
     def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
-        """Run the task at once, while the rank may run another task."""
+        """Run the task at once, even during another task; return a reference to its result."""
 
     def put(self, value: object) -> object:
-        """Return a reference to this value."""
+        """Store a value once for all ranks, and return a reference to it."""
 
     def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[object]:
-        """Return the results of names and references, or raise the error that explains most."""
+        """Wait for (rank name, reference) pairs; return the results or raise the clearest error."""
 
     def close(self, timeout_s: float) -> None:
-        """End the backends."""
+        """End the engine or environment in each rank's process, if there is one."""
 
 
 class RayRanks:
-    """An executor of tasks on `LearnerActor`s, whose handles are in rank order."""
+    """A `RankExecutor` for learner ranks that are Ray actors (handles in rank order)."""
 
     def __init__(self, actors: Sequence[ActorHandle]) -> None:
         self._actors = tuple(actors)
@@ -173,7 +173,7 @@ class RayRanks:
         return wait_for_all(call, asked)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until the backends have ended; the actors are killed later."""
+        """Wait until the engines in the ranks' processes have ended. Actors are killed later."""
         closing = [actor.run_at_once.remote(lambda rank: rank.close()) for actor in self._actors]
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
 
@@ -185,7 +185,7 @@ class LearnerClient:
     """
 
     offers_adapter = False
-    """Whether the next offer is of an adapter."""
+    """Whether the next weight sync sends an adapter instead of full weights."""
     falls_back = False
     """Whether full weights are sent after a failed sync of an adapter."""
     num_threads = 0
@@ -226,16 +226,16 @@ class LearnerClient:
         examples: ExampleCounts | None = None,
         limit: Timeout | None = None,
     ) -> None:
-        """Load model and data on every rank and, if there is one, its backend.
+        """Load model and data on every learner rank, and the engine in its process if it has one.
 
         Args:
             topologies: one for each rank.
-            make_backend: makes the backend next to each rank; None: engines are elsewhere.
+            make_backend: makes the engine or environment in a rank; None: engines are elsewhere.
             examples: example counts of the run's environment, if it has one.
             limit: limit of the start, if there are limits; None: timeouts.start_s.
 
         Raises:
-            Exception: a rank's error about model, data or backend.
+            Exception: a rank's error about model, data or engine.
         """
         self._has_backends = make_backend is not None
         self._closed_s = 2 * CLOSED_S if config.algorithm.uses_environment else CLOSED_S
@@ -262,7 +262,10 @@ class LearnerClient:
         return self._begin("next_requests", lambda learner: learner.next_requests(plan))
 
     def refill_requests(self, plan: StepPlan) -> PerRank:
-        """Return requests that replace the step's groups without signal, after `accumulate`."""
+        """Return requests that replace the step's rollout groups without a learning signal.
+
+        Such groups have, for example, equal rewards. Call it after `accumulate`.
+        """
         return self._begin("refill_requests", lambda learner: learner.refill_requests(plan))
 
     def accumulate(self, done: PerRank) -> None:
@@ -289,7 +292,7 @@ class LearnerClient:
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Return rank 0's offer. All ranks take part, because they gather a sharded model."""
+        """Return rank 0's offer of a weight sync. All ranks help, to gather a sharded model."""
         offers = self._all(
             "offer_weights",
             lambda rank: rank.learner.publisher.offer(again),
@@ -299,7 +302,7 @@ class LearnerClient:
         return offers[0]
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        """Begin to send from rank 0, which enforces the limits of its two phases itself."""
+        """Begin to send the offered weights from rank 0, which enforces its limits itself."""
         sending = self._ranks.ask(
             0, "send_weights", lambda rank: rank.learner.publisher.send(offer)
         )
@@ -310,12 +313,12 @@ class LearnerClient:
         return self._threads.submit(lambda: self._wait("send_weights", limit, [sending])[0])
 
     def sync_done(self, noise: Differences | None) -> None:
-        """Report to every rank that the offered version is served, and the noise measured."""
+        """Report a finished weight sync to every rank, and the noise of log-probabilities."""
         limit = self._limit("sync_phase_s")
         self._all("sync_done", lambda rank: rank.learner.publisher.done(noise), limit)
 
     def fall_back_to_full(self) -> None:
-        """Make every rank take part in offers of full weights from now on."""
+        """Make all later weight syncs send full weights instead of an adapter."""
         self.offers_adapter = False
         limit = self._limit("sync_phase_s")
         self._all(
@@ -323,7 +326,7 @@ class LearnerClient:
         )
 
     def leave_groups(self) -> None:
-        """Make rank 0 leave its process groups, so that the next offer creates new ones."""
+        """Make rank 0 leave its process groups with engines; the next sync creates new ones."""
         # This runs after a send, which may wait for a receiver that never comes.
         limit = self._limit("sync_phase_s", len(SyncPhase))
         leaving = self._ranks.ask(0, "leave_groups", lambda rank: rank.learner.publisher.close())
@@ -353,7 +356,7 @@ class LearnerClient:
         return merge_reports(known)
 
     def answers_ahead(self) -> PerRank:
-        """Return references to the saved answers of a resumed run's first step."""
+        """Return references to the saved rollouts of a resumed run's first round."""
         asked = self._ask_all("answers_ahead", lambda rank: list(rank.learner.answers_ahead))
         return [[answers] for answers in asked]
 
@@ -370,7 +373,7 @@ class LearnerClient:
 
         Args:
             run: the driver's part of the checkpoint, as JSON.
-            answers_ahead: the next step's first round, if it was generated already.
+            answers_ahead: rollouts of the next step's first round, if generated already.
             background: copy the state, and write it during the next steps, until `finish_save`.
             timeout_s: the rest of timeouts.interrupt_s when a run is being ended.
 
@@ -386,7 +389,7 @@ class LearnerClient:
         )[0]
 
     def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
-        """Give the checkpoint in the background its name if all ranks have written it.
+        """Complete the checkpoint that is written in the background, if all ranks have written it.
 
         `wait`: wait until they have. Returns the times of writing (empty if no save was begun), or
         None if it is incomplete. Raises StorageError; another call writes the checkpoint again.
@@ -397,7 +400,7 @@ class LearnerClient:
         return list(itertools.chain(*spans)) if len(spans) == len(written) else None
 
     def close(self) -> None:
-        """End the ranks' backends, within `CLOSED_S` for an engine and as much for an environment.
+        """End the engine and the environment in each rank, each within `CLOSED_S` seconds.
 
         A second call is harmless.
         """
@@ -407,7 +410,7 @@ class LearnerClient:
     # If the ranks generate their own rollouts
 
     def generate(self, round_: PerRank, limit: Timeout) -> Future[PerRank]:
-        """Begin a round, in which each rank generates the rollouts that it will learn.
+        """Begin a round of rollouts: each rank's own engine generates what the rank learns.
 
         The future holds, for each rank, references to its rollouts.
         """
@@ -416,7 +419,7 @@ class LearnerClient:
             return rank.generate(objects, places)
 
         def ask() -> dict[int, tuple[object, object]]:
-            """Return references to each rank's rollouts and to their number."""
+            """Send each rank its requests; return references to its rollouts and their number."""
             sent = {}
             for rank, requests in enumerate(round_):
                 if requests:
@@ -435,7 +438,7 @@ class LearnerClient:
         return self._threads.submit(collect)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin a sync of each rank's backend. The future holds the report of the slowest."""
+        """Begin a weight sync into each rank's own engine. The future holds the slowest report."""
 
         def receive(rank: LearnerRank, offer: WeightOffer) -> SyncReport:
             return rank.receive_weights(offer)

@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class ThreadRank:
-    """An executor of tasks on the only rank, in a thread of this process. References are futures.
+    """A `RankExecutor` for the only learner rank, in a thread of this process.
 
-    Interruptions reach only the main thread. So the learner stops between two rows, and never
-    inside an update.
+    References are futures. Interruptions reach only the main thread. So the learner stops between
+    two rows, and never inside an update.
     """
 
     num_ranks = 1
@@ -89,7 +89,7 @@ class ThreadRank:
 
 
 class LocalRun:
-    """One run in this process. On exit the learner and its engine end."""
+    """The learner and the engine of a run in this process. On exit both end."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class LocalRun:
         self._learner.close()
 
     def start(self) -> tuple[LearnerClient, RankRolloutClient]:
-        """Load model, data and engine.
+        """Load model, data and engine; return the clients of learner and engine.
 
         Raises:
             ConfigError, RecordError: problems of model and data that the learner finds.

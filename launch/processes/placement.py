@@ -19,7 +19,7 @@ _HINTS = {"GPU": "0 on both sides runs on CPU", "CPU": "fractions are allowed"}
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The resources of a process, of a node, or of all nodes.
+    """The CPU cores and GPUs of a process, of a node, or of all nodes.
 
     Example: `Resources(cpus=0.5, gpus=1)`.
     """
@@ -30,7 +30,7 @@ class Resources:
 
     @classmethod
     def of(cls, named: Mapping[str, float]) -> Resources:
-        """Read amounts by Ray's names. A node without GPUs has no entry for them."""
+        """Read the amounts from Ray's resources by name. A node without GPUs has no `GPU`."""
         return cls(named.get("CPU", 0.0), named.get("GPU", 0.0))
 
     @classmethod
@@ -38,7 +38,7 @@ class Resources:
         return cls(sum(each.cpus for each in of), sum(each.gpus for each in of))
 
     def named(self) -> dict[str, float]:
-        """Return the amounts by Ray's names."""
+        """Return the amounts as Ray's resources by name."""
         return {"CPU": self.cpus, "GPU": self.gpus}
 
     def hold(self, other: Resources) -> bool:
@@ -54,9 +54,9 @@ class Placement:
     """The resources of each process of a run, before the cluster chooses nodes."""
 
     engines: tuple[Resources, ...]
-    """One for each rollout actor; empty if learner ranks or servers generate."""
+    """Resources of each rollout actor; empty if learner ranks or servers generate."""
     ranks: tuple[Resources, ...]
-    """One for each learner rank; empty without a learner."""
+    """Resources of each learner rank; empty without a learner."""
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
     device: Device
@@ -65,12 +65,12 @@ class Placement:
 
     @property
     def bundles(self) -> list[Resources]:
-        """The resources of each process, which must be on one node: first engines, then ranks."""
+        """Ray's bundles: resources of each process, within one node; first engines, then ranks."""
         return [*self.engines, *self.ranks]
 
     @property
     def key(self) -> str:
-        """The key that decides how many processes there are."""
+        """The configuration key that sets the number of processes, for messages."""
         return f"{_ACTORS}.num_actors" if self.engines else "learner.world_size"
 
 

@@ -21,9 +21,9 @@ from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""Seconds to open a connection to the address."""
+"""Limit in seconds to open a connection to the address of a Ray cluster."""
 ANSWER_S = 60.0
-"""Seconds for the cluster to answer. They begin after Ray is imported."""
+"""Limit in seconds for the Ray cluster to answer. It begins after Ray is imported."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
@@ -87,12 +87,12 @@ def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
 
 
 class Session(NamedTuple):
-    """Facts about a connection to Ray, for the run's user."""
+    """What the console prints about a connection to Ray: its logs and its dashboard."""
 
     logs: Path
     """The folder of the logs of Ray's processes, on this node."""
     lines: tuple[str, ...]
-    """Console lines about the dashboard's address, and about access to it."""
+    """Console lines about the address of Ray's dashboard, and about access to it."""
 
 
 def connect(cluster: ClusterSection, **options: object) -> Session:
@@ -166,7 +166,7 @@ def _private_ray_folder(cluster: ClusterSection) -> Path:
 
 
 def who_gets_in(dashboard_url: str) -> list[str]:
-    """Return the console's lines about the dashboard, if there is one, and about Ray's token."""
+    """Return console lines about access to Ray: its dashboard, if there is one, and its token."""
     is_open = os.environ.get("RAY_AUTH_MODE") == "disabled"
     lines = []
     if dashboard_url:
@@ -183,7 +183,7 @@ def who_gets_in(dashboard_url: str) -> list[str]:
 
 @contextmanager
 def deaf_to_hangup() -> Iterator[None]:
-    """Make processes that the body starts ignore SIGHUP, the signal of a closed terminal.
+    """Make processes started in the `with` block ignore SIGHUP, the signal of a closed terminal.
 
     They share its group, and get the signal, if this process leads the session, as under
     `ssh -t HOST COMMAND`.
@@ -197,9 +197,9 @@ def deaf_to_hangup() -> Iterator[None]:
 
 @contextmanager
 def starting_in_another_group() -> Iterator[None]:
-    """Put processes that the body starts into another process group of this session.
+    """Put processes started in the `with` block into another process group of this session.
 
-    This process joins that group during the body, and then returns to its own group. The leader of
+    This process joins that group during the block, and then returns to its own group. The leader of
     a session cannot leave its group: then nothing is done.
     """
     group = os.getpgrp()
@@ -226,7 +226,7 @@ def starting_in_another_group() -> Iterator[None]:
 
 
 def connected_nodes() -> list[Resources]:
-    """Return the nodes of the cluster that this process is connected to."""
+    """Return the resources of each node of the Ray cluster to which this process is connected."""
     import ray
 
     return [Resources.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]

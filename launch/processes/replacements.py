@@ -47,7 +47,7 @@ class Replacement:
 
 
 class RestartBudget:
-    """The restarts that a run may still make: `max_restarts` in any `restart_window_s`."""
+    """Counts restarts (of actors or the job): `max_restarts` in any `restart_window_s` seconds."""
 
     def __init__(
         self, section: ActorsSection, *, clock_s: Callable[[], float] = time.monotonic
@@ -57,7 +57,7 @@ class RestartBudget:
         self._taken_s = deque[float]()
 
     def take(self) -> bool:
-        """Take one restart; return whether there was one left."""
+        """Use up one restart; return False if none was left."""
         now_s = self._clock_s()
         while self._taken_s and self._taken_s[0] <= now_s - self._section.restart_window_s:
             self._taken_s.popleft()
@@ -67,7 +67,7 @@ class RestartBudget:
         return True
 
     def refusal(self, what: str) -> str:
-        """Return the end of an error if no restart is left; `what` says what does not happen."""
+        """Return the end of an error when no restart is left; `what`: "it is not replaced"."""
         section = self._section
         return (
             f"{what}: rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
@@ -89,7 +89,7 @@ class _Starting:
 
 
 class Replacements:
-    """The actors that are being started in place of lost actors of a client.
+    """Starts new rollout or environment actors in place of lost ones, and waits for them.
 
     If an actor is itself the client of a server, which is started elsewhere, it waits for the
     server. Rounds use this object from their thread, and syncs from the driver's, never both at a
@@ -134,7 +134,7 @@ class Replacements:
         *,
         before: _Starting | None = None,
     ) -> None:
-        """Kill the actor of this place and start another, unless one is being started already.
+        """Kill the lost actor `index` and start another, unless one is being started already.
 
         Args:
             before: the attempt to start this actor, if it is a new actor that did not start.
@@ -176,7 +176,7 @@ class Replacements:
             )
 
     def join(self) -> dict[int, tuple[ActorHandle, int]]:
-        """Wait for all actors that are being started; return actors and devices, by place.
+        """Wait for the new actors; return each one and its number of devices, by index.
 
         A failed start is repeated. Raises RolloutError if the budget is used up.
         """
@@ -200,7 +200,7 @@ class Replacements:
         return joined
 
     def pop_done(self) -> list[Replacement]:
-        """Return the replacements that have joined since the last call."""
+        """Return the replacements of lost actors that became ready since the last call."""
         done = self._done
         self._done = []
         return done
@@ -253,7 +253,7 @@ class _Watched:
 
 
 class StallWatch:
-    """Finds actors that have ended, are stopped, or sample no tokens for their requests."""
+    """Finds rollout actors that have ended, are stopped, or sample no tokens during a round."""
 
     def __init__(
         self,
@@ -270,11 +270,11 @@ class StallWatch:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two checks."""
+        """Seconds between two checks of the actors."""
         return min(LOOK_S, self._limit.seconds / 4)
 
     def look(self, actors: Sequence[ActorHandle]) -> dict[int, RolloutError]:
-        """Ask all actors for their progress, without waiting; return those to give up, and why."""
+        """Check the progress of all actors, without waiting; return lost ones' errors, by index."""
         now_s = self._clock_s()
         gap_s = now_s - self._looked_s
         self._looked_s = now_s

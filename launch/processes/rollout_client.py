@@ -56,7 +56,7 @@ class RolloutClient:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Rollout devices of each engine, in order; empty before the start."""
+        """Number of rollout devices of each engine, in order; empty before the start."""
         return self.engines.devices
 
     @property
@@ -76,7 +76,7 @@ class RolloutClient:
     def generate_through(
         self, environments: Fleet, *, group_size: int, in_one_round: bool = False
     ) -> None:
-        """Send rounds to environments from now on; a request is then a group of one example.
+        """Send requests to environment actors from now on; each is for a group of one example.
 
         `in_one_round`: the only environment actor gets a step's requests of all ranks in one call.
         """
@@ -85,23 +85,23 @@ class RolloutClient:
         self._rounds = Rounds(size, self.engines, environments)
 
     def split(self, requests: PerRank) -> list[PerRank]:
-        """Cut a step's requests into rounds, as few as the decode batches allow."""
+        """Cut a step's rollout requests into as few rounds as the decode batches allow."""
         return self._rounds.split(requests)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin one round. Its result has the form that `Rounds.collect` returns."""
+        """Begin to generate one round of rollouts. Its result is what `Rounds.collect` returns."""
         second_try = None
         if self._learner is not None:
             second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
         return Round(self.begin(round_), self._observer, second_try)
 
     def begin(self, round_: PerRank) -> Future[PerRank]:
-        """Begin one round, which is not repeated if it is lost."""
+        """Begin one round of rollouts, which is not repeated if all its actors are lost."""
         self._round = self._threads.submit(self._rounds.collect, round_)
         return self._round
 
     def wait_idle(self) -> None:
-        """Wait for the round that is being generated, if there is one.
+        """Wait for the round of rollouts that is being generated, if there is one.
 
         Raises its RolloutError, but not a LostRoundError: a lost round may be repeated.
         """
@@ -110,7 +110,7 @@ class RolloutClient:
                 self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync while nothing is generated. If it fails, engines serve no rollouts."""
+        """Begin a weight sync of the idle engines. If it fails, they serve no rollouts."""
         return self._threads.submit(self._receive, offer)
 
     def join_replacements(self) -> bool:
@@ -137,7 +137,7 @@ class RolloutClient:
         return has_new_engine
 
     def replace_named(self, error: WeightSyncError) -> bool:
-        """Replace the engine that the error of a sync names; return whether it names one.
+        """Replace the engine that a weight sync's error names; return whether it names one.
 
         Raises the error if no more may be replaced.
         """
@@ -147,7 +147,7 @@ class RolloutClient:
         return self.join_replacements()
 
     def pop_replaced(self) -> list[Replacement]:
-        """Return the replacements that have joined since the last call."""
+        """Return the replacements of lost actors that became ready since the last call."""
         done = self.engines.pop_replaced()
         return done if self.environments is None else done + self.environments.pop_replaced()
 
@@ -206,7 +206,7 @@ class RankRolloutClient:
         return self._size.split(requests, self.devices)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin one round. Fails with a rank's own error, or LearnerError if it is late."""
+        """Begin a round of rollouts. Its result raises a rank's error, or LearnerError if late."""
         limit = self._timeouts.generate
         assert limit is not None, "only calls of servers may have no limit"
         return Round(self._learner.generate(round_, limit), self._observer)

@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoundSize:
-    """The settings that determine the size of a round.
+    """The settings that determine how many rollouts are generated together, in one round.
 
     Example (2 engines of 1 device, decode_batch_size 2, one learner rank): a step of 6 requests is
     split into rounds of 3 and 3. In each the first engine generates 2, and the second 1.
@@ -57,7 +57,7 @@ class RoundSize:
         return chunk // size
 
     def split(self, requests: PerRank, devices: Sequence[int]) -> list[PerRank]:
-        """Cut a step's requests into rounds, as few as the decode batches allow."""
+        """Cut a step's rollout requests into as few rounds as the decode batches allow."""
         return cut_rounds(requests, self.chunk(devices))
 
 
@@ -71,17 +71,17 @@ class LosableEngines(ReceivingEngines, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SecondTry:
-    """A single repetition of a lost round, on new engines."""
+    """Repeats, once and on new engines, a round of rollouts whose actors were all lost."""
 
     engines: LosableEngines
     learner: SendingLearner
     observer: RunObserver
     round_: PerRank
     version: int
-    """Version of the weights when the round was begun."""
+    """Weight version of the engines when the round was begun."""
 
     def answers(self, lost: LostRoundError) -> PerRank:
-        """Send the round's weights to new engines, and wait for their answers.
+        """Send the round's weights to new engines, and generate the round's rollouts again.
 
         Raises LostRoundError if the weights are no longer available, or if the round is lost again.
         """
@@ -97,23 +97,23 @@ class SecondTry:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that is being generated."""
+    """A round of rollouts that is being generated."""
 
     future: Future[PerRank]
-    """The answers of the first attempt; a LostRoundError if all actors are lost."""
+    """The rollouts of the first attempt; a LostRoundError if all actors are lost."""
     observer: RunObserver = UNOBSERVED
     second_try: SecondTry | None = None
-    """None: a lost round is not repeated."""
+    """None: the round is not repeated if all its actors are lost."""
 
     @classmethod
     def answered(cls, answers: PerRank) -> Round:
-        """Return a round that was generated before."""
+        """Return a finished round with these rollouts, such as those saved in a checkpoint."""
         future: Future[PerRank] = Future()
         future.set_result(answers)
         return cls(future)
 
     def result(self) -> PerRank:
-        """Wait for the answers. If the round was lost, repeat it and wait for the new answers.
+        """Wait for the rollouts. If all actors were lost, repeat the round and wait again.
 
         The learner has to be idle: new engines may need its weights.
         """
@@ -145,7 +145,7 @@ class _SentPart:
 
 
 class Rounds:
-    """Sends the parts of a round to actors, for one round at a time."""
+    """Sends a round's requests to actors and collects the rollouts, one round at a time."""
 
     def __init__(self, size: RoundSize, engines: Fleet, environments: Fleet | None = None) -> None:
         """If there are `environments`, they get the requests, and call the engines."""
@@ -158,7 +158,7 @@ class Rounds:
         return self._size.split(requests, self._engines.devices)
 
     def collect(self, round_: PerRank) -> PerRank:
-        """Generate one round.
+        """Have the actors generate the rollouts of one round.
 
         Returns, for each learner rank, references to `list[Rollout]`s in position order. The
         rollouts stay in the process that made them. Raises RolloutError naming the actor, or
@@ -292,7 +292,7 @@ def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[ObjectRef], rang
 
 
 class RoundQueue:
-    """The waiting and running parts of one round, by engine. It does not use Ray.
+    """The waiting and running parts (request batches) of one round, by engine. Without Ray.
 
     No engine gets more than `decode_batch_size` requests per device at a time. Parts taken over
     from another engine wait until the engine has room for them.
@@ -328,7 +328,7 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Queue the part for the next engine, and return that engine; None if all have failed."""
+        """Queue a failed part for the next engine; return its index, or None if all have failed."""
         self.answered(part)
         num_failed = part.num_failed + 1
         engine = (part.engine + 1) % len(self._waiting)

@@ -46,19 +46,19 @@ MARGIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One configuration of a sweep."""
+    """One training run of a Hydra sweep, with its own configuration."""
 
     number: int
     overrides: tuple[str, ...]
     shown: tuple[str, ...]
-    """Its overrides without secrets."""
+    """The trial's overrides of the configuration, without secrets."""
     folder: Path
     config: RunConfig | None
-    """None: it is invalid. The trial itself reports why."""
+    """None: the configuration is invalid. The trial itself reports why."""
 
     @property
     def end_s(self) -> float:
-        """Seconds in which it must end after the sweep was interrupted."""
+        """Seconds in which the trial must end after the sweep was interrupted."""
         return MARGIN_S + (self.config.timeouts.interrupt_s if self.config else 0.0)
 
 
@@ -68,12 +68,12 @@ class Share:
 
     cpus: float
     gpus: tuple[str, ...]
-    """As `CUDA_VISIBLE_DEVICES` names them."""
+    """GPU names, as in `CUDA_VISIBLE_DEVICES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A trial that runs."""
+    """A trial of a sweep that is running, with its process and its share of the machine."""
 
     trial: Trial
     share: Share
@@ -91,7 +91,7 @@ def is_sweep() -> bool:
 
 
 def add_trial(composed: DictConfig, console: Console) -> None:
-    """Add Hydra's current trial to the sweep.
+    """Add the configuration that Hydra has just composed to the sweep as a trial.
 
     Raises:
         ConfigError: there is a sweep in the folder already, and this one does not continue it.
@@ -126,7 +126,7 @@ def add_trial(composed: DictConfig, console: Console) -> None:
 
 
 def run_trials(console: Console) -> None:
-    """Run the trials, if there are any, and print the results; exit status 1 if some failed.
+    """Run the sweep's trials, if any, and print their results; exit with 1 if some failed.
 
     Raises:
         KeyboardInterrupt: the running trials have been ended and recorded.
@@ -263,7 +263,7 @@ class Room:
         return cls(here, visible.split(",")[:count], limits[0] if limits else None)
 
     def take(self, trial: Trial) -> Share | None:
-        """Return the trial's share; None: it has to wait. One trial always runs."""
+        """Return the trial's share of the machine; None: it has to wait. One trial always runs."""
         needs = self._needs(trial)
         if self._num_running:
             if needs is None or not self._is_shared or self._num_running == self._limit:
@@ -315,7 +315,7 @@ class Room:
 
 
 def last_lines(folder: Path) -> dict[int, Line]:
-    """Return the last line of each trial that has ended, by its number."""
+    """Return the last line in `trials.jsonl` of each trial that has ended, by trial number."""
     lines = {line["trial"]: line for line in read_lines(folder / TRIALS)}
     return dict(sorted(lines.items()))
 

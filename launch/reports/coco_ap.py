@@ -37,7 +37,7 @@ MAX_PREDICTIONS = 100
 
 
 class IouType(StrEnum):
-    """The kind of overlap, with its name in pycocotools."""
+    """How the overlap of two objects is computed, with its name in pycocotools."""
 
     BBOX = "bbox"
     """Boxes. A polygon counts as its bounding box."""
@@ -47,7 +47,7 @@ class IouType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CocoAP:
-    """Average precision and recall, 0..1; None without ground truth."""
+    """COCO's average precision and recall, 0..1; None without ground truth."""
 
     ap: float | None
     """Mean over IoU thresholds .50 to .95, recall levels and classes."""
@@ -59,22 +59,22 @@ class CocoAP:
 
 @dataclass(frozen=True, slots=True)
 class CocoScores:
-    """The scores of an evaluation, by the kind of overlap."""
+    """The COCO scores of an evaluation, for boxes and for masks."""
 
     by_class: Mapping[IouType, CocoAP]
-    """Always has boxes; has masks if the data contain polygons."""
+    """Mean over classes. Always has boxes; has masks if the data contain polygons."""
     any_class: Mapping[IouType, CocoAP]
-    """The same with all objects in one class."""
+    """The same as `by_class`, but with all objects in one class."""
     class_ap: Mapping[str, float | None]
-    """AP of boxes by name, in alphabetical order; None for a name without ground truth."""
+    """AP of boxes by class name, in alphabetical order; None for a class without ground truth."""
     num_points: int = 0
-    """Points in ground truth and predictions, which are left out."""
+    """Number of points in ground truth and predictions, which are left out."""
     num_crowded: int = 0
-    """Images with over `MAX_PREDICTIONS` predictions or true objects of one class."""
+    """Number of images with over `MAX_PREDICTIONS` predictions or true objects of one class."""
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
-    """Return the scores of scenes; predictions are ranked by `ScoredObject.score`."""
+    """Return the COCO scores of answered samples. `ScoredObject.score` ranks predictions."""
     shapes: list[NamedShape] = []
     for scene in scenes:
         shapes += [*scene.sample.objects, *scene.objects]

@@ -1,4 +1,4 @@
-"""The held-out report of detection: the figures of an evaluation and its worst scenes."""
+"""The held-out report of detection: metrics of an evaluation, and its worst samples."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NUM_ANSWERS_SHOWN = 3
 
 
 class PrimaryMetric(NamedTuple):
-    """The main figure of a report, which ranks its checkpoints."""
+    """The main metric of a held-out report, by which checkpoints are ranked."""
 
     name: str
-    """`F1@0.5`, `mean reward`"""
+    """Name of the metric: `F1@0.5` or `mean reward`."""
     value: float | None
     """Higher is better. None if too many rollouts failed for a score."""
 
@@ -39,30 +39,30 @@ class WorstScene:
     scene: Scene
     f1: float
     pairs: tuple[Pair, ...]
-    """Pairs at the report's first IoU threshold, regardless of class."""
+    """Matched pairs at the report's first IoU threshold, regardless of class."""
 
     @property
     def picture(self) -> str:
-        """Return the image file, relative to the report's folder."""
+        """Return the path of the drawn image, relative to the report's folder."""
         # Sample ids are not always valid file names.
         return f"pictures/{self.scene.position:05d}.png"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """The figures of one file of `data.val`, if it lists several files."""
+    """The metrics of one file of `data.val`, if it lists several files."""
 
     name: str
     num_samples: int
     counts: ThresholdCounts
-    """Counts at the report's first IoU threshold."""
+    """Numbers of found and missed objects at the report's first IoU threshold."""
     coco: CocoAP
     """AP and AR of boxes by class."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionReport:
-    """The figures of an evaluation on held-out samples, with its worst scenes."""
+    """The metrics of a detection evaluation on held-out samples, with its worst samples."""
 
     subject: str
     """Description of the checkpoint: `demo after 30 steps`."""
@@ -73,28 +73,28 @@ class DetectionReport:
     lenient: LenientReading
     """The same answers, read leniently. All other fields use the strict reading."""
     worst: tuple[WorstScene, ...]
-    """Lowest F1 first."""
+    """Samples with the lowest F1 first."""
     sources: tuple[SourceFigures, ...] = ()
     """One for each file of `data.val`, in order; empty if `data.val` is a path."""
 
     @property
     def counts(self) -> DetectionCounts:
-        """Return the counts at the first IoU threshold, regardless of class."""
+        """Return the counts of matched objects at the first IoU threshold, regardless of class."""
         return self.detection.thresholds[0].any_class
 
     @property
     def iou_threshold(self) -> float:
-        """Return the first IoU threshold."""
+        """Return the first IoU threshold of the evaluation, for the main metric."""
         return self.detection.thresholds[0].iou_threshold
 
     @property
     def num_not_closed(self) -> int:
-        """Return the number of answers that opened their container and did not close it."""
+        """Return the number of answers that began their list of objects but did not close it."""
         return self.detection.num_truncated - self.detection.num_never_opened
 
     @property
     def incomplete(self) -> list[Scene]:
-        """Return up to `NUM_ANSWERS_SHOWN` incomplete scenes; never opened ones come first."""
+        """Return up to `NUM_ANSWERS_SHOWN` incomplete answers; those without a list come first."""
         found = [scene for scene in self.evaluation.outcomes if scene.truncated]
         return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
 
@@ -143,7 +143,7 @@ class DetectionReport:
         return PrimaryMetric(f"F1@{self.iou_threshold:g}", self.counts.f1)
 
     def describe(self) -> str:
-        """Describe the figures at the first threshold and the faults of answers in one line."""
+        """Describe metrics at the first IoU threshold, and faults of answers, in one line."""
         counts = self.counts
         figures = (
             f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall"
@@ -164,7 +164,7 @@ class DetectionReport:
         return figures
 
     def faults(self) -> dict[str, int]:
-        """Count the answers by fault. An answer that was cut may have a second fault."""
+        """Return the number of answers by fault. A cut answer may have a second fault."""
         limit = self.config.rollout_matching.max_new_tokens
         opening = self.config.answer_format.opening
         return {
@@ -249,7 +249,7 @@ class DetectionReport:
 def make_report(
     evaluation: Evaluation[Scene], config: RunConfig, *, subject: str
 ) -> DetectionReport:
-    """Return the report of an evaluation, with the thresholds of `config.evaluation`."""
+    """Return the detection report of an evaluation, with the thresholds of `config.evaluation`."""
     settings = config.evaluation
     tolerance = config.rollout_matching.point_tolerance
     detection = summarise(evaluation.outcomes, settings.iou_thresholds, point_tolerance=tolerance)

@@ -40,11 +40,11 @@ _Number = TypeVar("_Number", int, float)
 
 
 class ReadObject(NamedTuple):
-    """One object of a lenient reading."""
+    """One object that the lenient reading of an answer found."""
 
     object: ScoredObject
     needed: frozenset[Leniency]
-    """Empty if the strict reading has the object too."""
+    """Relaxed rules; empty if the strict reading has the object too."""
 
 
 _BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box")
@@ -70,7 +70,7 @@ _BIN = re.compile(r"<([0-9]{1,3})>")
 def read_leniently(
     scene: Scene, geometry: frozenset[GeometryKind]
 ) -> tuple[ReadObject, ...] | None:
-    """Read a scene's answer leniently.
+    """Read the answer to a held-out sample leniently.
 
     Returns None if the strict reading left nothing out, or if the lenient one has fewer objects.
     """
@@ -89,15 +89,15 @@ def read_leniently(
 
 @dataclass(frozen=True, slots=True)
 class LenientReading:
-    """The figures of an evaluation whose answers are read leniently."""
+    """The metrics of an evaluation whose answers are read leniently."""
 
     detection: DetectionSummary
     num_answers: int
-    """Answers with an object that the strict reading does not have."""
+    """Number of answers with an object that the strict reading does not have."""
     num_objects: int
     """Number of objects that the strict reading does not have."""
     needed: Mapping[Leniency, int]
-    """Number of objects by leniency, the most frequent first; an object may need several."""
+    """Number of objects by relaxed rule, the most frequent first; an object may need several."""
 
 
 def lenient_reading(
@@ -106,7 +106,7 @@ def lenient_reading(
     geometry: frozenset[GeometryKind],
     point_tolerance: float,
 ) -> LenientReading:
-    """Read all answers leniently; `strict` is the summary of the strict reading."""
+    """Read an evaluation's answers leniently; `strict` is the summary of the strict reading."""
     needed: Counter[Leniency] = Counter()
     read = list(scenes)
     num_answers = num_objects = 0

@@ -1,4 +1,4 @@
-"""Reads malformed JSON objects of models in a linear pass without recursion."""
+"""Reads malformed JSON objects in models' answers, in a linear pass without recursion."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from shared.tokens.vocabulary import parse_coord_token
 
 
 class Leniency(StrEnum):
-    """A rule that must be relaxed to read an object."""
+    """A rule of the answer format that must be relaxed to read an object."""
 
     TEXT_BEFORE = "text_before"
     """Text or an unknown fence before the first list of the answer."""
     NO_LIST = "no_list"
-    """No list (or no object of objects) around it."""
+    """No list (or no object of objects) around the object."""
     SECOND_LIST = "second_list"
-    """It follows the close of the first list."""
+    """The object follows the end of the first list."""
     SEPARATOR = "separator"
-    """No comma or several before it, an extra comma in it, or an unknown entry key."""
+    """No or several commas before the object, an extra comma in it, or an unknown entry key."""
     QUOTES = "quotes"
     """Single quotes, a key without quotes, or a string that is not valid JSON."""
     OTHER_KEY = "other_key"
-    """Box or name under another key."""
+    """Box or name under another key than the format's."""
     EXTRA_KEY = "extra_key"
-    """Additional keys."""
+    """Additional keys, which are ignored."""
     NO_NAME = "no_name"
     NUMBER = "number"
-    """A float, a sign, a leading zero, or a string."""
+    """A number that is a float or a string, or has a sign or a leading zero."""
     NESTED = "nested"
-    """Lists in the list of numbers, or x and y by name."""
+    """Lists in the list of numbers, or mappings with x and y."""
     CORNERS = "corners"
-    """Corners in another order."""
+    """Corners of the box in another order."""
     CLAMPED = "clamped"
     """A number outside the image."""
 
@@ -62,13 +62,13 @@ _FLAT_OBJECT = re.compile(r"\s*\{[^{}]{0,512}\}")
 
 @dataclass(slots=True)
 class Members:
-    """The members of an object, and the leniencies that reading them needed."""
+    """The members (keys and values) of a JSON object, and the relaxed rules they needed."""
 
     strings: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[list[WrittenLeaf]]] = field(default_factory=dict)
-    """Rows of leaves. A list that is not nested is one row."""
+    """Numbers by key, in rows. A list that is not nested is one row."""
     nested: set[str] = field(default_factory=set)
-    """Keys of the nested arrays."""
+    """Keys of the nested lists."""
     keys: list[str] = field(default_factory=list)
     needed: set[Leniency] = field(default_factory=set)
     closed: bool = False
@@ -83,7 +83,7 @@ class WrittenLeaf(NamedTuple):
 
 
 def read_members(text: str, start: int) -> Members:
-    """Read the object whose brace is at `start`.
+    """Read the JSON object whose opening brace is at `start`.
 
     If it cannot be read, it ends before the last lexeme, or after its brace. If a quote is
     missing, another object may begin inside that lexeme.

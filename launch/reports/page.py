@@ -1,10 +1,10 @@
-"""The folder of a held-out report.
+"""The folder of a held-out report of detection.
 
 report.json        every number
-report.html        the numbers as a page, with the worst scenes; loads only their images
+report.html        the numbers as a page, with the worst samples; loads only their images
 config.json        the configuration of the evaluation
 predictions.jsonl  every sample's answer and its objects; `rollmatch coco export` reads it
-pictures/          images of the worst scenes
+pictures/          images of the worst samples
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHARACTERS = 600
 
 
 def page(report: DetectionReport) -> str:
-    """Return the report as HTML. It links the images in `pictures/` of its folder."""
+    """Return a detection report as HTML. It links the images in `pictures/` of its folder."""
     evaluation = report.evaluation
     counts = report.counts
     written = counts.num_predictions + counts.num_dropped
@@ -56,7 +56,7 @@ def page(report: DetectionReport) -> str:
 
 
 def story(worst: WorstScene) -> str:
-    """Describe the found, missed and dropped objects of a scene."""
+    """Describe the found, missed and dropped objects of a sample in words."""
     scene = worst.scene
     truths = scene.sample.objects
     pairs = {pair.prediction: pair for pair in worst.pairs}
@@ -79,7 +79,7 @@ def story(worst: WorstScene) -> str:
 
 
 def write_report(folder: Path, report: DetectionReport) -> None:
-    """Write the report to a new folder. If anything fails, `folder` does not appear.
+    """Write a detection report to a new folder. If anything fails, `folder` does not appear.
 
     Raises:
         StorageError: `folder` cannot be written.
@@ -117,9 +117,10 @@ def _as_row(found: ScoredObject) -> dict[str, object]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder and rename it to `folder` when the block ends. Raises StorageError.
+    """Yield an empty folder, and rename it to `folder` when the `with` block succeeds.
 
-    If the block raises, its files stay in `NAME.partial` until the next attempt.
+    If the block raises, its files stay in `NAME.partial` until the next attempt. Raises
+    StorageError.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -138,14 +139,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 class Table(NamedTuple):
     title: str
     note: str
-    """Explains the table to its reader."""
+    """Text that explains the table to its reader."""
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    """A cell for each column of `head`: first a name, then numbers."""
+    """Rows with a cell for each column of `head`: first a name, then numbers."""
 
 
 def report_tables(report: DetectionReport) -> list[Table]:
-    """Return the tables of the report that have rows."""
+    """Return the tables of a detection report that have rows."""
     incomplete = Table(
         "Incomplete answers",
         f"{len(report.evaluation.outcomes)} answers in all. Objects are read from the JSON at the"

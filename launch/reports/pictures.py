@@ -1,4 +1,4 @@
-"""Draws a held-out scene: its image with ground truth, predictions and a legend.
+"""Draws a held-out sample: its image with ground truth, predictions and a legend.
 
 Labels are the objects' names. The built-in font has Latin letters only.
 """
@@ -27,7 +27,7 @@ _LINE = 2
 _CROSS_ARM = 8
 """Half the size of the cross that marks a point."""
 _BAND = 24
-"""Height of the legend, in pixels."""
+"""Height of the legend below the image, in pixels."""
 
 Colour: TypeAlias = tuple[int, int, int]
 PixelPoint: TypeAlias = tuple[float, float]
@@ -47,7 +47,7 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
     """Draw the sample's first image with its ground truth and predictions, and a legend below.
 
     Args:
-        pairs: the scene's pairs (`shared.grounding.evaluation.pair_objects`), for the colours.
+        pairs: matched objects (`shared.grounding.evaluation.pair_objects`), for the colours.
 
     Raises:
         RecordError: the image is missing or has changed.

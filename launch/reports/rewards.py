@@ -15,17 +15,17 @@ from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
 MOST_FAILED_SHARE = 0.05
-"""If more rollouts failed, the report has no score. The remaining rollouts are a biased selection,
+"""If a larger share of rollouts failed, a report has no score. The others are a biased selection,
 and their mean could beat a complete report. One in twenty allows for occasional timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """Figures of at least one rollout: all of a report, or one environment of a group."""
+    """Mean rewards of rollouts: all of a report, or of one environment in a group."""
 
     num_samples: int
     reward: float | None
-    """Mean over rollouts that did not fail; None if over `MOST_FAILED_SHARE` failed."""
+    """Mean reward of rollouts that did not fail; None if over `MOST_FAILED_SHARE` failed."""
     num_failed: int
 
     @classmethod
@@ -38,7 +38,7 @@ class TaskFigures:
 
 @dataclass(frozen=True, slots=True)
 class RewardReport:
-    """The rewards on all held-out examples, at least one."""
+    """The held-out report of an environment: rewards on all held-out examples (at least one)."""
 
     evaluation: Evaluation[EnvironmentRollout]
 
@@ -78,7 +78,7 @@ class RewardReport:
         return f"mean reward {shown(total.reward)}" + (f" ({values})" if values else "") + failed
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for `evaluations.jsonl`."""
+        """Return the report's metrics for `evaluations.jsonl`."""
         outcomes = self.evaluation.outcomes
         tasks = dict(self._tasks())
         values: dict[str, float | None] = {
@@ -98,7 +98,7 @@ class RewardReport:
         return {name: value for name, value in values.items() if value is not None}
 
     def by_task(self) -> dict[str, dict[str, float | None]]:
-        """Return the figures of each environment of a group, or an empty mapping."""
+        """Return the rewards of each environment if a group was evaluated, else no entries."""
         return {name: asdict(one) for name, one in self._tasks()}
 
     def _tasks(self) -> list[tuple[str, TaskFigures]]:
@@ -125,9 +125,9 @@ def shown(score: float | None) -> str:
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """Write the report to a new folder, which appears only if all files are written.
+    """Write a reward report to a new folder, which appears only if all files are written.
 
-    `report.json` has the figures; `rollouts.jsonl` has one line per rollout. Raises StorageError.
+    `report.json` has the metrics; `rollouts.jsonl` has one line per rollout. Raises StorageError.
     """
     evaluation = report.evaluation
     figures: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Tables of a sweep: its trials, and the mean over seeds for each setting."""
+"""Tables of a Hydra sweep: its trials, and the mean over seeds for each setting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 SEED = "training.seed"
 LOSS = "loss"
 OF_A_START = ("resume.", "cluster.trials_at_once", "telemetry.run_dir")
-"""Prefixes of keys that may change when a sweep is started again."""
+"""Prefixes of configuration keys that may change when a sweep is started again."""
 
 Line = Mapping[str, Any]
 """The line of one trial in `trials.jsonl`."""
 
 
 def settings_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys and values of a trial, except `OF_A_START`."""
+    """Return the configuration keys and values of a trial's overrides, except `OF_A_START`."""
     settings = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     return {key: value for key, value in settings.items() if not key.startswith(OF_A_START)}
 

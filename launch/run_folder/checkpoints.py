@@ -41,7 +41,7 @@ from shared.run_files import Span
 
 
 class Checkpoints:
-    """The checkpoints of a run: when they are saved, and when newer ones replace them.
+    """Decides when a run saves checkpoints, and when newer ones replace older ones.
 
     Periodic and best checkpoints are written in the background (`checkpoint.background`), one at a
     time. Until a new one is complete, older ones are not deleted, and the index does not change.
@@ -81,7 +81,7 @@ class Checkpoints:
             telemetry.patience(lambda: write_index(self._run_dir, self._complete))
 
     def round_ahead(self, num_steps: int, handle: Future[PerRank] | None) -> None:
-        """Record the round generated ahead for the next step, before the update `num_steps`."""
+        """Record the next step's round of rollouts, generated ahead, before update `num_steps`."""
         self._rounds_ahead = {
             number: earlier
             for number, earlier in self._rounds_ahead.items()
@@ -90,9 +90,10 @@ class Checkpoints:
         self._rounds_ahead[num_steps] = handle
 
     def after_step(self, num_steps: int) -> None:
-        """Save after `num_steps` updates if a save is due. Raises StorageError; older ones stay.
+        """Save a checkpoint after `num_steps` updates if it is due. Raises StorageError.
 
-        A checkpoint that is being written gets its name if it is complete.
+        If it cannot be saved, older checkpoints stay. A checkpoint that is being written in the
+        background gets its name if it is complete.
         """
         self._finish(wait=False)
         section = self._config.checkpoint
@@ -110,9 +111,9 @@ class Checkpoints:
             self._keep(KeptCheckpoint(folder, num_steps, reasons=(reason,)))
 
     def after_report(self, num_steps: int, score: float | None) -> None:
-        """Save the weights that the report was made with if their score is among the best.
+        """Save the weights of a held-out report if its score is among the best.
 
-        Without a score they are never among the best.
+        Weights without a score are never among the best.
         """
         new = KeptCheckpoint(
             folder_of(self._run_dir, num_steps, RetentionReason.BEST), num_steps, score
@@ -126,15 +127,17 @@ class Checkpoints:
         self._keep(new)
 
     def at_end(self, num_steps: int) -> None:
-        """Save the final weights, after the last update."""
+        """Save the final checkpoint, after the last update."""
         self._finish(wait=True)
         if self._config.checkpoint.save_final:
             self._save_lasting(num_steps, RetentionReason.FINAL)
 
     @contextmanager
     def saved_at_an_early_end(self) -> Iterator[None]:
-        """Save the last update if the body is interrupted, or if a rollout, a sync or the disk
-        fails. In any case, wait for a checkpoint that is being written.
+        """Save a checkpoint of the last update if the `with` block ends early.
+
+        It ends early if it is interrupted, or if a rollout, a weight sync or the disk fails. In any
+        case, wait for a checkpoint that is being written.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""The console of a command: progress, escaped terminal controls, and a console that is lost."""
+"""A command's console output: progress, escaped terminal controls, output after it is lost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_console(stderr: bool = False, **options: Any) -> Console:
 
 
 CONSOLE_LOG = "console.log"
-"""The file of a run's folder for the console's lines after the console is lost."""
+"""File in a run's folder that gets the console's lines after the console is lost."""
 
 
 FULL_S = 60.0
@@ -92,7 +92,7 @@ class _ConsoleStream(io.TextIOWrapper):
     folder: ClassVar[Path | None] = None
     """The run's folder; until it is known, the lines of a lost console go to /dev/null."""
     lost: ClassVar[dict[int, str]] = {}
-    """By descriptor: why it no longer writes to the console."""
+    """Why a file descriptor no longer writes to the console, by descriptor."""
 
     def write(self, text: str, /) -> int:
         """Write like any text stream. If that fails, `flush` writes what is in the buffer."""
@@ -151,7 +151,7 @@ def outlive_console() -> None:
 
 
 def keep_lost_console(folder: Path) -> None:
-    """Write the lines of a lost console to `CONSOLE_LOG` in this folder from now on."""
+    """If the console is lost, write its lines to `CONSOLE_LOG` in this run folder."""
     _ConsoleStream.folder = folder
     for descriptor, why in _ConsoleStream.lost.items():
         _move(descriptor, folder, why)
@@ -181,7 +181,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 class StartUp:
-    """The start-up of a command, timed from the creation of this object."""
+    """Prints the stages of a command's start-up with their times, from its own creation on."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -189,7 +189,7 @@ class StartUp:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the body as a stage of the start-up, and print a line if it succeeds."""
+        """Show the `with` block as a stage of the start-up; print its seconds if it succeeds."""
         began_s = time.monotonic()
         columns = (
             TextColumn("start     {task.description}", markup=False),
@@ -217,7 +217,7 @@ class StartUp:
         self._console.print(line, markup=False, highlight=False)
 
     def note(self, line: str) -> None:
-        """Show a line between the stages."""
+        """Print a line between two stages of the start-up."""
         self._console.print(line, markup=False, highlight=False)
 
 
@@ -248,12 +248,12 @@ class StepBar:
         self._is_waiting = False
 
     def go_on(self, step: int) -> None:
-        """Begin after `step` updates, which do not count for the time estimate."""
+        """Start the bar at `step` updates, which do not count for the estimate of the time left."""
         self._first_step = step
 
     @contextmanager
     def waits_for(self, what: str) -> Iterator[None]:
-        """Show what the run waits for in the body, unless an outer wait is shown already.
+        """Show that the run waits for `what` in the `with` block, unless an outer wait is shown.
 
         The first call shows the bar.
         """
@@ -272,7 +272,7 @@ class StepBar:
             self._is_waiting = False
 
     def done(self, step: int) -> None:
-        """Move to `step` updates."""
+        """Move the bar to `step` finished updates."""
         if self._is_shown:
             self._bar.update(self._task, completed=step)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, cutting its files for a resumed run, and the saved error."""
+"""A run's output folder: locks it, cuts its files for a resumed run, and saves errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ERROR = "error.txt"
 
 
 class RunFolder:
-    """A run's folder, locked until it is closed or this process ends."""
+    """A run's output folder, locked until it is closed or this process ends."""
 
     def __init__(self, path: Path, resume: ResumeSection, *, resumes: bool) -> None:
         """Create and lock the folder. For a new run, remove the files of a failed start.
@@ -62,10 +62,10 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def cut(self, step: int, *, reports_again: bool) -> int:
-        """Cut the files back to their state after `step` updates, before anything else began.
+        """Cut the folder's files back to their state directly after `step` optimizer updates.
 
         Args:
-            reports_again: the report of the weights after these updates will be made again.
+            reports_again: the held-out report after these updates will be made again.
 
         Returns:
             The last step whose metrics are in the files; 0 if there are no metrics.
@@ -95,7 +95,10 @@ class RunFolder:
         return last
 
     def leave_to_another_start(self) -> None:
-        """Let another start use the folder, because it has no results. Raises StorageError."""
+        """Rename `config.json`, so that a new run may use this folder without results.
+
+        Raises StorageError.
+        """
         failed = self.path / FAILED_CONFIG
         try:
             (self.path / CONFIG).replace(failed)

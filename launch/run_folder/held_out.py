@@ -1,4 +1,4 @@
-"""Held-out reports of a run: a folder and a line of evaluations.jsonl for each."""
+"""A run's reports on the held-out set: for each a folder and a line of evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """A line of evaluations.jsonl, with only some of the report's metrics.
+    """A held-out report as a line of evaluations.jsonl, with only some of its metrics.
 
     Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71, class_f1=0.64)`.
     """
 
     step: int | None
-    """Number of updates of the weights."""
+    """Number of optimizer updates of the evaluated weights."""
     weight_version: int
     num_samples: int
     headline: str
-    """Name of the report's main figure."""
+    """Name of the report's main metric."""
     score: float | None
-    """Value of the main figure; None if too many rollouts failed."""
+    """Value of the main metric; None if too many rollouts failed."""
     class_f1: float | None = None
     """`val/class_f1` of a report about objects."""
     lenient_f1: float | None = None
@@ -42,7 +42,7 @@ class EvaluationRecord:
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """Read a line. Raises KeyError if a required figure is missing."""
+        """Read a line of evaluations.jsonl. Raises KeyError if a required metric is missing."""
         return cls(
             line["step"],
             line["weight_version"],
@@ -57,7 +57,7 @@ class EvaluationRecord:
 def line_of(
     evaluation: Evaluation[Outcome], report: DetectionReport | RewardReport
 ) -> dict[str, object]:
-    """Return the report's line of evaluations.jsonl."""
+    """Return the line of evaluations.jsonl for a held-out report."""
     return {
         "step": evaluation.step,
         "weight_version": evaluation.weight_version,
@@ -69,7 +69,7 @@ def line_of(
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Return a run's reports from evaluations.jsonl; an empty list without that file.
+    """Return a run's held-out reports from evaluations.jsonl; an empty list without that file.
 
     Raises OSError, and RecordError for a damaged line.
     """
@@ -86,7 +86,7 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 def write_held_out(
     evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
-    """Write the report's folder; return the report and the images in it.
+    """Write the folder of a held-out report; return the report and the images in it.
 
     Raises StorageError, and RecordError if an image to draw is missing or has changed.
     """
@@ -110,9 +110,10 @@ def write_held_out(
 
 
 def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
-    """Return a line that compares the last report with the one after the warm-up, or the first.
+    """Return a line that compares the last held-out report with an earlier one.
 
-    None if there are fewer than two reports.
+    The earlier one is the report after the warm-up, or else the first. None if there are fewer
+    than two reports.
     """
     if len(records) < 2:
         return None

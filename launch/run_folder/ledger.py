@@ -43,7 +43,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ledger:
-    """The writer of the ledger's lines, which are flushed at once."""
+    """The writer of a run's `ledger.jsonl`. Each line is flushed at once."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Ledger:
             self._write({"step": step, **head})
 
     def write(self, plan: StepPlan, report: StepReport) -> None:
-        """Write the line of a step that has ended. Raises StorageError."""
+        """Write the ledger line of a step that has ended. Raises StorageError."""
         first = self._num_samples
         self._num_samples += self._num_drawn[plan.channel]
         # Pairs, since keys of JSON are strings.
@@ -100,7 +100,7 @@ class Ledger:
 
 
 def head_of(config: RunConfig) -> dict[str, object]:
-    """Return what determines every step of a run: digests of configuration and code, versions.
+    """Return the ledger's head: digests of configuration and code, and package versions.
 
     An environment in the user's own file is code too; its imports are not in the digest. Keys that
     do not change the results (`launch.run_folder.resume.MAY_CHANGE`) are not in the digest.
@@ -144,7 +144,7 @@ def _commit() -> str | None:
 
 
 def cut_ledger(run: Path, step: int) -> None:
-    """Keep the lines up to this step, which is the last step in `metrics.jsonl`.
+    """Cut the ledger after the line of `step`, the last step in `metrics.jsonl`.
 
     A step's line is written before its metrics, so there may be a line without metrics, which the
     resumed run writes again. A head that follows the step is cut too. An unreadable file is
@@ -195,7 +195,7 @@ def check_ledger(run: Path) -> str | None:
 
 
 def require_same_step(run: Path, point: ResumePoint, report: StepReport) -> None:
-    """Check that a checkpoint belongs to this run, by the ledger's line of its step.
+    """Check that a checkpoint belongs to this run, by the ledger line of its step.
 
     Args:
         report: the learner's report of the last step in the checkpoint that it has loaded.

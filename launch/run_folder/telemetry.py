@@ -57,7 +57,7 @@ from shared.weight_sync.canary import NOISE_FILE
 
 
 class Telemetry:
-    """The recorder of all steps, syncs, reports and checkpoints of a run.
+    """The recorder of a run's steps, weight syncs, held-out reports and checkpoints.
 
     Every line is flushed when it is written.
     """
@@ -106,11 +106,11 @@ class Telemetry:
 
     @property
     def sync_fallback(self) -> str | None:
-        """Why full weights are sent instead of an adapter."""
+        """Why full weights are sent instead of an adapter; None if that is not so."""
         return self._plans.sync_fallback
 
     def go_on(self, point: ResumePoint) -> None:
-        """Cut the files of a run back to the point, and continue them.
+        """Cut a resumed run's files back to its checkpoint, and continue them.
 
         Called after the learner has loaded the checkpoint, so a failed start changes nothing.
         Raises StorageError.
@@ -197,8 +197,9 @@ class Telemetry:
         learner_threads: int,
         examples: ExampleCounts | None = None,
     ) -> None:
-        """Record the engines, and what the results of a learner rank depend on: its number of
-        threads and, with an environment, the number of examples.
+        """Record the engines, the threads of a learner rank, and the number of examples.
+
+        The last two influence results. Only an environment has examples.
         """
         self._plans.placed(algebra, engines)
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
@@ -219,7 +220,7 @@ class Telemetry:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
-        """Write the plan before the step and its metrics after it."""
+        """Write a step's plan before the `with` block, and its metrics after it."""
         self._begin()
         self._plan_lines.write(json.dumps(self._plans.line(plan)) + "\n")
         started_s = time.time()
@@ -228,7 +229,7 @@ class Telemetry:
         self._step_done(record, started_s, time.time())
 
     def waits_for(self, what: str) -> AbstractContextManager[None]:
-        """Show on a terminal what the run waits for in the body."""
+        """Show on a terminal that the run waits for `what` during the `with` block."""
         return self._bar.waits_for(what)
 
     def _begin(self) -> None:
@@ -249,7 +250,7 @@ class Telemetry:
         self._step_done(StepRecord(plan, report, sync=sync), start_s, end_s)
 
     def sync(self, report: SyncReport) -> None:
-        """Record a sync outside of a step, which has just ended, and the measured noise."""
+        """Record a weight sync that has just ended outside of a step, and its canary's noise."""
         self._begin()
         if report.canary_noise is not None:
             noise = report.canary_noise.as_json()
@@ -283,7 +284,7 @@ class Telemetry:
         self._trace_until_now(f"save {checkpoint.name}", seconds)
 
     def saved(self, checkpoint: Path, written: Sequence[Span] = ()) -> None:
-        """Report a complete checkpoint; `written`: when the ranks wrote it in the background."""
+        """Report a complete checkpoint; `written`: when ranks wrote it in the background."""
         self._trace(written)
         self.note(f"saved     {checkpoint}")
 
@@ -328,11 +329,11 @@ class Telemetry:
             self.warn(f"the adapter sync failed, {now}: {sync.fell_back}")
 
     def note(self, text: str) -> None:
-        """Show a line."""
+        """Print a line on the console."""
         self._console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
+        """Print a warning on the console."""
         self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
 
     def _trace(self, spans: Iterable[Span]) -> None:

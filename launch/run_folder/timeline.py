@@ -1,4 +1,4 @@
-"""The timeline of a run, which Perfetto and chrome://tracing open."""
+"""The timeline of a run: a file of time spans that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.run_files import Patience, RunFile, Span, damaged_line, read_line, r
 
 
 class TraceWriter:
-    """A writer of spans in the JSON array form of the Trace Event Format.
+    """The writer of a run's timeline, in the JSON array form of the Trace Event Format.
 
     There is one thread per track; times are in microseconds. The format does not need the closing
     bracket, so the file of a killed run opens as well.
@@ -29,7 +29,7 @@ class TraceWriter:
             self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append the spans. Raises StorageError."""
+        """Append time spans to the timeline. Raises StorageError."""
         for span in spans:
             if span.track not in self._tracks:
                 self._tracks[span.track] = len(self._tracks) + 1
@@ -47,7 +47,7 @@ class TraceWriter:
             self._file.write(",\n" + json.dumps(event))
 
     def complete(self) -> None:
-        """Write the closing bracket, with which the file is JSON as well. Raises StorageError."""
+        """Write the closing bracket, so that the timeline is valid JSON. Raises StorageError."""
         self._file.write("\n]\n")
 
     def close(self) -> None:
@@ -97,9 +97,10 @@ def _tracks_in(path: Path) -> dict[str, int]:
 
 
 def cut_timeline(path: Path, last: str) -> None:
-    """Keep the spans that ended no later than the span whose name begins with `last`.
+    """Cut a timeline after the end of the span whose name begins with `last`.
 
-    Without it no span is kept. Removes the closing bracket. Raises the errors of `read_timeline`.
+    Without such a span none is kept. Removes the closing bracket. Raises the errors of
+    `read_timeline`.
     """
     if path.exists():
         events = read_timeline(path)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
 
 ROW_MULTIPLE = 128
-"""Enlarged embeddings have a multiple of this many rows, for tensor-parallel engines."""
+"""Enlarged embeddings get a multiple of this many rows, for tensor-parallel engines."""
 NUM_FREQUENCIES = 32
 NUM_WAVES = 2 * NUM_FREQUENCIES
 
@@ -73,7 +73,7 @@ class AddOptions(Section):
 
 
 def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
-    """Return mixed cosines and sines over the axis of bins, [C, D]; low frequencies dominate.
+    """Return mixed cosines and sines over the coordinate bins, [C, D]; low frequencies dominate.
 
     Neighbouring bins get similar rows. With 1,000 independent rows, a model first has to learn
     for each bin that 499 is next to 500.
@@ -89,7 +89,7 @@ def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
 def coord_rows(
     rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return the initial rows of the coordinate tokens, float32 [C, D].
+    """Return the initial embedding rows of the coordinate tokens, float32 [C, D].
 
     spread: the digits' mean plus waves, whose size is the digits' distance from their mean. So each
     coordinate token is like a digit, and similar to its neighbours. mean: the mean of all tokens,
@@ -105,7 +105,7 @@ def coord_rows(
 
 
 def make_coord_model(options: AddOptions) -> list[str]:
-    """Write the checkpoint and return lines to print.
+    """Write the checkpoint with coordinate tokens, and return lines to print.
 
     Raises:
         ConfigError: all problems that are found before the weights are loaded, or a tokenizer that

@@ -66,7 +66,7 @@ class _PredictionRow(FileEntry):
 
 
 def read_predictions(path: Path) -> list[ImagePredictions]:
-    """Read a report's `predictions.jsonl`, one image per line.
+    """Read the `predictions.jsonl` of a held-out report, one image per line.
 
     Raises:
         RecordError: a line is malformed, or an image occurs twice.
@@ -91,7 +91,7 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
 
 
 def export_coco(options: ExportOptions) -> CocoResults:
-    """Write the COCO results and return them.
+    """Convert predictions to COCO results; write the results to `options.out` and return them.
 
     Raises:
         RecordError: an input file is malformed.

@@ -49,7 +49,7 @@ PAGES = {
     "environments": ("environments", ("environment",)),
     "job": ("the job", ("cluster", "timeouts", "evaluation", "telemetry")),
 }
-"""Pages of the reference: the file's name, its title and the keys that it explains."""
+"""Pages of the configuration reference: file name, title and the keys that it explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class Key:
 
     @property
     def kind(self) -> str:
-        """Type and default, as a reader needs them."""
+        """Type and default of the key, as text for the reference."""
         if not self.default or self.default == REQUIRED:
             return ", ".join(filter(None, (self.type, self.default)))
         return f"{self.type}; default {self.default}"
 
 
 def keys_of(schema: type[Section] = RunConfig, above: str = "") -> Iterator[Key]:
-    """Yield every key below a section, depth first, in the order of the schema."""
+    """Yield every configuration key below a section, depth first, in the order of the schema."""
     for name, field in schema.model_fields.items():
         description = " ".join((field.description or "").split())
         inside = sections_in(field.annotation)
@@ -91,7 +91,7 @@ def keys_of(schema: type[Section] = RunConfig, above: str = "") -> Iterator[Key]
 
 
 def keys_below(section: str) -> list[Key]:
-    """List the key `section` and all keys below it; all keys for an empty text.
+    """List the configuration key `section` and all keys below it; all keys for an empty text.
 
     Raises:
         ConfigError: there is no such key; the message suggests one.
@@ -107,7 +107,7 @@ def keys_below(section: str) -> list[Key]:
 
 
 def markdown(page: str) -> str:
-    """Write the reference page that this key of `PAGES` names."""
+    """Return the Markdown of the reference page that `PAGES` has under this name."""
     title, sections = PAGES[page]
     others = {one for _, several in PAGES.values() for one in several} - set(sections)
     lines = [f"# Keys: {title}", "", f"From the schema, by `{COMMAND}`."]
@@ -124,7 +124,7 @@ def markdown(page: str) -> str:
 
 
 def write_markdown(folder: Path) -> list[Path]:
-    """Write every page of `PAGES` into the folder, and return their paths."""
+    """Write every reference page of `PAGES` into the folder, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for page in PAGES:

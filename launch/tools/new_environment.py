@@ -24,11 +24,11 @@ FILES = {
     "environment_test.py.txt": "test_NAME.py",
     "environment.yaml.txt": "experiment/NAME.yaml",
 }
-"""Templates, with the path of each in the folder."""
+"""Template files of a new environment, with the path of each result in its folder."""
 
 
 def write_environment(name: str, folder: Path) -> list[Path]:
-    """Write the files and return their paths.
+    """Write the files of a new environment, and return their paths.
 
     Raises:
         ConfigError: the name is not a module name or is taken, or a file exists.

@@ -34,7 +34,7 @@ class RexOmniOptions(Section):
 
 
 def write_tokenizer(folder: Path) -> str:
-    """Write the file and return a line about it.
+    """Write the corrected `tokenizer.json` into a checkpoint's folder; return a line about it.
 
     Raises:
         ConfigError: the file exists, a source file is missing or damaged, or the written tokenizer

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 ALIVE_CHECK_S = 0.5
 SERVER_SHUTDOWN_S = 2
-"""Seconds at the end of the server for open answers, and for an engine that is starting."""
+"""Seconds for a server that ends to finish open answers, or to end a starting engine."""
 FAMILY_SHUTDOWN_S = 3.0
-"""Seconds for an engine's processes to end after SIGTERM."""
+"""Seconds in which an engine's processes must end after SIGTERM."""
 
 
 class ServeOptions(Section):
@@ -109,7 +109,7 @@ class ServeOptions(Section):
 
 
 def settings_of(options: ServeOptions) -> EngineSettings:
-    """Return the settings of the engine. Raises ConfigError with all problems."""
+    """Return the settings of the engine to serve. Raises ConfigError with all problems."""
     problems: list[str] = []
     remedy = "give the run's model.path or a copy of it"
     no_model = list(checkpoint_problems(options.model, key="model", remedy=remedy))
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
-    """Serve an engine with these settings until a signal arrives.
+    """Serve a vLLM engine with these settings over HTTP until a signal arrives.
 
     Raises:
         KeyboardInterrupt: after the signal.

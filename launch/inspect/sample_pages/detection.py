@@ -1,4 +1,4 @@
-"""Renders one sample of one step as a self-contained HTML page."""
+"""Renders one detection sample of a training step as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 class ShapeStyle(NamedTuple):
     label: str
     title: str
-    """Shown when the pointer is over the shape."""
+    """Text shown when the pointer is over the shape."""
     colour: str
     dashed: bool
 
 
 class DrawnShape(NamedTuple):
-    """An object as inline SVG, which is sharp at any size."""
+    """A detected or true object (box, polygon or point), drawn as inline SVG on its image."""
 
     points: str
-    """SVG points, in pixels of the image."""
+    """The vertices in SVG's notation, in pixels of the image."""
     label_position: Markup
-    """SVG attributes: in the shape's upper left corner, within the image."""
+    """SVG attributes that put the label into the shape's upper left corner, within the image."""
     style: ShapeStyle
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """The images of a sample, all of one size in pixels."""
+    """The images of a sample, on which its page draws objects. All have one size in pixels."""
 
     images: tuple[bytes, ...]
-    """Encoded files."""
+    """Encoded image files."""
     width: int
     height: int
 
@@ -91,7 +91,7 @@ class Canvas:
         return [_data_uri(data) for data in self.images]
 
     def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
-        """Return an object as SVG; bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
+        """Draw an object as SVG. Bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
 
         `bins` are x1, y1, x2, y2 of a box; x, y per vertex; or x, y of a point (drawn as a cross).
         """
@@ -140,7 +140,7 @@ def _is_upright(image: Image.Image) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplePage:
-    """The content of a sample page."""
+    """The content of a detection sample's HTML page."""
 
     run: str
     line: RolloutRecord
@@ -148,7 +148,7 @@ class SamplePage:
     prompt: str
     """Output of the chat template, with one placeholder per image."""
     objective: tuple[str, ...]
-    """The active modules of the sample's channel, with their weights."""
+    """The enabled loss modules of the sample's channel, with their weights."""
     notes: tuple[str, ...]
     """Remarks for the reader of the page."""
     codec: TokenCodec

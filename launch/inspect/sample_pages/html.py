@@ -29,7 +29,7 @@ def attribute(text: str) -> Markup:
 
 
 def inline(value: object) -> Markup:
-    """Escape a text for the content of an element; `Markup` stays as it is.
+    """Escape a text for the content of an HTML element; `Markup` stays as it is.
 
     A line feed becomes an arrow and a line break.
     """
@@ -53,7 +53,7 @@ _ENVIRONMENT = Environment(
 
 
 def render(template: str, **values: object) -> str:
-    """Render a template of launch/templates."""
+    """Render the HTML template of this name in launch/templates."""
     return _ENVIRONMENT.get_template(template).render(values)
 
 
@@ -67,35 +67,35 @@ _ENVIRONMENT.filters |= {"attribute": attribute, "counted": counted}
 
 
 class TokenCell(NamedTuple):
-    """A token on a page."""
+    """A token as one cell of a sample page."""
 
     facts: Sequence[str]
-    """Shown when the pointer is over the token."""
+    """Texts shown when the pointer is over the token."""
     content: str | Markup
 
 
 class TokenRun(NamedTuple):
-    """Neighbouring tokens of one colour."""
+    """A stretch of neighbouring tokens of one colour on a sample page."""
 
     tag: str
-    """Class in the style sheet, which sets the hue."""
+    """CSS class of the stretch, which sets the hue."""
     opacity: float | None
     """Strength of the colour, 0..1; None without colour."""
     tokens: Sequence[TokenCell]
     begins_appended: bool = False
-    """Whether a mark before it shows the end of the kept prefix."""
+    """Whether a mark before the stretch shows the end of the answer's kept prefix."""
 
 
 class LegendRow(NamedTuple):
     tag: str
     opacities: Sequence[float | None]
-    """One for each swatch."""
+    """Strength of the colour of each swatch in the row."""
     num_tokens: int
     figures: str
 
 
 def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:
-    """Return a cell with the token's text, or its bytes if they are not valid UTF-8."""
+    """Return a token's cell with its text, or its bytes if they are not valid UTF-8."""
     if not data:
         return TokenCell([*facts, "no text"], Markup('<b class="code">∅</b>'))
     try:
@@ -106,5 +106,5 @@ def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:
 
 
 def opacity_of(share: float) -> float:
-    """Return the opacity, 0.12..0.5, of a share of the strongest value, 0..1."""
+    """Return a token colour's opacity, 0.12..0.5, for a share (0..1) of the strongest value."""
     return 0.12 + 0.38 * share

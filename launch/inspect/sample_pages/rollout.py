@@ -22,7 +22,7 @@ from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, Traj
 
 
 class Use(StrEnum):
-    """How training uses a token; also the class of its run in the style sheet."""
+    """How training uses a token. The values are also the CSS classes of coloured tokens."""
 
     CONTEXT = "context"
     UP = "up"
@@ -32,11 +32,11 @@ class Use(StrEnum):
 
 
 class Credit(NamedTuple):
-    """Use and advantage of a token. Neighbours with equal credit form one run."""
+    """Use and advantage of a token. Neighbours with equal credit are coloured as one stretch."""
 
     use: Use
     advantage: float | None
-    """None for context, and if nothing was scored."""
+    """None for context tokens, and if no reward was computed."""
 
     @property
     def size(self) -> float:
@@ -48,7 +48,7 @@ class Credit(NamedTuple):
 
 class ToolCall(NamedTuple):
     name: str | None
-    """None if the call does not have OpenAI's form; `text` is then the whole call."""
+    """Name of the tool; None if the call lacks OpenAI's form (`text` is then the whole call)."""
     text: str
     id: str | None
 
@@ -74,16 +74,16 @@ class MessageView:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPage:
-    """The content of a rollout page."""
+    """The content of the HTML page of an environment's rollout."""
 
     run: str
     line: TrajectoryRecord
     pieces: Mapping[int, bytes]
     """The UTF-8 bytes of each token of the examples, by token id."""
     objective: tuple[str, ...]
-    """The active modules with their weights."""
+    """The enabled loss modules with their weights."""
     notes: tuple[str, ...]
-    """Remarks on the figures."""
+    """Remarks on the numbers of the page."""
 
     def html(self) -> str:
         line = self.line
@@ -138,7 +138,7 @@ class RolloutPage:
 
 
 def advantages(example: ExampleEntry) -> Sequence[float | None]:
-    """Return the advantage of every token of the example, [L]."""
+    """Return the advantage of every token of a training example, [L]; None without a score."""
     by_token = example["token_advantages"]
     return [example["advantage"]] * len(example["token_ids"]) if by_token is None else by_token
 

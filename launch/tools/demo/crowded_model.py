@@ -44,27 +44,27 @@ TEXT_SETTINGS = {
 """Settings of the language model. Finding one digit among many needs more layers and wider heads
 than the demo (docs/explanation/evidence.md)."""
 BATCH = 8
-"""Scenes per update. The number of updates matters more (docs/explanation/evidence.md)."""
+"""Scenes per optimizer update. The number of updates matters more (docs/explanation/evidence.md)."""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05
 COORD_WEIGHT = 0.3
 COORD_SIGMA = 16.0
-"""Width of a coordinate's target distribution, in bins: 2.6 pixels."""
+"""Standard deviation of a coordinate's target distribution, in bins: 2.6 pixels."""
 
 
 class DenseLabels(NamedTuple):
-    """The labels of a scene's image tokens, in order."""
+    """The labels of a scene's image tokens, in order, for training the vision tower."""
 
     digit: np.ndarray
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
     edges: np.ndarray
     """[TOKENS * TOKENS, 4] float32: distances from the token's centre to the digit's left, upper,
-    right and lower edge, in units of the largest digit's side."""
+    right and lower edge. The unit is the largest digit's side."""
 
 
 def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
-    """Label each token with the digit that contains it and has the nearest centre."""
+    """Label each image token with the digit that contains it and has the nearest centre."""
     middle_T = (np.arange(TOKENS) + 0.5) * (CANVAS / TOKENS)
     digit = np.full((TOKENS, TOKENS), NOTHING)
     edges = np.zeros((TOKENS, TOKENS, 4), dtype=np.float32)
@@ -92,7 +92,7 @@ def make_crowded_model(
     steps: int,
     report: Callable[[str], None],
 ) -> bool:
-    """Write the checkpoint to the folder `out` with `make_once`.
+    """Train the tower and write the checkpoint of crowded scenes to `out` with `make_once`.
 
     Args:
         steps: updates of the tower, each with `BATCH` new scenes of training digits; may be 0.

@@ -65,11 +65,11 @@ TOOLS_CHAT_TEMPLATE = """\
 {%- endif %}
 """
 TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
-"""A tool call in the form of the template and of vLLM's parser `hermes`."""
+"""A tool call in the form of the chat template and of vLLM's parser `hermes`."""
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield texts with all words that the tokenizer must know."""
+    """Yield texts with all words that the demo's tokenizer must know."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
@@ -81,7 +81,7 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 
 
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the special tokens, then a token per word of `tokenizer_texts`.
+    """Return the demo's tokenizer: special tokens, then a token per word of `tokenizer_texts`.
 
     Any other word becomes the unknown token.
     """
@@ -130,7 +130,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
-    """Write the checkpoint to the folder `out` with `make_once`."""
+    """Write the language model's checkpoint to the folder `out` with `make_once`."""
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(tools=tools)

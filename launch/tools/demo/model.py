@@ -36,7 +36,8 @@ MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
-"""Close to 1 / sqrt(HIDDEN). With transformers' 0.02 the weights would first have to grow."""
+"""Standard deviation of random weights, close to 1 / sqrt(HIDDEN). With transformers' 0.02 the
+weights would first have to grow."""
 MAX_LENGTH = 4096
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
@@ -79,7 +80,7 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer_texts(prompt: str) -> Iterator[str]:
-    """Yield texts with all words that the tokenizer must know: prompt, roles and answers.
+    """Yield texts with all words that the demo's tokenizer must know: prompt, roles, answers.
 
     Answers have each geometry and order of fields once.
     """
@@ -165,7 +166,7 @@ def make_config(
     canvas: int = CANVAS,
     text_settings: Mapping[str, object] = NO_SETTINGS,
 ) -> Qwen3VLConfig:
-    """Return the configuration. `text_settings` override keys of the language model."""
+    """Return the demo model's configuration; `text_settings` override the language model's."""
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -226,7 +227,7 @@ def _order_coord_embeddings(
 
 
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
-    """Write the checkpoint to the folder `out` with `make_once`."""
+    """Write the checkpoint of the demo's model to the folder `out` with `make_once`."""
 
     def make(folder: Path) -> None:
         model, processor = random_model(seed, prompt, canvas=CANVAS)
@@ -239,9 +240,9 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 def random_model(
     seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, object] = NO_SETTINGS
 ) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """Return the model and the processor for scenes of `canvas` x `canvas` pixels.
+    """Return a random model and its processor for scenes of `canvas` x `canvas` pixels.
 
-    `text_settings` are the ones of `make_config`.
+    `text_settings`: as in `make_config`.
     """
     tokenizer = make_tokenizer(prompt)
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Makes folders once, atomically, and records the settings that they were made from."""
+"""Makes the demo's folders once, atomically, and records the settings they were made from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
         }.items()
     }
 )
-"""Folders of the shipped experiments, with the arguments of `rollmatch demo` that make them."""
+"""Demo folders that shipped experiments use, with the arguments of `rollmatch demo` for each."""
 UNTRAINED: Mapping[Path, Path] = MappingProxyType(
     {
         Path("outputs/demo") / trained: Path("outputs/demo") / untrained
@@ -45,13 +45,13 @@ UNTRAINED: Mapping[Path, Path] = MappingProxyType(
         }.items()
     }
 )
-"""Models of `DEMO_FOLDERS` that take minutes to train, with an untrained one of equal shape."""
+"""Demo models that take minutes to train, each with an untrained model of equal shape."""
 SETTINGS_FILE = "made_from.json"
 """File in a folder with the settings that it was made from."""
 
 
 def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
-    """Create the folder `out` with `make(folder)`, unless it exists with the same settings.
+    """Create the folder `out` by `make(folder)`, unless it was made with the same settings before.
 
     `make` works in a temporary folder, which is renamed at the end. So `out` is complete if it
     exists. Returns whether the folder is new.
@@ -116,12 +116,12 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
 
 
 def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section with an untrained model, if the run's model does not exist yet.
+    """Return the section `model` with an untrained demo model if its own does not exist yet.
 
     `UNTRAINED` names a model with the same shape and tokenizer.
 
     Args:
-        show: called with a line about it.
+        show: called with a line about the replacement.
     """
     folder = _model_folder(model)
     if folder.exists() or folder not in UNTRAINED:

@@ -29,7 +29,7 @@ GAP = 8
 
 
 def draw_run(run: Path, *, num_scenes: int) -> Path:
-    """Write `demo.png` to the run folder: the first scenes of its first and last report.
+    """Write `demo.png` to the run folder: scenes of its first and last held-out report.
 
     Raises ConfigError if the run has fewer than two reports.
     """
@@ -61,7 +61,7 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
 
 
 def compare_runs(runs: Sequence[Path]) -> list[str]:
-    """Return a line for each run, and a line with the run of the best final class-aware F1.
+    """Return a line on each run, and one that names the run of best final class-aware F1.
 
     Raises ConfigError if a run has no held-out report, or has another initial model or other
     held-out scenes than the first run.

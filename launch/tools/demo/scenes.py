@@ -36,7 +36,7 @@ GRID = 8
 SIZES = (32, 40, 48)
 DEMO_MAX_DIGITS = 4
 DEMO_SPLITS = {"train": slice(0, 1500), "val": slice(1500, 1797)}
-"""The digits of the data set that each split uses."""
+"""The range of scikit-learn's digits that each split of the demo data uses."""
 INK = 96
 """Minimum brightness (of 255) of the pixels inside a digit's outline."""
 MAX_VERTICES = 6
@@ -44,7 +44,7 @@ MAX_VERTICES = 6
 
 CROWDED_CANVAS = 160
 CROWDED_GRID = 4
-"""Half of the model's patch."""
+"""Positions in crowded scenes are multiples of this: half of the model's patch."""
 CROWDED_SIZES = (24, 32, 40, 48)
 MIN_DIGITS = 6
 MAX_DIGITS = 14
@@ -59,20 +59,20 @@ class DemoGeometry(StrEnum):
     BOXES = "boxes"
     POLYGONS = "polygons"
     MIXED = "mixed"
-    """Polygons for odd digits, boxes for even digits."""
+    """Polygons for digits of odd value, boxes for digits of even value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
     scan: np.ndarray
-    """[8, 8] uint8, 0 (paper) to 16."""
+    """Its pixels, [8, 8] uint8, 0 (paper) to 16."""
     name: str
-    """Empty for clutter."""
+    """Name of the digit, such as `six`; empty for clutter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A digit on the canvas: `[left, left + size) x [top, top + size)`, in pixels.
+    """A digit at a place of a scene: `[left, left + size) x [top, top + size)`, in pixels.
 
     Example: `Placed(Digit(scan, "six"), left=40, top=8, size=32, canvas=96)`.
     """
@@ -89,7 +89,7 @@ class Placed:
         return self.digit.name
 
     def overlap(self, other: Placed) -> float:
-        """Return the shared area as a fraction of the smaller digit."""
+        """Return the area shared with another digit, as a fraction of the smaller digit."""
         right = min(self.left + self.size, other.left + other.size)
         bottom = min(self.top + self.size, other.top + other.size)
         width = max(0, right - max(self.left, other.left))
@@ -97,7 +97,7 @@ class Placed:
         return width * height / min(self.size, other.size) ** 2
 
     def bins(self) -> tuple[int, int, int, int]:
-        """Return x1, y1, x2, y2 of the first and last pixel, in norm1000."""
+        """Return x1, y1, x2, y2 of the digit's first and last pixel, in norm1000 (0..999)."""
         last = self.size - 1
         corners = (self.left, self.top, self.left + last, self.top + last)
         return bin_box(corners, width=self.canvas, height=self.canvas)
@@ -108,7 +108,7 @@ class Placed:
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """Return x, y of the ink's convex hull in norm1000, with at most `MAX_VERTICES` vertices.
+        """Return x, y of the ink's convex hull in norm1000 (0..999), at most `MAX_VERTICES` points.
 
         The order is clockwise from the topmost, then leftmost vertex.
         """
@@ -125,7 +125,7 @@ class Placed:
         )
 
     def record_object(self, geometry: DemoGeometry) -> dict[str, object]:
-        """Return the digit as an object of a record."""
+        """Return the digit as an object of a dataset row."""
         is_odd = NAMES.index(self.name) % 2 == 1
         if geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and is_odd):
             return {"poly": self.outline(), "desc": self.name}
@@ -184,7 +184,7 @@ def _somewhere(digit: Digit, size: int, grid: int, canvas: int, rng: np.random.G
 
 
 def demo_scenes(digits: Sequence[Digit], rng: np.random.Generator) -> Iterator[Scene]:
-    """Yield scenes of one to four digits forever."""
+    """Yield endless random demo scenes of one to four digits."""
     while True:
         count = int(rng.integers(1, DEMO_MAX_DIGITS + 1))
         yield _arranged(
@@ -206,7 +206,7 @@ def crowded_scenes(
     fewest: int = MIN_DIGITS,
     most: int = MAX_DIGITS,
 ) -> Iterator[Scene]:
-    """Yield scenes of digits with clutter in the remaining room forever."""
+    """Yield endless random scenes of many digits, with clutter in the remaining room."""
     place = {"grid": CROWDED_GRID, "canvas": CROWDED_CANVAS}
     while True:
         count = int(rng.integers(fewest, most + 1))
@@ -231,7 +231,7 @@ def crowded_scenes(
 
 
 def draw(scene: Sequence[Placed]) -> Image.Image:
-    """Draw the scene in grey. Overlapping digits show the brighter pixel."""
+    """Draw a scene as a grey image. Overlapping digits show the brighter pixel."""
     side = scene[0].canvas
     canvas = np.zeros((side, side), dtype=np.uint8)
     for placed in scene:
@@ -278,7 +278,7 @@ def make_demo_data(
     num_val: int,
     geometry: DemoGeometry = DemoGeometry.BOXES,
 ) -> bool:
-    """Write both splits to the folder `out` with `make_once`."""
+    """Write demo scenes of training and validation to the folder `out` with `make_once`."""
     counts = {"train": num_train, "val": num_val}
 
     def make(folder: Path) -> None:
@@ -303,7 +303,7 @@ def make_crowded_data(
     most: int = MAX_DIGITS,
     phrases: bool = False,
 ) -> bool:
-    """Write `counts` scenes of each split to the folder `out` with `make_once`.
+    """Write `counts` crowded scenes of each split to the folder `out` with `make_once`.
 
     `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, a name in its scene,
     and its objects are only the digits of that name. The scenes are the same.

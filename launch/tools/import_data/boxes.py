@@ -1,4 +1,4 @@
-"""Interprets the four numbers of a box, and checks that the boxes of a file fit.
+"""Interprets the four numbers of a box, and checks that a file's boxes fit their images.
 
 Shape legend: N boxes.
 """
@@ -41,13 +41,13 @@ class BoxUnit(StrEnum):
 
 
 _WHOLE = {BoxUnit.PIXELS: None, BoxUnit.PARTS: 1.0, BoxUnit.THOUSANDTHS: 1000.0}
-"""The number at an image's right and lower border; None: its size in pixels."""
+"""The number at an image's right and lower border, by unit; None: its size in pixels."""
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxReading:
-    """The order and unit of the four numbers of a box.
+    """How a format writes a box: the order and unit of its four numbers.
 
     Example: `BoxReading(BoxOrder.XYXY).box([10, 20, 40, 60])` is `(10, 20, 30, 40)`.
     """
@@ -58,7 +58,7 @@ class BoxReading:
     """Pixel corners count from 1, and the last pixel is inside the box (Pascal VOC)."""
 
     def box(self, numbers: Sequence[float]) -> Box:
-        """Return x, y, w, h in the same unit."""
+        """Convert numbers in this order to x, y, w, h in the same unit."""
         a, b, c, d = numbers
         if self.order is BoxOrder.XYWH:
             return a, b, c, d
@@ -71,7 +71,7 @@ class BoxReading:
         return a, b, c - a, d - b
 
     def numbers(self, box: Box) -> Box:
-        """Return the numbers of `box` in this order."""
+        """Convert a box x, y, w, h to numbers in this order, in the same unit."""
         x, y, w, h = box
         if self.order is BoxOrder.XYWH:
             return x, y, w, h
@@ -95,7 +95,7 @@ PIXELS_XYWH = BoxReading()
 
 
 def is_in_parts(numbers: Sequence[float]) -> bool:
-    """Return whether numbers look like fractions: at most 1, and not all integers."""
+    """Return whether a box's numbers look like fractions: at most 1, and not all integers."""
     return max(numbers) <= 1 and any(value != int(value) for value in numbers)
 
 
@@ -127,12 +127,12 @@ class BoxEvidence:
         self._where: defaultdict[BoxReading, list[str]] = defaultdict(list)
 
     def add(self, reading: BoxReading, box: Box, size: tuple[int, int], where: str) -> None:
-        """Add a box that was read with `reading`, and the size of its image."""
+        """Record a box that was read with `reading`, and the size of its image, as evidence."""
         self._values[reading].extend((*reading.numbers(box), *size))
         self._where[reading].append(where)
 
     def require_fitting(self, file: Path) -> None:
-        """Raise RecordError if the boxes contradict their reading, with the keys to set."""
+        """Raise RecordError, with the keys to set, if recorded boxes contradict their reading."""
         for reading, values in self._values.items():
             table = np.array(values, dtype=np.float64).reshape(-1, 6)
             numbers_N4, sizes_N2 = table[:, :4], table[:, 4:]

@@ -34,7 +34,7 @@ from shared.config.base import ConfigPath
 from shared.errors import RecordError
 
 _Pixels = Annotated[int, Field(gt=0, lt=2**31, strict=False)]
-"""A width or height. Some tools write 640.0."""
+"""A width or height in pixels. Some tools write 640.0."""
 
 
 class CocoImage(FileEntry):
@@ -49,7 +49,7 @@ class CocoImage(FileEntry):
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Return the stated width and height; None: use the size of the image file."""
+        """Return the width and height stated in the file; None: use the image file's size."""
         if self.width is None or self.height is None:
             return None
         return self.width, self.height
@@ -70,7 +70,7 @@ _ROTATION = "rotation"
 
 
 Rings = list[list[float]] | dict[str, object] | None
-"""Rings x, y, ... in pixels, or a mapping with a run-length code."""
+"""A mask: rings x, y, ... in pixels, or a mapping with a run-length code."""
 
 
 class CocoAnnotation(FileEntry):
@@ -84,7 +84,7 @@ class CocoAnnotation(FileEntry):
     rotation: float = 0.0
     """CVAT's `attributes.rotation`: clockwise rotation of the box about its centre, in degrees."""
     unknown_keys: tuple[str, ...] = ()
-    """Unknown keys, including `attributes.name` for unknown attributes."""
+    """Keys that this reader does not know, including `attributes.name` for attributes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,7 +149,7 @@ class CocoFile(FileEntry):
 
     @property
     def first_malformed(self) -> tuple[str, str]:
-        """Return field and problem of the first annotation that cannot be read."""
+        """Return the field and the problem of the first annotation that cannot be read."""
         for index, one in enumerate(self.annotations):
             if isinstance(one, Malformed):
                 field, problem = first_problem(one.error)
@@ -202,7 +202,7 @@ def read_annotations(path: Path) -> CocoFile:
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, object]]:
-    """List the categories for the export. Of equal names, the category in use is kept."""
+    """List a file's categories for the COCO export. Of equal names, the one in use is kept."""
     used = {annotation.category_id for annotation in file.readable}
     in_use_last = sorted(file.categories, key=lambda category: category.id in used)
     id_of = {category.name: category.id for category in in_use_last}
@@ -219,7 +219,7 @@ class CrowdReading(StrEnum):
 
 
 class CocoImport(ImportOptions):
-    """The keys of `format=coco`."""
+    """Options of `rollmatch import-data format=coco`: a file of COCO annotations."""
 
     source_key: ClassVar[str] = "images"
 
@@ -294,7 +294,10 @@ class CocoImport(ImportOptions):
 def source_object(
     annotation: CocoAnnotation, names: dict[int, str], reading: BoxReading
 ) -> SourceObject | ObjectSkip:
-    """Read one annotation; `names` maps category ids to names."""
+    """Convert a COCO annotation to an object, or to a reason to skip it.
+
+    `names` are the names by category id.
+    """
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
     box = reading.box(annotation.bbox)
@@ -324,7 +327,7 @@ def _is_box(
 
 
 class LvisImport(CocoImport):
-    """The keys of `format=lvis`.
+    """Options of `rollmatch import-data format=lvis`: a file of LVIS annotations.
 
     LVIS (Gupta et al., 2019) labels every object of some classes, and lists other classes as
     absent. A row's `classes` lists both, so that `Find every {classes}.` has a complete

@@ -1,4 +1,4 @@
-"""Finds and reads the files of a source, and writes files that appear only when complete."""
+"""Finds and reads files to import, and writes files that appear only when complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 class FileEntry(BaseModel):
-    """An entry of a file. Unknown keys are ignored; numbers must be finite."""
+    """Base of entries of annotation files. Unknown keys are ignored; numbers must be finite."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -43,7 +43,7 @@ def find_file(path: Path) -> Path:
 
 
 def file_key(name: str) -> tuple[str, str]:
-    """Return the stem in Unicode form NFC, and the suffix in lower case."""
+    """Return a file name's stem in Unicode form NFC, and its suffix in lower case."""
     path = PurePath(unicodedata.normalize("NFC", name))
     return path.stem, path.suffix.lower()
 
@@ -62,7 +62,7 @@ def _find_folder(path: Path) -> Path:
 
 @lru_cache(maxsize=8)
 def files_by_suffix(folder: Path) -> Mapping[tuple[str, str], Path]:
-    """Map `file_key` to the files of a folder; the first by name wins."""
+    """Map the `file_key` of each file in a folder to the file; the first by name wins."""
     files = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
     return {file_key(file.name): file for file in files if file.is_file()}
 
@@ -98,7 +98,7 @@ def parse_json(
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Return the field and the message of the first problem, with the number of others."""
+    """Return the field and the message of pydantic's first problem, and how many others exist."""
     first = error.errors(include_url=False)[0]
     # For unions, `loc` contains the tried type: `list[list[float]]`, `dict[str,any]`.
     keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
@@ -112,7 +112,10 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 @contextmanager
 def written_once(path: Path) -> Iterator[IO[str]]:
-    """Open a temporary file. It becomes `path` if the block succeeds, else it is removed."""
+    """Open a temporary file, which becomes `path` if the `with` block succeeds.
+
+    Otherwise it is removed.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:

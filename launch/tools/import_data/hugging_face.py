@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceImport(ImportOptions):
-    """The keys of `format=hf`."""
+    """Options of `rollmatch import-data format=hf`: data sets of the library `datasets`."""
 
     source: Annotated[str, Field(min_length=1, examples=["cppe-5"])]
     """Folder of `save_to_disk`, or a folder or hub id for `datasets.load_dataset`."""

@@ -1,4 +1,4 @@
-"""Converts one annotation in pixels to an object of a record, or to a reason to skip it."""
+"""Converts one annotation in pixels to an object of a dataset row, or to a reason to skip it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HARMLESS_KEYS = frozenset(
 
 
 class WantedGeometry(StrEnum):
-    """The geometry of the records."""
+    """The geometry of the objects to write: boxes or polygons."""
 
     BBOX = "bbox"
-    """Boxes of the annotations."""
+    """Boxes, as annotated."""
     POLY = "poly"
     """Polygons. An annotation without exactly one usable ring is left out."""
     AUTO = "auto"
@@ -57,16 +57,16 @@ class ObjectSkip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceObject:
-    """One annotation as in its file, in pixels or in fractions of its image.
+    """One annotated object as in its file, in pixels or in fractions of its image.
 
     Example: `SourceObject("cat", (10, 20, 30, 40))` is 30 wide and 40 high.
     """
 
     desc: str
     box: tuple[float, float, float, float]
-    """x, y, w, h; half-open."""
+    """x, y, w, h of the box; half-open."""
     rings: Sequence[Sequence[float]] | dict[str, object] | None = None
-    """Rings x, y, ..., or a mapping with a run-length code."""
+    """Mask: rings x, y, ..., or a mapping with a run-length code."""
     is_turned: bool = False
     """Whether it is a rotated box: `box` encloses it, and its corners are the only ring."""
     unknown_keys: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class SourceObject:
     """Why the reader leaves it out. Its box still counts as evidence for the file's box order."""
 
     def scaled(self, width: float, height: float) -> SourceObject:
-        """Multiply x by `width` and y by `height`."""
+        """Return the object with its x multiplied by `width` and its y by `height`."""
         x, y, w, h = self.box
         rings = self.rings
         if isinstance(rings, Sequence):
@@ -83,7 +83,7 @@ class SourceObject:
         return replace(self, box=(x * width, y * height, w * width, h * height), rings=rings)
 
     def upright(self, orientation: int, width: int, height: int) -> SourceObject:
-        """Turn an annotation of a stored image like EXIF turns the image.
+        """Return the object turned like EXIF turns its stored image for display.
 
         Args:
             orientation: EXIF orientation, 1 to 8.
@@ -132,7 +132,7 @@ def turned_box(
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """An annotation that is not trained. Predictions in its region are not counted."""
+    """An annotated region that is not trained. Predictions in the region are not counted."""
 
     reason: ObjectSkip
     region: SourceObject
@@ -142,17 +142,17 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """An object, and what was changed to convert it."""
+    """An object of a dataset row, and what was changed to convert it."""
 
     object: GroundTruthObject
     source: SourceObject
     """The annotation that was converted, in pixels."""
     clamped: bool
-    """Whether the shape reaches beyond its image."""
+    """Whether the shape reached beyond its image and was clamped."""
     simplified: bool = False
     """Whether `max_vertices` removed vertices of the polygon."""
     no_polygon: ObjectSkip | None = None
-    """Why it is a box although polygons were wanted."""
+    """Why the object is a box although polygons were wanted."""
 
 
 def finite(values: Iterable[Any]) -> list[float] | None:

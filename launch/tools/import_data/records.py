@@ -1,4 +1,4 @@
-"""Converts the images and annotations of a reader to records, and counts what is left out."""
+"""Converts the images and annotations of a source to dataset rows, and counts what it skips."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shared.records import GeometryKind, PictureSize, read_image
 
 
 def import_data(options: ImportOptions) -> ImportReport:
-    """Write the records and the files next to them, and return the counts.
+    """Import a source: write its dataset rows and the files next to them; return the counts.
 
     Raises:
         RecordError: the source is malformed or gives no record.

@@ -38,7 +38,7 @@ class _Ref(FileEntry):
 
 
 class RefcocoImport(ImportOptions):
-    """The keys of `format=refcoco`.
+    """Options of `rollmatch import-data format=refcoco`: references ("refs") to COCO objects.
 
     Each sentence of a ref becomes a row. `phrase` is the sentence, and the only object has the
     name of the annotation's category.

@@ -1,4 +1,4 @@
-"""The interface of a reader: its options, and the images and annotations that it finds."""
+"""The interface of a format's reader: its options, and the images and annotations it finds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ImageSkip(StrEnum):
 
 
 class ExifFrame(StrEnum):
-    """The image that annotations refer to, if the file has an EXIF orientation."""
+    """The image to which annotations refer, if its file has an EXIF orientation."""
 
     DISPLAYED = "displayed"
     """The image after EXIF has turned it."""
@@ -61,13 +61,13 @@ class SourceImage:
     sample_id: str
     path: Path
     objects: Sequence[SourceObject | Ignored | ObjectSkip]
-    """Annotations, or the reason to skip one."""
+    """Annotated objects, or for each skipped one the reason."""
     size: tuple[int, int] | None = None
-    """Width and height in pixels as stated by the format; None: use the image file's."""
+    """Width and height in pixels as stated by the source; None: use the image file's."""
     reading: BoxReading = PIXELS_XYWH
     """Order and unit with which the boxes were read."""
     keys: Mapping[str, object] = field(default_factory=dict)
-    """Additional keys of the row: `phrase`, `prompt`, ..., and metadata."""
+    """Additional keys of the dataset row: `phrase`, `prompt`, ..., and metadata."""
     unlabelled: Sequence[str] = ()
     """Partly annotated classes. Predictions of these classes are not counted."""
     skip: ImageSkip | None = None
@@ -76,7 +76,7 @@ class SourceImage:
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Annotations of images that are not in the source."""
+    """The annotations of images that are not in the source: their number and file."""
 
     file: Path
     num_annotations: int
@@ -85,13 +85,13 @@ class Orphans:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The images and annotations that a reader has found."""
+    """The images and annotations that a format's reader has found."""
 
     file: Path
     """The file or folder to name in errors."""
     images: Iterable[SourceImage | Orphans]
     categories: list[dict[str, object]] | None = None
-    """Content of the file of categories; None: number them by name."""
+    """Content of `NAME.categories.json`; None: number the categories by name."""
     notes: tuple[str, ...] = ()
     """Remarks for the user about the source as a whole."""
     written: Path | None = None
@@ -99,7 +99,7 @@ class Source:
 
 
 REPEATED_IMAGE = "image of an earlier row"
-"""A key of `ImportReport.first`."""
+"""A reason in `ImportReport.first`: the image is also the image of an earlier row."""
 EXIF_REMEDY = (
     f"the size does not show whether the boxes of {ImageSkip.ROTATED} images refer to the displayed"
     " or the stored image: set exif=displayed or exif=stored"
@@ -108,7 +108,7 @@ EXIF_REMEDY = (
 
 @dataclass(slots=True)
 class ImportReport:
-    """Counts of images and annotations by outcome."""
+    """Counts of images and annotations of an import, by outcome."""
 
     images: Counter[str] = field(
         default_factory=lambda: Counter(read=0, written=0, turned_by_exif=0, repeated=0)
@@ -134,12 +134,12 @@ class ImportReport:
     notes: tuple[str, ...] = ()
     """Remarks of the reader about the source as a whole."""
     first: dict[str, str] = field(default_factory=dict)
-    """The first image or file with each reason or unknown key."""
+    """The first image or file with each skip reason or unknown key."""
     boxes: BoxEvidence = field(default_factory=BoxEvidence)
     names: set[str] = field(default_factory=set)
-    """Classes of objects and of regions to ignore."""
+    """Class names of objects and of regions to ignore."""
     sample_of: dict[Path, str] = field(default_factory=dict)
-    """The first sample with each image."""
+    """Id of the first sample with each image."""
 
     def skip_image(self, reason: ImageSkip, num_objects: int, where: str) -> None:
         """Count an image that is left out, with its annotations."""
@@ -160,7 +160,7 @@ class ImportReport:
         result: Converted | Ignored | ObjectSkip,
         where: str,
     ) -> None:
-        """Count an annotation of an image that is not skipped."""
+        """Count an annotation, and its conversion, of an image that is not skipped."""
         if isinstance(found, SourceObject):
             self.objects["turned_boxes"] += found.is_turned and isinstance(result, Converted)
             self.unknown_keys.update(found.unknown_keys)
@@ -180,7 +180,7 @@ class ImportReport:
     def add_record(
         self, image: SourceImage, path: Path, converted: list[Converted], where: str
     ) -> None:
-        """Count an image that is written, and its unusual properties."""
+        """Count an image that is written as a dataset row, and its unusual properties."""
         self.images["written"] += 1
         ignored = [one.region.desc for one in image.objects if isinstance(one, Ignored)]
         self.names.update([one.object.desc for one in converted], filter(str.strip, ignored))
@@ -253,13 +253,13 @@ def _no_other_file(out: Path) -> Path:
 
 
 class ImportOptions(Section):
-    """The keys of all formats. A format adds its own keys and `read`."""
+    """Options of `rollmatch import-data` for all formats. A format adds its own and `read`."""
 
     source_key: ClassVar[str] = "source"
     """The key to correct if no image is found."""
 
     format_reading: ClassVar[BoxReading] = PIXELS_XYWH
-    """Order and unit of a box's numbers in the format."""
+    """Usual order and unit of a box's numbers in the format."""
 
     out: Annotated[ConfigPath, AfterValidator(_no_other_file), Field(examples=["data/train.jsonl"])]
     """JSONL file to write, or a folder for it. Image paths in the file are relative to it."""
@@ -299,18 +299,18 @@ class ImportOptions(Section):
 
     @property
     def records(self) -> Path:
-        """Return the file to write."""
+        """Return the JSONL file to write."""
         return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.name}.jsonl"
 
     @property
     def reading(self) -> BoxReading:
-        """Return order and unit of a box's numbers, from the keys or the format."""
+        """Return how the source writes a box, as set by the keys or usual in the format."""
         own = self.format_reading
         return replace(own, order=self.box_order or own.order, unit=self.box_unit or own.unit)
 
     @property
     def name(self) -> str:
-        """Return the name of the records for the case that `out` is a folder."""
+        """Return the name of the JSONL file, without suffix, if `out` is a folder."""
         raise NotImplementedError
 
     def no_coco_results(self, _report: ImportReport, /) -> str | None:
@@ -318,7 +318,7 @@ class ImportOptions(Section):
         return None
 
     def read(self) -> Source:
-        """Open the source. Images are read later, one by one.
+        """Read the annotations to import. Images are read later, one by one.
 
         Raises RecordError or ConfigError if the source cannot be read.
         """

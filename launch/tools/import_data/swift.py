@@ -67,7 +67,7 @@ class _Row(FileEntry):
 
 
 class SwiftImport(ImportOptions):
-    """The keys of `format=swift`.
+    """Options of `rollmatch import-data format=swift`: grounding JSONL of ms-swift.
 
     A row keeps its `system`, and the user's message with its refs filled in as `prompt`. Boxes get
     their names from refs. If the answer has as many refs as boxes, they are paired in order.

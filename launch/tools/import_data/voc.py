@@ -34,7 +34,7 @@ _KNOWN_ATTRIBUTES = frozenset(
 
 
 class VocImport(ImportOptions):
-    """The keys of `format=voc`."""
+    """Options of `rollmatch import-data format=voc`: a Pascal VOC folder."""
 
     format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY, one_based=True)
 

@@ -36,7 +36,7 @@ class _DataFile(FileEntry):
 
 
 class YoloImport(ImportOptions):
-    """The keys of `format=yolo`."""
+    """Options of `rollmatch import-data format=yolo`: a YOLO folder of Ultralytics' layout."""
 
     source: Annotated[ConfigPath, Field(examples=["my_folder"])]
     """Folder with `data.yaml`, or a file of this form."""

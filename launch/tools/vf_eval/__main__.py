@@ -34,9 +34,9 @@ from shared.errors import ConfigError, RecordError
 
 KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a again")
 QUIET_S = 10.0
-"""Minimum time between two messages about retried calls."""
+"""Minimum seconds between two messages about retried calls."""
 PLAIN_S = 10.0
-"""Time for plain functions to return after an interrupt, as threads cannot be stopped."""
+"""Seconds after an interrupt for plain functions to return: threads cannot be stopped."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -49,7 +49,7 @@ files, 130 interrupted.
 
 
 def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[str, object]:
-    """Return the sampling arguments of model calls, with their names in OpenAI's API.
+    """Check sampling arguments for model calls; return them with their names in OpenAI's API.
 
     Raises ConfigError for names and values with which every call would fail.
     """
@@ -83,7 +83,7 @@ def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The options of the command line; None if an option was not given."""
+    """The options of a `vf-eval` command line; None if an option was not given."""
 
     environment: str | None
     env_args: dict[str, object] | None
@@ -95,7 +95,7 @@ class EvalOptions:
     num_examples: int | None
     rollouts_per_example: int | None
     sampling_args: dict[str, object] | None
-    """`-t`, `-T` and `-S`, merged."""
+    """Sampling arguments: `-t`, `-T` and `-S`, merged."""
     tokens: bool
     state_columns: tuple[str, ...] | None
     max_concurrent: int
@@ -114,7 +114,7 @@ class EvalOptions:
 
 
 def read_options(arguments: Sequence[str]) -> EvalOptions:
-    """Read the command line. Exits with 2 if it is malformed, and with 0 after `--help`.
+    """Read `vf-eval`'s command line. Exits with 2 if it is malformed, and with 0 after `--help`.
 
     Raises:
         ConfigError: options contradict each other, or no environment is given.

@@ -1,4 +1,4 @@
-"""The endpoint of `vf-eval`: its address, its key, and a check before the start."""
+"""The model endpoint of `vf-eval`: its URL, its API key, and a check before the start."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ URL_VARIABLE = "OPENAI_BASE_URL"
 OPENAI_URL = "https://api.openai.com/v1"
 LIST_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
-"""Timeout of a call that samples one token."""
+"""Timeout in seconds of a call that samples one token."""
 START_S = 600.0
-"""Maximum time to wait while a server answers 503, because it is loading its model."""
+"""Maximum seconds to wait while a server answers 503, because it is loading its model."""
 START_PAUSE_S = 2.0
-"""Pause between two attempts."""
+"""Seconds between two attempts to reach a server that is loading its model."""
 _NUM_SHOWN = 10
 
 
@@ -43,15 +43,15 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address and its key: `Endpoint("http://127.0.0.1/v1", "none", "OPENAI_API_KEY")`."""
+    """URL and API key of a model: `Endpoint("http://127.0.0.1/v1", "none", "OPENAI_API_KEY")`."""
 
     url: str
     key: str
-    """The text `none` if no key is needed."""
+    """The API key; the text `none` if no key is needed."""
     key_variable: str
 
     def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
-        """Return a client, to be closed. It does not retry: rollouts retry and log it."""
+        """Return a client, which the caller closes. It does not retry: rollouts do, and log it."""
         # A proxy from the environment cannot reach this machine's own address.
         http_client = None
         if is_loopback(urlsplit(self.url).hostname or ""):
@@ -68,7 +68,7 @@ class Endpoint:
 def find_endpoint(
     url: str | None, key_variable: str | None, environ: Mapping[str, str]
 ) -> Endpoint:
-    """Return the endpoint given by the options and environment variables.
+    """Return the model endpoint that options and environment variables give.
 
     Raises:
         ConfigError: the address is invalid, or the variable of a required key is not set.
@@ -160,7 +160,7 @@ async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> 
 
 
 async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:
-    """Return the names of the models, or None without a list. Raises like `find_model`."""
+    """Return the names of the endpoint's models; None without a list. Raises like `find_model`."""
     try:
         with _translated_errors(endpoint):
             page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()

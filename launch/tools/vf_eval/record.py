@@ -46,7 +46,7 @@ class EvaluationSettings:
 
     @classmethod
     def from_options(cls, options: EvalOptions) -> EvaluationSettings:
-        """Return the settings of a new evaluation."""
+        """Return the settings of a new evaluation with these options."""
         assert options.environment is not None, "required unless an evaluation is resumed"
         return cls(
             environment=options.environment,
@@ -61,7 +61,7 @@ class EvaluationSettings:
         )
 
     def resumed(self, options: EvalOptions, folder: Path) -> EvaluationSettings:
-        """Return these settings with the endpoint and the sizes of the options.
+        """Return the settings of a resumed evaluation: the endpoint and the sizes are the options'.
 
         Raises:
             ConfigError: another given option differs from these settings.
@@ -159,7 +159,7 @@ def missing_rollouts(
     *,
     by_example: bool,
 ) -> list[tuple[int, int]]:
-    """Return (example, rollout) of each rollout that is missing or failed.
+    """Return (example, rollout) of each rollout of an evaluation that is missing or failed.
 
     Args:
         names: name of each row; rows with the same name belong to one example.

@@ -26,7 +26,7 @@ NAME = "rollouts.jsonl"
 
 
 class KeptState(TypedDict):
-    """The fields of a state that scores and datasets need, converted by `plain`.
+    """The fields of a rollout's state that scores and datasets need, converted by `plain`.
 
     The fields named by `-C` are kept too.
     """
@@ -54,7 +54,7 @@ class KeptState(TypedDict):
 
 
 class FinishedRollout(BaseModel):
-    """A line of the file.
+    """A finished rollout: a line of `rollouts.jsonl`.
 
     Example: example 3, rollout 1, state {"reward": 0.5, "metrics": {"exact": 0.5}, ...}.
     """
@@ -68,7 +68,7 @@ class FinishedRollout(BaseModel):
     rollout: NonNegativeInt
     """Index of the rollout among the rollouts of the example."""
     row: str
-    """`digest` of the input, to detect a changed dataset when an evaluation is resumed."""
+    """`digest` of the row's input, to detect a changed dataset in a resumed evaluation."""
     state: KeptState
     prompt_tokens: int | None
     """Tokens read in all model calls; None if the endpoint does not count them."""
@@ -104,7 +104,7 @@ class FinishedRollout(BaseModel):
         return self.state["error"]
 
     def full_state(self) -> State:
-        """Return the state, with defaults for the fields that were not kept."""
+        """Return the rollout's state, with defaults for the fields that were not kept."""
         return State({"is_completed": True, "trajectory": [], "advantage": None, **self.state})
 
 
@@ -130,7 +130,7 @@ def count_tokens(state: State) -> tuple[int | None, int | None]:
 
 
 class ResultsFile:
-    """`rollouts.jsonl` of an evaluation, locked by this process; a context manager."""
+    """The `rollouts.jsonl` of an evaluation, locked by this process; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         """Open the file, and remove an incomplete last line.
@@ -176,7 +176,7 @@ class ResultsFile:
 
 
 def read_rollouts(path: Path) -> list[FinishedRollout]:
-    """Return the rollouts of all lines. Raises RecordError at the first damaged line."""
+    """Return all rollouts of a `rollouts.jsonl`. Raises RecordError at the first damaged line."""
     rollouts: list[FinishedRollout] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -190,7 +190,7 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
 def first_problem(
     error: ValidationError, path: Path, whole: str, remedy: str, *, line: int | None = None
 ) -> RecordError:
-    """Return the first error of pydantic as RecordError; `whole` is the name without a field."""
+    """Return pydantic's first error as RecordError; `whole` names an error without a field."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"])) or whole
     return RecordError(first["msg"], field=field, remedy=remedy, file=str(path), line=line)

@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 
 
 class EvalRun:
-    """One call of `vf-eval`."""
+    """One call of the command `vf-eval`, which evaluates a model in an environment."""
 
     def __init__(
         self, options: EvalOptions, evaluation: EvaluationSettings, environment: Environment
@@ -55,7 +55,7 @@ class EvalRun:
         return self._environment.cleanup_timeout_s
 
     async def evaluate(self) -> None:
-        """Generate the missing rollouts. If it fails, finished rollouts are kept.
+        """Generate the evaluation's missing rollouts. If it fails, finished rollouts are kept.
 
         Raises:
             ConfigError, RecordError, StorageError, UnreachableError: the evaluation cannot
@@ -202,7 +202,7 @@ class EvalRun:
             await list_models(client, self._endpoint)
 
     def report(self) -> int:
-        """Show the scores, and save and push them on request. Returns the exit status."""
+        """Print the evaluation's scores; save and push them on request. Returns the exit status."""
         assert self.folder is not None, "set by evaluate"
         evaluation = self._evaluation
         wall_s = time.perf_counter() - self._start_s

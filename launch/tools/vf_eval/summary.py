@@ -35,7 +35,7 @@ def results_of(
     wall_s: float,
     date: str,
 ) -> GenerateOutputs:
-    """Return the results like `Environment.evaluate`, for rollouts of one or several calls.
+    """Return results as `Environment.evaluate` does, for rollouts of one or several calls.
 
     States contain only the fields that were kept.
     """
@@ -83,7 +83,7 @@ def _transcript(messages: Messages) -> str:
 
 
 class ScoreSummary(NamedTuple):
-    """The summary of a reward or a metric."""
+    """The summary of a reward or a metric over an evaluation's rollouts."""
 
     mean: float
     error: float | None
