@@ -23,7 +23,10 @@ _MAX_EXPONENT = 200.0
 
 @dataclass(frozen=True, slots=True)
 class OTSettings:
-    """Settings of the optimal transport, from the section `rollout_matching`."""
+    """Settings of the optimal transport between predicted and ground-truth polygons.
+
+    They come from the section `rollout_matching` of the configuration.
+    """
 
     cost: str
     """`l1` or `l2`: the distance of two points in bins, not squared."""
@@ -35,7 +38,7 @@ class OTSettings:
     """Upper limit of `epsilon`, as a multiple of the ground truth's size; None: no limit."""
 
     def epsilon_of(self, ground_truth: Shape) -> float:
-        """Return the epsilon for a ground truth.
+        """Return the entropy weight for a ground-truth polygon: `epsilon`, capped by its size.
 
         Its size is the shorter side of its enclosing box, in bins, and at least 1. The longer side
         or the area would give an epsilon that merges the two long edges of a thin shape.
