@@ -254,8 +254,7 @@ class Target:
     coord_positions: tuple[int, ...]
     """[S], ascending: positions of the supervised coordinate tokens, object after object."""
     coord_targets: tuple[float, ...]
-    """[S], 0..999: the bin to learn at each slot. Targets of optimal transport can be fractional.
-    """
+    """[S], 0..999: the bin to learn at each slot; fractional if from optimal transport."""
     box_slots: tuple[int, ...]
     """Indices into [S], ascending: the first slot of each supervised box whose ground truth is a
     box."""
