@@ -158,8 +158,9 @@ def save_as_published(
 def require_same_config(folder: Path, base: BaseFiles) -> None:
     """Check that transformers reads the same configuration from a saved checkpoint as from `base`.
 
-    `folder` is the saved checkpoint, `base` has the files of the initial checkpoint. Number types and tied weights may differ (see `BaseFiles.write`). Raises ConfigError with the
-    keys that differ.
+    `folder` is the saved checkpoint, `base` has the files of the initial checkpoint. Number types
+    and tied weights may differ (see `BaseFiles.write`). Raises ConfigError with the keys that
+    differ.
     """
     original = folder / "base"
     original.mkdir()
@@ -186,9 +187,9 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 def flush(*paths: Path) -> None:
     """Flush files of a checkpoint to disk, and give them their folder's permissions.
 
-    So a power failure cannot leave a checkpoint without them under its final name. Folders are skipped. A rank
-    passes only its own files: other ranks' files may appear and vanish meanwhile, and only the node
-    that wrote a file can flush it.
+    So a power failure cannot leave a checkpoint without them under its final name. Folders are
+    skipped. A rank passes only its own files: other ranks' files may appear and vanish meanwhile,
+    and only the node that wrote a file can flush it.
     """
     for path in paths:
         if path.is_file():

@@ -235,8 +235,8 @@ def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> N
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     """Load the checkpoint `model.path` on `device` for training, as the run configures it.
 
-    Frozen parameters do not require a gradient. Set torch's seed and thread count for this process. Raises ConfigError if the checkpoint cannot
-    be read or trained.
+    Frozen parameters do not require a gradient. Set torch's seed and thread count for this process.
+    Raises ConfigError if the checkpoint cannot be read or trained.
     """
     tokens = load_tokens(config)
     path = Path(config.model.path)

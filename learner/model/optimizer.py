@@ -206,8 +206,8 @@ class Optimizer:
         """Update the weights with the gradients of all ranks, then drop the gradients.
 
         The gradients are summed over the ranks, divided by `denominator` and clipped. If the
-        gradient is not finite, the update is skipped: weights and moments do not change. All
-        ranks have the same sum and decide alike. Raises LearnerError after more than
+        gradient is not finite, the update is skipped: weights and moments do not change. All ranks
+        have the same sum and decide alike. Raises LearnerError after more than
         `training.max_nonfinite_updates` consecutive skipped updates.
 
         Args:

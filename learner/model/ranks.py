@@ -98,8 +98,9 @@ class LearnerDevice:
 class Ranks:
     """The learner ranks of a run, and their collective operations, such as sums of gradients.
 
-    `Ranks()` stands for a single rank. All methods except `of_phase` and `pop_spans` are collectives: all ranks call them in the same
-    order. If a rank does not join, the others raise CollectiveError after `timeout_s`.
+    `Ranks()` stands for a single rank. All methods except `of_phase` and `pop_spans` are
+    collectives: all ranks call them in the same order. If a rank does not join, the others raise
+    CollectiveError after `timeout_s`.
 
     Example: with rank 0 holding 3 and rank 1 holding 5, `ranks.sum(...)` is 8 on both.
     """
@@ -339,8 +340,8 @@ def join_ranks(
 def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
     """Open the process group of the learner ranks: gloo for host memory, NCCL for GPUs.
 
-    It is not torch's default group, because an engine in the same process may open that one.
-    NCCL was not tested on a GPU.
+    It is not torch's default group, because an engine in the same process may open that one. NCCL
+    was not tested on a GPU.
     """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO

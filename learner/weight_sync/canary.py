@@ -24,7 +24,8 @@ from shared.weight_sync.phases import SyncPhase
 class Canary:
     """A prompt and the beginning of a response, with which every weight sync is verified.
 
-    After a sync, learner and engines compute its log-probabilities, which must agree. Raises ConfigError if the noise file in `run_dir` is damaged.
+    Learner and engines compute its log-probabilities with the new weights, and these must agree.
+    Raises ConfigError if the noise file in `run_dir` is damaged.
     """
 
     loaded: LoadedModel
