@@ -70,8 +70,8 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """The weight of serialised ground truth, coordinates in digits, supervised separators, closing
-    brace and EOS; 0 if no text is supervised."""
+    """The weight of serialised ground truth and supervised separators, coordinates in digits,
+    closing brace and EOS. It is 0 if no text is supervised."""
     matched_desc: float = 0.0
     """The weight of labels that correct the desc of a matched object."""
     fp_end: float = 1.0
@@ -189,8 +189,8 @@ class ParsedAndMatched:
 
     parsed: ParsedRollout
     kept: ParsedRollout
-    """The part of `parsed` that the target begins with: all of it, unless false positives after the
-    last supervised object were trimmed."""
+    """The part of `parsed` that the target begins with. It is `parsed` itself, unless false
+    positives after the last supervised object were trimmed."""
     match: MatchResult
     supervised: tuple[MatchedPair, ...]
     """The matched pairs whose slots are supervised, in order of predictions."""

@@ -111,7 +111,7 @@ class LoadedModel(LoadedTokens):
     coord_ids_C: torch.Tensor
     """int64 [1000]: the token id of each coordinate bin; int64 [0] without coordinate tokens."""
     fresh_tokens: FreshTokens | None
-    """Token ids whose new embeddings this run does not train; None if it trains them."""
+    """Token ids that an adapter on this run's checkpoints must train; None if there are none."""
 
     @property
     def rope_index(self) -> RopeIndex | None:

@@ -84,8 +84,8 @@ class LogitReading(NamedTuple):
     log_normalizers_N: tuple[torch.Tensor, ...]
     """`logsumexp(logits / T)` without the excluded ids, in the order of `normalizers`."""
     picked_logits_MJ: torch.Tensor | None
-    """J = K + 1: the logits of the picked tokens, and the logit of a single token with the
-    probability of all others together."""
+    """J = K + 1: the logits of the picked tokens, then one logit that stands for all other tokens
+    together."""
 
 
 def read_logits(
