@@ -194,7 +194,10 @@ class LearnerActor:
         self._rank = LearnerRank(PictureShelf(ray.put), ray.get)
 
     def run(self, task: Callable[..., T], *arguments: Any) -> T:
-        """Call `task(rank, *arguments)`. Ray has already replaced references by their values."""
+        """Call the driver's function `task(rank, *arguments)`, and return its result.
+
+        Ray has already replaced object references in `arguments` by their values.
+        """
         return task(self._rank, *arguments)
 
     def run_kept(self, task: Callable[..., list[T]], *arguments: Any) -> tuple[list[T], int]:
@@ -207,7 +210,10 @@ class LearnerActor:
 
     @ray.method(concurrency_group=STOPPING)
     def run_at_once(self, task: Callable[[LearnerRank], T]) -> T:
-        """Call `task(rank)` in a second thread, even while another function runs."""
+        """Call the driver's function `task(rank)` at once in a second thread.
+
+        It does not wait for the function that runs in the learner's thread.
+        """
         return task(self._rank)
 
 

@@ -36,14 +36,14 @@ class ModelInputs(NamedTuple):
     """Tensor arguments of the model's forward for one packed row. There is no attention mask."""
 
     input_ids: torch.Tensor
-    """int64 [1, T]"""
+    """int64 [1, T]: the token ids of the row."""
     position_ids: torch.Tensor
     """int64 [1, T]. They restart in each segment; transformers finds the segments by the restarts.
     With M-RoPE [4, 1, T]: the same, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
-    """float32 [R, D]; [0, 0] in a row without images."""
+    """float32 [R, D]: R patches or tiles of images, D values each; [0, 0] without images."""
     image_grid_thw: torch.Tensor
-    """int64 [I, 3]"""
+    """int64 [I, 3]: the number of patches of each image (`EncodedPrompt.image_grid_I3`)."""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return pixels and image grids as keyword arguments of the model's forward.
@@ -73,8 +73,8 @@ class PackedRow:
     segments: tuple[Segment, ...]
     inputs: ModelInputs
     positions_N: torch.Tensor
-    """int64, ascending: the row positions whose logits are needed. A position occurs twice if one
-    token is taught there and another, the row's next token, is compared with the engine's."""
+    """int64, ascending: the row positions whose logits are computed. A position occurs twice if one
+    token is taught there, and another (the row's next token) is compared with the engine."""
     token_ids_N: torch.Tensor
     """int64: the token that each position predicts (the row's next token, or a label override)."""
     supervision: Supervision

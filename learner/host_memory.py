@@ -22,9 +22,9 @@ class NodeMemory:
     """
 
     needed: int
-    """Bytes that all ranks of the node need together."""
+    """Bytes that all learner ranks of the node need together."""
     available: int
-    """The fewest bytes that any rank of the node sees: a container may limit its rank."""
+    """Available bytes, as seen by the rank that sees the fewest: its container may limit it."""
 
     @classmethod
     def scarcest(

@@ -162,7 +162,7 @@ class CarryBuffer(Generic[SizedT]):
         self._segments.append(segment)
 
     def segments(self) -> tuple[SizedT, ...]:
-        """Return the waiting segments, oldest first."""
+        """Return the segments that wait in the buffer, oldest first."""
         return tuple(self._segments)
 
     def pop_row(self) -> list[SizedT]:

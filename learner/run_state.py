@@ -139,7 +139,7 @@ class RankState:
 
 
 def missing_parts(folder: Path, world_size: int) -> list[str]:
-    """Return the paths of the ranks' state files that are missing in a checkpoint's folder."""
+    """Return the paths of the learner ranks' state files that a checkpoint's folder lacks."""
     paths = [_path(folder, rank, "json") for rank in range(world_size)]
     return [str(path) for path in paths if not path.is_file()]
 

@@ -182,7 +182,7 @@ class Saving:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return one checksum over this rank's shards of the tensors, in their order."""
+    """Return one checksum over tensors in order; of sharded tensors, over this rank's part."""
     result = BucketChecksum()
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor

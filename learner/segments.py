@@ -49,10 +49,10 @@ class EncodedPrompt:
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
-    """float [R, D]; [0, 0] without images."""
+    """float [R, D]: R patches or tiles of the images, D values each; [0, 0] without images."""
     image_grid_I3: torch.Tensor
-    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`), or number of
-    tiles, tokens down a tile and tokens across it."""
+    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`). For models
+    with tiles: number of tiles, tokens down a tile and tokens across it."""
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
@@ -171,7 +171,7 @@ class PromptEncoder:
         return len(self.request_ids(sample)) + len(sample.images) * added
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """Encode the prompt and its images.
+        """Return a sample's prompt as tokens, with its images as pixels.
 
         Raises RecordError if an image file is missing or changed, or if the checkpoint's processor
         does not accept its size.

@@ -63,9 +63,9 @@ class RowResult:
     """
 
     loss: float
-    """The row's part of the step's loss, before the division at the step's end."""
+    """The row's part of the step's loss, which is divided only at the step's end."""
     terms: dict[str, float]
-    """`loss/...` metrics, to be summed over the rows of a step."""
+    """The row's part of each `loss/...` metric. The step's metric is the sum over its rows."""
     diagnostics: dict[str, SlotMean]
     """Metrics of the channel's diagnostics (metrics without a loss), by name."""
     compared_logprobs_K: torch.Tensor

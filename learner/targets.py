@@ -38,13 +38,14 @@ class TokenRole(IntEnum):
     NEUTRAL = 0
     """Sampled text without supervision: unmatched objects, separators, matched objects' descs."""
     STRUCTURE = 1
-    """Serialised ground truth with keys and separators; the opening brace if it was not sampled."""
+    """Text of serialised ground truth, with keys and separators; an opening brace that was not
+    sampled."""
     DESC = 2
     """Overlaps the class name (value of `desc`) of a serialised ground-truth object."""
     MATCHED_STRUCTURE = 3
     """The sampled JSON value `{...}` of a matched object, without desc and coordinate tokens."""
     COORD = 4
-    """A coordinate slot. `coord_reg` and `bbox_geo` train it, not `token_ce`."""
+    """A coordinate token to learn. `coord_reg` and `bbox_geo` train it, not `token_ce`."""
     CLOSING = 5
     """The end of the whole answer (such as its closing top-level brace), or EOS."""
     SEPARATOR = 6
@@ -133,14 +134,14 @@ class TargetSettings:
     transport: OTSettings
     """Settings of the optimal transport for matched polygons."""
     trims_false_positives: bool = False
-    """Keep the rollout only up to its last supervised object."""
+    """Whether the target keeps the rollout only up to its last supervised object."""
     supervises_separators: bool = False
-    """Teach the token that continues the answer if a supervised object follows."""
+    """Whether the token that continues the answer is taught if a supervised object follows."""
     corrects_names: bool = False
-    """Teach the ground truth's desc if a supervised object's desc differs."""
+    """Whether a supervised object whose desc differs from the ground truth's is taught that one."""
 
     def for_pictures(self, resize: PictureResize) -> TargetSettings:
-        """Return the settings for a model that sees images resized by `resize`."""
+        """Return these settings for a model whose processor resizes images with `resize`."""
         return replace(self, answer_format=self.answer_format.for_pictures(resize))
 
     def with_gate(self, maskiou_gate: float) -> TargetSettings:
@@ -193,9 +194,9 @@ class ParsedAndMatched:
     positives after the last supervised object were trimmed."""
     match: MatchResult
     supervised: tuple[MatchedPair, ...]
-    """The matched pairs whose slots are supervised, in order of predictions."""
+    """The matched pairs whose coordinates are supervised, in order of predictions."""
     excluded: tuple[MatchedPair, ...]
-    """The matched pairs whose slots cannot be supervised. Their ground truth is appended."""
+    """The matched pairs whose coordinates cannot be supervised. Their ground truth is appended."""
     appended: tuple[int, ...]
     """Indices of the ground-truth objects that were appended to the answer, ascending."""
     appended_text: str
@@ -248,7 +249,7 @@ class Target:
 
     sample_id: str
     token_ids: tuple[int, ...]
-    """[L], EOS last."""
+    """[L]: the tokens to learn, EOS last."""
     roles: np.ndarray
     """uint8 [L]: the `TokenRole` of each token."""
     coord_positions: tuple[int, ...]
@@ -256,8 +257,8 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: the bin to learn at each slot; fractional if from optimal transport."""
     box_slots: tuple[int, ...]
-    """Indices into [S], ascending: the first slot of each supervised box whose ground truth is a
-    box."""
+    """Ascending indices into `coord_positions`: the first coordinate of each supervised box whose
+    ground truth is a box."""
     compared_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `compared_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None

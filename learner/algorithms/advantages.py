@@ -84,7 +84,7 @@ class TokenAdvantages:
     engine_logprobs: tuple[float, ...]
     """[M]: each token's log-probability in the distribution that the engine sampled from."""
     advantages: tuple[float, ...]
-    """[M], computed from the rewards."""
+    """[M]: each token's advantage from the rewards, without the teacher's part."""
     weights: tuple[float, ...]
     """[M]: the weight of each token in the step's loss, which is a sum over tokens."""
     calls: tuple[int, ...]
@@ -108,7 +108,7 @@ class AdvantageEstimator:
 
     config: PolicyGradientConfig
     max_new_tokens: int
-    """The divisor of `normalize: constant`."""
+    """Longest answer in tokens: with `normalize: constant` each token weighs 1 / this number."""
     teacher: TeacherSection | None = None
     """The section with the weights of teacher and reward; None without a teacher."""
 

@@ -266,7 +266,7 @@ class Augmenter:
 
 
 class AugmentedAhead:
-    """Threads that augment the samples of the next step during the current step.
+    """Threads that augment the training samples of the next step during the current step.
 
     At most the samples of one step wait for `take`.
     """

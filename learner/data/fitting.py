@@ -86,7 +86,7 @@ class Fitting(NamedTuple):
     measures: Measures
     """The sizes: value i of each column belongs to sample i."""
     taught: bool
-    """Whether the objects become targets; False for held-out samples."""
+    """Whether the samples' objects are learned (become targets); False for held-out samples."""
 
 
 def require_train_lengths(

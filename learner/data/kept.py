@@ -24,7 +24,7 @@ from learner.model.checkpoint_folder import open_as_folder
 _LOGGER = logging.getLogger(__name__)
 
 READER_VERSION = 1
-"""Version of the code that reads, checks and encodes rows and images; part of every key.
+"""Version of the code that reads, checks and encodes rows and images; part of every cache key.
 
 Raise it if the same files give different samples, measures or messages.
 `tests/learner/data/test_reader_version.py` fails for most such changes. It does not check the
@@ -38,7 +38,7 @@ Fingerprint = list[int]
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Read size and times of a file, or return None if it does not exist."""
+    """Return size and times of a file, which show whether it has changed; None if it is missing."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
@@ -63,7 +63,7 @@ def kept_file(data_file: Path, kind: str) -> Path:
 
 
 class Kept(NamedTuple):
-    """The content of a cache file."""
+    """The content of a cache file, which `keep` wrote."""
 
     arrays: dict[str, np.ndarray]
     rest: Any

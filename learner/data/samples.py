@@ -107,7 +107,7 @@ def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint
 
 
 def image_size(data: bytes) -> PictureSize:
-    """Decode an image and return its displayed size. Raises ValueError with the reason."""
+    """Decode an image and return its displayed size. Raises ValueError if it cannot be decoded."""
     # The whole image is decoded, because the header does not show whether the file is truncated.
     try:
         with open_picture(data) as image:
@@ -122,7 +122,7 @@ def image_size(data: bytes) -> PictureSize:
 
 
 def header_size(path: Path) -> PictureSize:
-    """Read the size of an image file from its header. Raises ValueError with the reason."""
+    """Read the size of an image from its file's header. Raises ValueError if it cannot be read."""
     try:
         with open_picture(path) as image:
             size = PictureSize(*image.size, orientation_of(image))

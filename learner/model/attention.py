@@ -45,7 +45,7 @@ def register_segment_attention() -> None:
 
 
 def attend_by_segments(model: PreTrainedModel) -> None:
-    """Configure `model` and its vision tower to use this module's attention."""
+    """Make `model` and its vision tower compute attention in each segment of a row separately."""
     register_segment_attention()
     config = model.config
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):

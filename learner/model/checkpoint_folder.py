@@ -24,7 +24,7 @@ _JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json
 
 
 def open_as_folder(*files: Path) -> None:
-    """Give these files the read and write permissions of their folder.
+    """Give files that were just written the read and write permissions of their folder.
 
     Packages that write to a temporary name first (safetensors, tempfile) permit access only to the
     owner, whatever the umask is.

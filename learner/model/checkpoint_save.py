@@ -28,7 +28,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy these tensors. Views of the same elements share a copy."""
+        """Copy these tensors to host memory. Views of the same elements share a copy."""
         # Keep references to the tensors, so that no other tensor can reuse their addresses.
         self._kept: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in tensors:
@@ -48,7 +48,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 class CheckpointSave:
-    """One rank's part of saving a checkpoint that all ranks write into one folder.
+    """One learner rank's part of saving a checkpoint, which all ranks write into one folder.
 
         write                    the run waits
         begin -> complete, ...   a thread writes; call `complete` until it returns True

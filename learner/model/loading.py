@@ -67,7 +67,7 @@ class PatchProjection(nn.Conv3d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Project patches [R, C, T, H, W] of the kernel's size to [R, E, 1, 1, 1]."""
+        """Return the embeddings [R, E, 1, 1, 1] of R image patches [R, C, T, H, W]."""
         projected_RE = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
         return projected_RE[:, :, None, None, None]
 

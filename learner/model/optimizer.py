@@ -99,7 +99,7 @@ class UpdateResult:
     """
 
     grad_norm: float
-    """Gradient norm before clipping. Not finite if the update was skipped."""
+    """Norm of the gradient before it is clipped. Not finite if the update was skipped."""
     learning_rate: float
     """Learning rate of the parts of the model that have no separate rate."""
     part_learning_rates: dict[ModelPart, float]

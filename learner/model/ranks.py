@@ -86,7 +86,7 @@ class LearnerDevice:
             torch.backends.cudnn.allow_tf32 = False
 
     def wait(self) -> None:
-        """Wait until all work that this thread has queued on the device is done.
+        """Wait until the device has finished all work that this thread has queued on it.
 
         When `Optimizer.update` returns, the update is only queued. Another stream or process that
         reads the weights then could see the previous step's weights.
@@ -138,7 +138,7 @@ class Ranks:
         return self._reduced([value], ReduceOp.MAX)[0]
 
     def all_of(self, value: int) -> list[int]:
-        """Return every rank's value, in rank order."""
+        """Return the `value` that each rank passes, as a list in rank order."""
         own = [value if rank == self.rank else 0 for rank in range(self.world_size)]
         return self._reduced(own, ReduceOp.SUM)
 

@@ -85,7 +85,7 @@ class Parallel:
         return flag
 
     def check(self) -> None:
-        """Raise LearnerError if the ranks do not hold the same weights."""
+        """Raise LearnerError if this rank's weights differ from the other ranks'."""
         # A sample of each parameter is enough: a different update changes all of them.
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum)
@@ -101,7 +101,7 @@ class Parallel:
         return None
 
     def release(self) -> None:
-        """Free the gathered weights."""
+        """Free the weights that `gather` has collected."""
 
 
 class ShardedModel(Parallel):

@@ -53,7 +53,7 @@ class TeacherSupervision(NamedTuple):
     """A teacher model's log-probabilities of a row's sampled tokens, one column per field."""
 
     logprobs: torch.Tensor
-    """float32 [M]"""
+    """float32 [M]: the teacher's log-probability of each token."""
     weight: torch.Tensor
     """float32 [M]: factor of `log p_teacher - log p_learner` in the advantage."""
 
@@ -66,8 +66,8 @@ class LearnedSupervision(NamedTuple):
     engine_logprobs: torch.Tensor
     """float32 [M]: each token's log-probability in the distribution that the engine sampled."""
     advantage: torch.Tensor
-    """float32 [M], computed from the rewards. `learner.objectives.policy_gradient.advantages` adds
-    the teacher's part."""
+    """float32 [M]: each token's advantage from the rewards. The teacher's part is added by
+    `learner.objectives.policy_gradient.advantages`."""
     weight: torch.Tensor
     """float32 [M]: the token's weight in the step's loss, which is a sum over tokens. With
     `normalize: step` the weights of a model call add up to 1, with `rollout` the weights of a
@@ -180,12 +180,12 @@ class RowValues:
     reference: ReferenceValues | None = None
     """Log-probabilities of the same row under the run's initial weights."""
     top_logprobs_MJ: torch.Tensor | None = None
-    """Log-probabilities of the reference's most probable tokens (`reference.top_ids_MT`), and of
-    all other tokens together."""
+    """The learner's log-probabilities of the reference's most probable tokens
+    (`reference.top_ids_MT`), and of all other tokens together."""
 
 
 class ObjectiveLoss(NamedTuple):
-    """The loss of one objective for one packed row.
+    """The loss of one objective for one packed row, with its terms for the log.
 
     Example (weight 2, terms 0.5 and 0.25): `loss` 1.5, `terms` (0.5, 0.25).
     """

@@ -65,12 +65,12 @@ class Normalizer:
 
 
 class PickedTokens(NamedTuple):
-    """Tokens whose logits are read at some positions, the same number at each position."""
+    """Further tokens whose logits `read_logits` reads: K tokens at each of M positions."""
 
     at_M: torch.Tensor
-    """int64, positions without repetition."""
+    """int64: the positions, each once."""
     ids_MK: torch.Tensor
-    """int64, without repetition at a position, and without excluded tokens of the normalizer."""
+    """int64: the token ids at each position, each once, without `normalizer`'s excluded tokens."""
     normalizer: Normalizer
     """The softmax in which the probability of all other tokens is summed."""
 
@@ -82,10 +82,9 @@ class LogitReading(NamedTuple):
     """The logit of the token (of `token_ids_N`) at each position."""
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
-    """`logsumexp(logits / T)` without the excluded ids, in the order of `normalizers`."""
+    """`logsumexp(logits / T)` at each position without the excluded ids, for each normalizer."""
     picked_logits_MJ: torch.Tensor | None
-    """J = K + 1: the logits of the picked tokens, then one logit that stands for all other tokens
-    together."""
+    """J = K + 1: the logits of the picked tokens, then one logit for all other tokens together."""
 
 
 def read_logits(
@@ -361,12 +360,14 @@ def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Return the smooth-L1 loss with beta 1, averaged over the four coordinates: [B]."""
+    """Return each box's smooth-L1 loss (beta 1), the mean over its four coordinates: [B]."""
     return F.smooth_l1_loss(boxes_B4, targets_B4, beta=1.0, reduction="none").mean(-1)
 
 
 def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Return the complete IoU of canonical boxes, `IoU - d^2 / c^2 - alpha v`: [B], at most 1.
+    """Return the complete IoU of each box with its target: [B], at most 1.
+
+    It is `IoU - d^2 / c^2 - alpha v`. Corners must be ordered (`canonical_boxes`).
 
     Source: Zheng et al. 2020, Distance-IoU Loss, AAAI. `d` is the distance of the centres, `c` the
     diagonal of the enclosing box, `v = 4 / pi^2 (atan(w_t / h_t) - atan(w / h))^2`, and `alpha =

@@ -120,7 +120,9 @@ def is_above_cap(log_ratio_M: torch.Tensor, config: PolicyGradientConfig) -> tor
 def policy_gradient_loss(
     learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Return the weighted sum of the tokens' losses, as the module docstring defines it: a scalar.
+    """Return the policy-gradient loss of a packed row: a scalar, weighted sum over sampled tokens.
+
+    The module docstring defines a token's loss.
 
     Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped. The loss is -1.2
     and has no gradient. With advantage -1 the loss is 1.5 and lowers the token's probability.

@@ -40,9 +40,9 @@ class GroundTruthEntry(TypedDict):
     """A ground-truth object of the sample."""
 
     kind: _Kind
-    """bbox_2d, poly or point_2d."""
+    """Its geometry: bbox_2d, poly or point_2d."""
     bins: _Bins
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     desc: Text
 
 
@@ -72,10 +72,10 @@ class ObjectEntry(TypedDict):
 
     key: Text
     kind: _Kind
-    """bbox_2d, poly or point_2d."""
+    """Its geometry: bbox_2d, poly or point_2d."""
     desc: Text
     bins: _Bins
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     span: Sequence[int]
     """[start, stop): the target tokens of its JSON value `{...}`."""
     coord_positions: Sequence[int]
@@ -134,7 +134,7 @@ class ReadingEntry(TypedDict):
     """The ground truths whose entries were appended to the answer."""
     appended_text: Text
     trimmed: NotRequired[Sequence[int]]
-    """The predictions that were cut off after the last supervised one
+    """The predicted objects that were cut off after the last supervised one
     (`trim_trailing_false_positives`). Their positions count tokens of the response. This key and
     the next are absent if nothing was cut off."""
     num_trimmed_dropped: NotRequired[int]

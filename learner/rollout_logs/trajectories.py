@@ -50,7 +50,7 @@ class ExampleEntry(TypedDict):
     """One training example of a rollout: the token sequence of one or more model calls."""
 
     token_ids: Sequence[_Count]
-    """[L], the engine's token ids."""
+    """[L]: the token ids of the example's model calls, as the engine read and sampled them."""
     mask: Sequence[Annotated[int, Field(ge=0, le=1)]]
     """[L]: 1 for learned tokens, 0 for other tokens."""
     logprobs: Sequence[_AnyFloat]
@@ -70,7 +70,7 @@ class ExampleEntry(TypedDict):
     turns: Sequence[_Count]
     """Numbers of the rollout's model calls in this example, from 0, ascending."""
     images: Sequence[Text]
-    """SHA-256 of the image files, in the order of their placeholders."""
+    """SHA-256 of the image files in the prompts, in the order of their placeholders."""
     turn_ends: NotRequired[Sequence[_Count]]
     """For each of `turns` the end of its tokens, ascending to L. May be empty for a single call."""
     token_is_relative: NotRequired[Sequence[Annotated[int, Field(ge=0, le=1)]] | None]
@@ -94,7 +94,7 @@ class CallEntry(TypedDict):
     """Number of the call, from 0 in each path."""
     seed: _Count
     engine: Text | None
-    """The engine that answered. Null: no engine answered."""
+    """The engine that answered; null if no engine answered."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -111,15 +111,15 @@ class TrajectoryRecord(TypedDict):
     reward: float
     """The rollout's reward; 0 if the rollout failed."""
     metrics: Mapping[Text, _AnyFloat]
-    """Values of the reward functions, by name."""
+    """The value that each reward function returned, by the function's name."""
     reward_errors: Mapping[Text, Text]
-    """Errors of failed reward functions, by name."""
+    """The error of each reward function that failed, by the function's name."""
     error: Text | None
-    """Why the rollout failed. Failed rollouts are not trained."""
+    """Why the rollout failed; null if it did not. Failed rollouts are not trained."""
     is_truncated: bool
-    """An answer or the conversation (`is_overlong`) was cut by length."""
+    """Whether an answer or the conversation (`is_overlong`) was cut by length."""
     is_overlong: NotRequired[bool]
-    """The rollout ended because its next prompt would have been too long."""
+    """Whether the rollout ended because its next prompt would have been too long."""
     task: NotRequired[Text | None]
     """Name of the environment, if it belongs to an environment group."""
     num_turns: _Count

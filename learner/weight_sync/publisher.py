@@ -41,7 +41,7 @@ from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
 CANARY_TOKENS = 32
-"""Tokens of the canary's response: enough to test every layer and the head at low cost."""
+"""Number of response tokens of the canary: enough to test every layer and the head cheaply."""
 
 
 @dataclass(eq=False, repr=False)
