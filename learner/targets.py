@@ -138,7 +138,7 @@ class TargetSettings:
     supervises_separators: bool = False
     """Whether the token that continues the answer is taught if a supervised object follows."""
     corrects_names: bool = False
-    """Whether a supervised object whose desc differs from the ground truth's is taught that one."""
+    """Whether the ground truth's desc is taught if a supervised object has another desc."""
 
     def for_pictures(self, resize: PictureResize) -> TargetSettings:
         """Return these settings for a model whose processor resizes images with `resize`."""

@@ -64,8 +64,8 @@ class Measures:
     prompt_K: np.ndarray
     """Number of prompt tokens, with expanded image placeholders."""
     text_K: np.ndarray
-    """Number of tokens of the longest append if the objects are taught, else of the whole answer.
-    Both include the end of turn."""
+    """Number of tokens of the longest text that can be appended to a rollout if the objects are
+    taught, else of the whole answer. Both include the end of turn."""
     objects_K: np.ndarray
     small_K: np.ndarray
     """Number of objects with a side under `SMALL_PX` in the image that the model sees."""

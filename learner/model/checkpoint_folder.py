@@ -129,9 +129,9 @@ def _eos_ids(file: Path) -> list[Any]:
 
 
 def hub_id(folder: Path) -> str | None:
-    """Return the id of a model on the hub (`OWNER/NAME` or `OWNER/NAME@REVISION`) that `folder` is.
+    """Return `OWNER/NAME` or `OWNER/NAME@REVISION` if `folder` is the id of a model on the hub.
 
-    Return None if it has another form.
+    Return None if it is a path.
     """
     below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     # If a folder OWNER exists, the path probably means a folder.
@@ -248,7 +248,7 @@ def weight_problems(
     surplus: Sequence[str],
     shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> Iterator[str]:
-    """Yield messages about a checkpoint whose files do not have the tensors that its model needs.
+    """Yield messages about the tensors in which a checkpoint's files differ from its model.
 
     Args:
         key: the configuration key that names `folder`.

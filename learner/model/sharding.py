@@ -73,7 +73,7 @@ class Parallel:
         rows: Iterable[T],
         shows_images: Callable[[T], bool],  # noqa: ARG002 (used only by ShardedModel)
     ) -> Iterator[tuple[T | None, bool]]:
-        """Yield this rank's packed rows in order, with None for each row that only others have.
+        """Yield this rank's packed rows in order, then None for each row that only others have.
 
         A sharded model needs a forward on all ranks. The second value says whether this rank must
         run the vision tower only because another rank does.
