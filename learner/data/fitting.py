@@ -120,8 +120,8 @@ def require_lengths(
 ) -> Fitting:
     """Check that every sample fits a row with the longest possible response, and can be encoded.
 
-    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: raises ConfigError
-    if `global_max_length` is 200.
+    Example: prompt 26 + response 160 + appended ground truth 45 + 4 where it meets the response =
+    235 tokens: raises ConfigError if `global_max_length` is 200.
 
     Args:
         max_new_tokens: tokens of the longest response; 0 if no step generates.

@@ -1,4 +1,4 @@
-"""Interface of objectives (losses), and the inputs they get: a packed row's values and supervision.
+"""Interface of objectives (losses) and of their inputs: a packed row's values and supervision.
 
 Every term is a weighted sum over a row's positions. The weights already contain the means within a
 segment, so the terms of rows add up, and packing cannot change a step's loss (decision 6).
@@ -64,7 +64,7 @@ class LearnedSupervision(NamedTuple):
     at: torch.Tensor
     """int64 [M]: indices into the row's N positions with logits, ascending."""
     engine_logprobs: torch.Tensor
-    """float32 [M]: each token's log-probability in the distribution that the engine sampled."""
+    """float32 [M]: each token's log-probability in the engine's sampling distribution."""
     advantage: torch.Tensor
     """float32 [M]: each token's advantage from the rewards. The teacher's part is added by
     `learner.objectives.policy_gradient.advantages`."""
