@@ -31,7 +31,7 @@ STOPPING = "stopping"
 
 
 class EngineHost:
-    """What an engine in the learner's process uses of the learner: model, tokenizer, weights.
+    """The learner's model, tokenizer and weights, for an engine in the learner's process.
 
     It implements `shared.protocols.BackendHost`.
     """
@@ -103,12 +103,7 @@ class LearnerRank:
     def __init__(
         self, shelf: PictureShelf, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> None:
-        """Create a rank without a learner; `start` loads it.
-
-        Args:
-            shelf: puts images of requests into Ray's object store.
-            get: fetches the images that `shelf` has put there.
-        """
+        """`shelf` puts images of requests into Ray's object store, `get` fetches them from it."""
         self._shelf = shelf
         self._get = get
 

@@ -42,7 +42,7 @@ def _around(token_ids: Sequence[int], index: int) -> str:
 
 
 class Sampling(NamedTuple):
-    """Who generated a rollout or an environment's training example, and with which weights."""
+    """The actor and the weight version that generated a rollout or a training example."""
 
     sample_id: str
     actor: str
@@ -92,7 +92,7 @@ def compares_logprobs(decode: DecodeSettings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTolerance:
-    """How much a token's log-probability may differ between engine and learner, and how often."""
+    """The permitted differences of tokens' log-probabilities between engine and learner."""
 
     max_abs: float
     """In nats. A token whose two log-probabilities differ by more is an outlier. Too many outliers

@@ -15,7 +15,7 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """How much host memory the learner ranks of one node need, and how much is available.
+    """The host memory that the learner ranks of one node need, and that is available to them.
 
     Example: two ranks on one node that need 3 GiB each, and see 9 GiB available, are
     `NodeMemory(6 << 30, 9 << 30)`.

@@ -278,9 +278,7 @@ class Learner:
         *,
         background: bool = False,
     ) -> str | None:
-        """Save a checkpoint of the current weights, with everything a resumed run needs.
-
-        A collective: all ranks call it together.
+        """Save a checkpoint with everything that a resumed run needs. A collective of all ranks.
 
         Args:
             folder: the checkpoint's folder, shared by all ranks.
@@ -310,10 +308,7 @@ class Learner:
         return self._saving.save(folder, run, state, background=background)
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Complete the checkpoint that is saved in the background (see `Saving.finish_save`).
-
-        A collective: all ranks call it together.
-        """
+        """Complete a checkpoint saved in the background. A collective; see `Saving.finish_save`."""
         return self._saving.finish_save(wait=wait)
 
     def _state_now(self, report: RankReport | None) -> RankState:

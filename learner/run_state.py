@@ -71,7 +71,7 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a checkpoint saves of one learner rank in addition to weights and optimizer.
+    """The state of one learner rank that a checkpoint saves next to weights and optimizer.
 
     Example: after 120 updates of `stage2_rollout_aligned` with 3 segments left over:
     `RankState(120, carried=(...), random=...)`.
@@ -120,10 +120,10 @@ class RankState:
     def load(
         cls, folder: Path, rank: int, *, has_own_tensors: bool
     ) -> tuple[RankState, dict[str, torch.Tensor]]:
-        """Read a rank's state and the optimizer's tensors from a checkpoint's folder.
+        """Read a rank's state and optimizer tensors from a checkpoint's folder.
 
         `has_own_tensors` is false if rank 0 wrote the tensors of all ranks. Raises ConfigError if
-        the files are missing or damaged.
+        files are missing or damaged.
         """
         path = _path(folder, rank, "json")
         try:

@@ -133,8 +133,7 @@ class PromptEncoder:
     ) -> RolloutRequest:
         """Return the request that asks an engine for a rollout of this sample.
 
-        `position` is the sample's place in the step; the seed follows from run seed, step and
-        position. Does not read image files.
+        `position` is the sample's place in the step. Does not read image files.
         """
         return RolloutRequest(
             step=step,

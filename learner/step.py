@@ -367,11 +367,7 @@ class RowTrainer:
         decode: DecodeSettings,
         reference: Reference | None = None,
     ) -> None:
-        """Build the objectives of both channels.
-
-        `decode` are the sampling settings of rollouts, `reference` is the run's initial model, if
-        an objective compares with it.
-        """
+        """`decode`: sampling settings of the rollouts. `reference`: the run's initial model."""
         self._loaded = loaded
         self._parallel = parallel
         self._reference = reference

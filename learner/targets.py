@@ -126,7 +126,7 @@ class MatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """How targets are made from ground truth and rollouts, for both channels."""
+    """The settings with which targets are made from ground truth and rollouts."""
 
     geometry: frozenset[GeometryKind]
     answer_format: AnswerFormat

@@ -117,10 +117,7 @@ class Algorithm(ABC):
         return []
 
     def require_same(self) -> None:  # noqa: B027 - environments have their data elsewhere
-        """Raise ConfigError if the learner ranks have read different data.
-
-        A collective: all ranks call it together.
-        """
+        """Raise ConfigError if the learner ranks have read different data. A collective."""
 
     def close(self) -> None:
         """Stop the thread that prepares prompts and targets, and close the rollout log."""

@@ -168,10 +168,7 @@ class RolloutMatching(Algorithm):
         }
 
     def require_same(self) -> None:
-        """Raise ConfigError if the learner ranks have read different data from their nodes' disks.
-
-        A collective: all ranks call it together, and compare digests.
-        """
+        """Raise ConfigError if the ranks have read different data from their nodes' disks."""
         if self._ranks.world_size == 1:
             return
         fingerprints = self.fingerprints()

@@ -52,9 +52,9 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """How many tokens and objects each row of a data file has, and which rows cannot be used.
+    """The numbers of tokens and objects of each row of a data file, and the rows that are bad.
 
-    The counts are int64 columns. They depend on the checkpoint's tokenizer and processor.
+    The numbers are int64 columns. They depend on the checkpoint's tokenizer and processor.
 
     Example: if the tokenizer changes the second of three rows, `rows_K` is [0, 2].
     """
@@ -64,8 +64,8 @@ class Measures:
     prompt_K: np.ndarray
     """Number of prompt tokens, with expanded image placeholders."""
     text_K: np.ndarray
-    """Number of tokens of the longest text that can be appended to a rollout if the objects are
-    taught, else of the whole answer. Both include the end of turn."""
+    """Number of tokens of the longest text that can be appended to a rollout. If the objects are
+    not taught, of the whole answer. Both include the end of turn."""
     objects_K: np.ndarray
     small_K: np.ndarray
     """Number of objects with a side under `SMALL_PX` in the image that the model sees."""

@@ -27,7 +27,7 @@ The word "flash" in it makes vision towers pass all images in one call with thei
 
 @dataclass(frozen=True, slots=True)
 class RowBorders:
-    """Where each segment of a packed row begins. The attention layers get it instead of a mask.
+    """The borders of a packed row's segments. The attention layers get them instead of a mask.
 
     Example: `RowBorders(tensor([0, 3, 5]), 3)` stands for a segment of 3 tokens and one of 2.
     """

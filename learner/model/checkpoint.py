@@ -92,7 +92,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """What is written as a checkpoint, which transformers and vLLM load without this project.
+    """The content of a checkpoint, which transformers and vLLM load without this project.
 
     It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
     """

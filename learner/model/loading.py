@@ -87,7 +87,7 @@ def project_patches_as_matrix(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokens:
-    """What is loaded of a checkpoint to make requests and to parse answers: all but the weights."""
+    """A checkpoint without its weights: what is needed to make requests and to parse answers."""
 
     processor: ProcessorMixin | PreTrainedTokenizerBase
     """The processor; for a text model its tokenizer."""

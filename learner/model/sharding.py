@@ -44,7 +44,7 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class Parallel:
-    """How one learner rank holds and runs the model: here as a whole (a single rank, or ddp).
+    """The model as one learner rank holds and runs it: here as a whole (a single rank, or ddp).
 
     `ShardedModel` holds a shard instead. In it `forward`, `rows_of_all_ranks`, `any_of_row`,
     `check` and `gather` are collectives: all ranks call them in the same order.

@@ -88,7 +88,7 @@ NOTHING_LEARNED = LearnedSupervision(
 
 
 class Supervision(NamedTuple):
-    """What the tokens of a packed row are taught: text, coordinates, boxes and advantages.
+    """The supervision of a packed row: text, coordinates, boxes and advantages to learn.
 
     Objectives only read it, and do not decide what is supervised.
 
@@ -104,7 +104,7 @@ class Supervision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitNeeds:
-    """Which values of a row's logits an objective or diagnostic needs. Others are not computed.
+    """The values of a row's logits that an objective or diagnostic needs. Others are not computed.
 
     Logits of coordinate tokens are always computed.
 
@@ -158,10 +158,10 @@ class ReferenceValues:
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """What objectives read of the model's logits for one packed row.
+    """The values of the model's logits that objectives read, for one packed row.
 
-    Values are float32, differentiable and finite. `p_coord` is the total probability of the
-    coordinate tokens at a position. A field is None if no objective needs it.
+    They are float32, differentiable and finite; None if no objective needs them. `p_coord` is the
+    total probability of the coordinate tokens at a position.
     """
 
     text_ce_X: torch.Tensor | None
