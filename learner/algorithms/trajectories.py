@@ -155,7 +155,7 @@ class Trajectories(Algorithm):
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
-        """Return all examples in the order in which a step's refill rounds take them.
+        """Return all examples in the order that a step's refill rounds follow.
 
         A refill round replaces groups of rollouts with equal rewards. The order is a permutation
         that depends on the run's seed and the step. Examples that the step has `drawn` come last.

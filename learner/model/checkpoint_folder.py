@@ -248,7 +248,7 @@ def weight_problems(
     surplus: Sequence[str],
     shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> Iterator[str]:
-    """Yield messages about the tensors in which a checkpoint's files differ from its model.
+    """Yield messages about tensors that differ between a checkpoint's files and its model.
 
     Args:
         key: the configuration key that names `folder`.

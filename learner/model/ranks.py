@@ -242,7 +242,7 @@ class Ranks:
             ) from error
 
     def pop_spans(self) -> list[Span]:
-        """Return and clear the time spans in which this rank was in `meet` or `sum_gradients`."""
+        """Return and clear the recorded time spans of the calls of `meet` and `sum_gradients`."""
         spans = self._spans
         self._spans = []
         return spans
