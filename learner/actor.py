@@ -27,14 +27,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STOPPING = "stopping"
-"""Ray's concurrency group for urgent calls: a second thread, next to the learner's thread."""
+"""Name of the Ray concurrency group whose calls run in a second thread, such as to stop a step."""
 
 
 class EngineHost:
-    """A learner rank's interface for its engine backend (`shared.protocols.BackendHost`)."""
+    """The learner's model, tokenizer and weights, for an engine in the learner's process.
+
+    It implements `shared.protocols.BackendHost`.
+    """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
-        """Raises ConfigError if `rollout_matching.offload` is not possible on this device."""
+        """Raises ConfigError if `rollout_matching.offload` is not possible on this device.
+
+        With offload, the learner's tensors are in host memory while the engine generates.
+        """
         from learner.model.offload import require_offload
 
         self._rollouts = config.rollout_matching
@@ -81,13 +87,14 @@ class EngineHost:
 
 
 class LearnerRank:
-    """One learner rank: its learner, and a backend if the rank generates its own rollouts.
+    """The state of one learner rank's process: its learner, and possibly an engine (backend).
 
-    The driver runs functions on it (`launch.processes.learner_client.LearnerClient`).
+    It has an engine if the rank generates its own rollouts. The driver sends functions that are
+    called with it (`launch.processes.learner_client.LearnerClient`).
     """
 
     loaded: Learner | None = None
-    """None before `start`."""
+    """The learner with its model; None before `start`."""
     backend: RankBackend | None = None
     _rendezvous: Rendezvous | None = None
     _requests: Sequence[Any] = ()
@@ -96,7 +103,7 @@ class LearnerRank:
     def __init__(
         self, shelf: PictureShelf, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> None:
-        """`get` returns the values of the references that `shelf` creates."""
+        """`shelf` puts images of requests into Ray's object store, `get` fetches them from it."""
         self._shelf = shelf
         self._get = get
 
@@ -106,7 +113,10 @@ class LearnerRank:
         return self.loaded
 
     def open_rendezvous(self, config: RunConfig) -> str:
-        """Open the rendezvous of the ranks (on rank 0) and return its `address:port`."""
+        """Open the store to which the other learner ranks connect; return its `address:port`.
+
+        Only rank 0 calls it.
+        """
         from learner.model.ranks import Rendezvous
 
         self._rendezvous = Rendezvous(_node_address(config))
@@ -119,8 +129,9 @@ class LearnerRank:
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
     ) -> tuple[int, bool]:
-        """Load model and data. Return the number of torch threads, and whether the next weight sync
-        sends only an adapter.
+        """Load model and data, and start the engine if `make_backend` is given.
+
+        Return the number of torch threads, and whether the next weight sync sends only an adapter.
         """
         # Not in the constructor: Ray turns its exceptions into a dead actor.
         import torch
@@ -134,21 +145,25 @@ class LearnerRank:
         return torch.get_num_threads(), self.learner.publisher.offers_adapter
 
     def begin(self, requests: Sequence[Any]) -> int:
-        """Store the requests of a step, refill or report for `requests`. Return their number."""
+        """Store new requests for rollouts, which `requests` returns in parts; return their number.
+
+        They belong to a step, its refill round or a held-out report.
+        """
         self._requests = requests
         return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Put the images of these requests into Ray's object store; return requests that refer to
-        them. Raises RecordError if an image file is missing or has changed.
+        """Return the stored requests `first` to `stop`, with images in Ray's object store.
+
+        Raises RecordError if an image file is missing or has changed.
         """
         # Engines process these while the next ones are prepared.
         return self._shelf.send(self._requests[first:stop])
 
     def generate(self, objects: Sequence[SentRequests], places: range) -> list[Any]:
-        """Generate rollouts with the backend in this process.
+        """Generate rollouts with the engine in this process.
 
-        `places` are indices into the requests of all `objects` together.
+        `objects` are results of `requests`; `places` are indices into all their requests together.
         """
         assert self.backend is not None, "this rank was started without a backend"
         return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
@@ -158,30 +173,42 @@ class LearnerRank:
         return self.backend.receive_weights(offer)
 
     def close(self) -> None:
-        """Close the backend, if there is one, even while it generates."""
+        """Close the engine in this process, if there is one, even while it generates."""
         if self.backend is not None:
             self.backend.close()
 
 
 class LearnerActor:
-    """A Ray actor with a `LearnerRank` in its own process. It runs functions in order."""
+    """The Ray actor of a learner rank: calls the driver's functions with its `LearnerRank`.
+
+    It runs one function after another, in the order of the calls.
+    """
 
     def __init__(self) -> None:
         end_with_parent()
         self._rank = LearnerRank(PictureShelf(ray.put), ray.get)
 
     def run(self, task: Callable[..., T], *arguments: Any) -> T:
-        """Call `task(rank, *arguments)`. Ray has already replaced references by their values."""
+        """Call the driver's function `task(rank, *arguments)`, and return its result.
+
+        Ray has already replaced object references in `arguments` by their values.
+        """
         return task(self._rank, *arguments)
 
     def run_kept(self, task: Callable[..., list[T]], *arguments: Any) -> tuple[list[T], int]:
-        """Return the task's answers, and their number for a caller that fetches only the number."""
+        """Call `task(rank, *arguments)`, and return its list and the list's length.
+
+        The caller can fetch only the length, while the list stays in Ray's object store.
+        """
         answers = task(self._rank, *arguments)
         return answers, len(answers)
 
     @ray.method(concurrency_group=STOPPING)
     def run_at_once(self, task: Callable[[LearnerRank], T]) -> T:
-        """Call `task(rank)` in a second thread, even while another function runs."""
+        """Call the driver's function `task(rank)` at once in a second thread.
+
+        It does not wait for the function that runs in the learner's thread.
+        """
         return task(self._rank)
 
 

@@ -1,6 +1,6 @@
-"""Packs segments into one row.
+"""Packs segments into one row: the tensors of one forward pass, and the supervision of its logits.
 
-Positions restart in each segment. Supervision is offset and weighted only here (decision 6).
+Position ids restart in each segment. Supervision is offset and weighted only here (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K tokens to
 compare, M tokens learned by their advantage, I images, R image patches or tiles, D values of each.
@@ -33,35 +33,38 @@ RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class ModelInputs(NamedTuple):
-    """Tensor arguments of the model's forward. There is no attention mask."""
+    """Tensor arguments of the model's forward for one packed row. There is no attention mask."""
 
     input_ids: torch.Tensor
-    """int64 [1, T]"""
+    """int64 [1, T]: the token ids of the row."""
     position_ids: torch.Tensor
     """int64 [1, T]. They restart in each segment; transformers finds the segments by the restarts.
     With M-RoPE [4, 1, T]: the same, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
-    """float32 [R, D]; [0, 0] in a row without images."""
+    """float32 [R, D]: R patches or tiles of images, D values each; [0, 0] without images."""
     image_grid_thw: torch.Tensor
-    """int64 [I, 3]"""
+    """int64 [I, 3]: the number of patches of each image (`EncodedPrompt.image_grid_I3`)."""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the vision arguments of the model's forward; empty for a row without images."""
+        """Return pixels and image grids as keyword arguments of the model's forward.
+
+        `dtype` is the number type of the pixels. The result is empty for a row without images.
+        """
         return EncodedImages(self.pixel_values.to(dtype), self.image_grid_thw).arguments()
 
 
 class ComparedTokens(NamedTuple):
-    """Tokens whose log-probabilities are compared with the engine's; each field is a column."""
+    """A row's sampled tokens whose log-probabilities are compared between engine and learner."""
 
     at: torch.Tensor
-    """int64 [K], ascending indices into the N positions."""
+    """int64 [K], ascending indices into `PackedRow.positions_N`."""
     engine_logprobs: torch.Tensor
-    """float32 [K]"""
+    """float32 [K]: the engine's log-probability of each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The inputs of one forward, and the supervision of its logits.
+    """One or more segments as the inputs of one forward, and the supervision of its logits.
 
     Example (one segment: prompt of 3 tokens, target of 2, both supervised): T = 5, `positions_N`
     [2, 3], `token_ids_N` the target's two ids, `supervision.text.at` [0, 1].
@@ -70,14 +73,14 @@ class PackedRow:
     segments: tuple[Segment, ...]
     inputs: ModelInputs
     positions_N: torch.Tensor
-    """int64, ascending: the row positions whose logits are needed. A position occurs twice if one
-    token is taught there and another, the row's next token, is compared with the engine's."""
+    """int64, ascending: the row positions whose logits are computed. A position occurs twice if one
+    token is taught there, and another (the row's next token) is compared with the engine."""
     token_ids_N: torch.Tensor
     """int64: the token that each position predicts (the row's next token, or a label override)."""
     supervision: Supervision
     compared: ComparedTokens
     has_beside: bool = False
-    """Whether the row ends with a segment without supervision."""
+    """Whether the row ends with a segment without supervision (`beside` of `collate`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +114,10 @@ def collate(
     """Pack `segments` into one row, in order.
 
     Args:
-        rope_index: None for a model without M-RoPE.
-        beside: segment without supervision that is appended to the row.
+        text_weights: the weights of text tokens by their role.
+        rope_index: computes M-RoPE positions; None for a model without M-RoPE.
+        beside: segment without supervision to append, so that a row without images runs the vision
+            tower.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.

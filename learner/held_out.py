@@ -1,4 +1,4 @@
-"""The held-out set: requests to the engines, and the answers as scenes to be scored."""
+"""The held-out set: requests for answers to its samples, and the parsed answers to be scored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.rollouts import DecodeMode, Rollout, RolloutRequest
 
 
 class HeldOut:
-    """The held-out set: makes greedy requests for its samples, and parses answers into scenes.
+    """The held-out set: makes greedy requests for its samples, and parses the answers.
 
     Example: 50 samples on 2 ranks: `requests(step, range(25, 50))` are the second rank's requests,
     and `score(25 rollouts)` parses its answers strictly, into one `Scene` each.
@@ -32,7 +32,10 @@ class HeldOut:
     def __init__(
         self, config: RunConfig, datasets: Sequence[Dataset], tokens: LoadedTokens
     ) -> None:
-        """Take the first `data.max_val_samples` of each dataset. Raises like `require_lengths`."""
+        """Take the first `data.max_val_samples` samples of each dataset.
+
+        Raises like `require_lengths` if a sample does not fit.
+        """
         self.codec = tokens.codec
         self.encoder = PromptEncoder(tokens.processor, config.prompts)
         self._geometry = config.geometry
@@ -54,7 +57,7 @@ class HeldOut:
             )
             for dataset in datasets
         ]
-        """One fitting per file."""
+        """The checked samples of each validation file."""
         self.samples = Joined([fitting.samples for fitting in self.fittings])
         """In the order of the validation files. A request's position is its sample's index here."""
         decode = config.rollout_matching.decode_settings(
@@ -73,7 +76,10 @@ class HeldOut:
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
-        """Return one request per sample, in order, for all samples or for those at `positions`."""
+        """Return one greedy request per sample, for all samples or for those at `positions`.
+
+        `step` is the number of finished steps. Seeds of the requests depend on it.
+        """
         request = partial(self.encoder.request, decode=self._decode, step=step)
         return [
             request(self.samples[position], position=position, run_seed=self._run_seed)
@@ -81,9 +87,9 @@ class HeldOut:
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """Parse the answers into one scene per rollout, in order.
+        """Parse the answers. Return per rollout a scene: its sample and its scored objects.
 
-        Raises RolloutError if engine and learner have different prompt tokens.
+        Raises RolloutError if the engine read other prompt tokens than the learner encodes.
         """
         return [self._scene(rollout) for rollout in rollouts]
 

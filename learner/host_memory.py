@@ -1,4 +1,4 @@
-"""The host memory of this machine, limited by the container of this process."""
+"""The host memory that this process can use: the machine's, limited by the container's."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """The needed and the available host memory of one node.
+    """The host memory that the learner ranks of one node need, and that is available to them.
 
     Example: two ranks on one node that need 3 GiB each, and see 9 GiB available, are
     `NodeMemory(6 << 30, 9 << 30)`.
     """
 
     needed: int
-    """Bytes that all ranks of the node need together."""
+    """Bytes that all learner ranks of the node need together."""
     available: int
-    """The fewest bytes that any rank of the node sees: a container may limit its rank."""
+    """Available bytes, as seen by the rank that sees the fewest: its container may limit it."""
 
     @classmethod
     def scarcest(
         cls, needed: Iterable[int], available: Iterable[int], nodes: Iterable[int]
     ) -> NodeMemory:
-        """Return the node with the least memory left. All arguments are in rank order.
+        """Return the node that would have the least memory left. Arguments are in rank order.
 
         Args:
-            nodes: each rank's `node_number`.
+            needed: bytes that each rank needs.
+            available: bytes that each rank sees as available on its node.
+            nodes: the number of each rank's node (`node_number`).
         """
         found: dict[int, NodeMemory] = {}
         for size, left, node in zip(needed, available, nodes, strict=True):
@@ -51,7 +53,7 @@ def node_number() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes that processes can still allocate: free memory and cached files."""
+    """Return how many bytes of host memory can still be allocated, including cached files."""
     (kib,) = (int(line.split()[1]) for line in _lines(MEMINFO) if line.startswith("MemAvailable:"))
     left = [1024 * kib]
     for file, limit in container_limits():
@@ -73,7 +75,7 @@ def in_gib(size: int) -> str:
 
 
 def container_limits() -> Iterator[tuple[Path, int]]:
-    """Yield file and bytes of each memory limit of this process's cgroups (version 1 or 2)."""
+    """Yield each memory limit of this process's cgroups (version 1 or 2): its file, and bytes."""
     for line in _lines(OWN_CGROUPS):
         _, controllers, own_path = line.split(":", 2)
         if not controllers:

@@ -1,5 +1,5 @@
-"""The learner: owns data, model and optimizer, and turns a step's rollouts into one update (or
-`training.updates_per_batch` updates).
+"""The learner: owns data, model and optimizer, and turns a step's rollouts into one optimizer
+update (or `training.updates_per_batch` updates). Rollouts arrive in several rounds per step.
 
     next_requests -> accumulate (per round) -> finish_step
 
@@ -54,8 +54,10 @@ from shared.trajectory import ExampleCounts
 
 
 class Learner:
-    """The learner of one rank. The module docstring gives the order of calls. `stop` can be called
-    at any time and from any thread.
+    """The training side of one learner rank: it requests rollouts and learns from them.
+
+    The module docstring gives the order of calls. `stop` can be called at any time and from any
+    thread.
 
     With `rollout_matching.max_staleness` a step may begin before the previous one has ended:
     `next_requests` begins the newest step, `accumulate` and `finish_step` work on the oldest.
@@ -71,6 +73,7 @@ class Learner:
         """Load model and data. With several ranks, return when all ranks have loaded them.
 
         Args:
+            place: the rank's number, device and addresses.
             rendezvous: only on rank 0 of several ranks; `place` contains its address.
             examples: number of rows of the run's environment; None without an environment.
 
@@ -125,7 +128,7 @@ class Learner:
         )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
-        """Number of steps whose updates are all finished. The weights are the result of these."""
+        """Number of finished steps. The weights are the result of their optimizer updates."""
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._rounds: list[list[Row]] = []
@@ -146,7 +149,10 @@ class Learner:
                 self.state = self._state_now(None)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
-        """Draw the step's samples and return this rank's requests (an empty list on channel A)."""
+        """Draw the step's samples and return this rank's requests for rollouts.
+
+        The list is empty on channel A (supervised steps).
+        """
         assert len(self.steps) <= self._config.rollout_matching.max_staleness, (
             "finish_step ends a step before the next begins"
         )
@@ -172,9 +178,10 @@ class Learner:
         return requests
 
     def refill_requests(self, plan: StepPlan) -> list[Any]:
-        """Return requests of one more round that replace this rank's groups without signal.
+        """Return requests that replace this rank's groups of rollouts with equal rewards.
 
-        The driver calls it at most `environment.refill_rounds` times, after all groups are learned.
+        Such a group has no signal. The driver calls this at most `environment.refill_rounds` times,
+        each time after all rollouts so far are learned.
         """
         step = self._current
         assert step.plan == plan, "only the oldest unfinished step can be refilled"
@@ -185,9 +192,10 @@ class Learner:
         return requests
 
     def accumulate(self, answers: Sequence[Any]) -> None:
-        """Check this rank's answers of one round, in position order, and train on ready rows.
+        """Check this rank's rollouts of one round, and train on the packed rows that are ready.
 
-        The other segments wait for a later round or `finish_step`.
+        `answers` are in the order of positions. Segments whose row is not ready wait for a later
+        round or `finish_step`.
 
         Raises:
             RolloutError: engine and learner disagree on tokens or log-probabilities.
@@ -205,7 +213,9 @@ class Learner:
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Train on the remaining rows and take `training.updates_per_batch` optimizer updates.
+        """Train on the step's remaining rows, and take `training.updates_per_batch` updates.
+
+        Return this rank's metrics and time spans of the step.
 
         Raises RolloutError and LearnerError as `accumulate` does, and LearnerError if too many
         successive gradients are not finite.
@@ -268,20 +278,23 @@ class Learner:
         *,
         background: bool = False,
     ) -> str | None:
-        """Save a checkpoint of the last update, with everything a resumed run needs. A collective.
+        """Save a checkpoint with everything that a resumed run needs. A collective of all ranks.
 
         Args:
+            folder: the checkpoint's folder, shared by all ranks.
             run: the driver's part of the checkpoint, as JSON.
-            answers_ahead: answers of the next step's first positions that older weights have
+            answers_ahead: rollouts of the next step's first positions that older weights have
                 already generated.
             background: copy the checkpoint to host memory and write it during the next steps;
                 `finish_save` says when it is complete.
 
         Returns:
-            Why it was not written in the background although `background` was set; else None.
+            Why the checkpoint was not written in the background although `background` was set; else
+            None.
 
         Raises:
-            StorageError: it cannot be written. No part of it remains, and all ranks can try again.
+            StorageError: the checkpoint cannot be written. No part of it remains, and all ranks can
+                try again.
             LearnerError: another rank could not write its part, or the ranks' weights differ.
         """
         state: RankState | None = None
@@ -295,7 +308,7 @@ class Learner:
         return self._saving.save(folder, run, state, background=background)
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Finish the save in the background (see `Saving.finish_save`). A collective."""
+        """Complete a checkpoint saved in the background. A collective; see `Saving.finish_save`."""
         return self._saving.finish_save(wait=wait)
 
     def _state_now(self, report: RankReport | None) -> RankState:
@@ -338,9 +351,10 @@ class Learner:
         return self._fingerprints_of_start
 
     def stop(self) -> None:
-        """Interrupt the round or step after its current row, with a LearnerError and no update.
+        """Make `accumulate` or `finish_step` raise LearnerError after the row that is in progress.
 
-        A step that has taken its first update is finished instead.
+        The step then takes no optimizer update. If it has already taken its first one, it is
+        finished instead.
         """
         self._stopping.set()
 
@@ -349,7 +363,7 @@ class Learner:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """Close the weight sync's process groups and the log of rollouts."""
+        """Close the rollout log and the process groups that send weights to engines."""
         self.publisher.close()
         self.algorithm.close()
 

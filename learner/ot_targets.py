@@ -23,19 +23,22 @@ _MAX_EXPONENT = 200.0
 
 @dataclass(frozen=True, slots=True)
 class OTSettings:
-    """Settings of the optimal transport, from the section `rollout_matching`."""
+    """Settings of the optimal transport between predicted and ground-truth polygons.
+
+    They come from the section `rollout_matching` of the configuration.
+    """
 
     cost: str
-    """`l1` or `l2`: the distance of two points in bins, not squared."""
+    """Cost of moving a point to another: their distance in bins, `l1` or `l2`, not squared."""
     epsilon: float
     """Entropy weight, in bins, above 0. Large values move targets to the ground truth's mean."""
     iters: int
-    """Sinkhorn iterations, at least 1."""
+    """Number of Sinkhorn iterations, at least 1."""
     epsilon_cap: float | None = None
     """Upper limit of `epsilon`, as a multiple of the ground truth's size; None: no limit."""
 
     def epsilon_of(self, ground_truth: Shape) -> float:
-        """Return the epsilon for a ground truth.
+        """Return the entropy weight for a ground-truth polygon: `epsilon`, capped by its size.
 
         Its size is the shorter side of its enclosing box, in bins, and at least 1. The longer side
         or the area would give an epsilon that merges the two long edges of a thin shape.
@@ -51,7 +54,9 @@ class OTSettings:
 def slot_targets(
     prediction: Shape, ground_truth: Shape, settings: OTSettings
 ) -> tuple[float, ...] | None:
-    """Return the target of each coordinate slot of a matched prediction, 0..999, in order.
+    """Return the bins (0..999) that the coordinates of a matched predicted object should have.
+
+    They are in the order of its coordinates.
 
     Two boxes or two points: the ground truth's bins. A polygon: its projected vertices. A box
     matched with a polygon: the enclosing box of its four projected corners. None if a projection is
@@ -85,7 +90,9 @@ def barycentric_targets(
     iters: int = 30,
     cost: str = "l2",
 ) -> np.ndarray:
-    """Project each predicted point to a mean of the ground-truth points, weighted by the plan.
+    """Return the point to which optimal transport moves each predicted point.
+
+    It is a mean of the ground-truth points, weighted by the transport plan.
 
     Args:
         pred_points: [N, 2], in bins.

@@ -24,7 +24,7 @@ _EXACT_CELLS = 20_000_000
 
 
 def require_binpacking() -> ModuleType:
-    """Import `binpacking`. Raises ConfigError if it is not installed."""
+    """Import the package `binpacking`. Raises ConfigError if it is not installed."""
     try:
         import binpacking
     except ModuleNotFoundError as error:
@@ -36,15 +36,15 @@ def require_binpacking() -> ModuleType:
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Return the indices of the segments of the next row, in insertion order.
+    """Choose which waiting segments form the next packed row. Return their indices, ascending.
 
     The row always contains index 0 (the oldest segment) and never exceeds `capacity`. Its total is
     never less than with first-fit in order. A larger total is preferred, then fewer segments, then
     the lexicographically smallest index set.
 
     Args:
-        lengths: tokens per buffered segment, oldest first.
-        capacity: tokens of a row.
+        lengths: number of tokens of each waiting segment, oldest first.
+        capacity: maximum number of tokens of a row.
 
     Example:
         >>> select_segments([6, 5, 4, 3], capacity=10)
@@ -130,7 +130,7 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class CarryBuffer(Generic[SizedT]):
-    """A buffer of segments that wait for a row, oldest first. `len(segment)` is its token count.
+    """A buffer of segments that wait for a packed row. `len(segment)` is its token count.
 
     Example:
         With capacity 10 and segments of 6, 5 and 4 tokens, `pop_row()` returns the segments of 6
@@ -151,7 +151,7 @@ class CarryBuffer(Generic[SizedT]):
         return sum(len(segment) for segment in self._segments)
 
     def insert(self, segment: SizedT) -> None:
-        """Add a segment. Raises ConfigError if it is longer than a row or the buffer is full."""
+        """Add a segment. Raises ConfigError if it does not fit a row or the buffer is full."""
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
             raise ConfigError(
@@ -162,11 +162,11 @@ class CarryBuffer(Generic[SizedT]):
         self._segments.append(segment)
 
     def segments(self) -> tuple[SizedT, ...]:
-        """Return the waiting segments, oldest first."""
+        """Return the segments that wait in the buffer, oldest first."""
         return tuple(self._segments)
 
     def pop_row(self) -> list[SizedT]:
-        """Remove and return the segments of the next row. Raises ValueError if none waits."""
+        """Remove and return the segments of the next row. Raises ValueError if no segment waits."""
         chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
         row = [self._segments[i] for i in chosen]
         taken = set(chosen)
@@ -174,7 +174,7 @@ class CarryBuffer(Generic[SizedT]):
         return row
 
     def flush(self) -> list[list[SizedT]]:
-        """Remove and return all segments as rows. Each row is the fullest possible at its time."""
+        """Empty the buffer: return all waiting segments, as rows that `pop_row` would give."""
         rows = []
         while self._segments:
             rows.append(self.pop_row())
@@ -185,13 +185,15 @@ Row = list[Segment]
 
 
 class PackingPolicy:
-    """Base class of packing policies: takes segments in position order, returns ready rows.
+    """Decides which segments share a packed row. It takes segments and returns rows to train.
 
-    The base class does not pack: each segment is a row (`training.packing: false`).
+    This base class does not pack: each segment is a row (`training.packing: false`). Segments are
+    added in the order of positions.
     """
 
     carries = False
-    """Whether a step may learn fewer or more segments than it drew."""
+    """Whether segments may wait for a later step, so that a step learns fewer or more segments than
+    it drew."""
 
     @property
     def num_carried(self) -> int:
@@ -204,7 +206,7 @@ class PackingPolicy:
         return ()
 
     def carry(self, segments: Sequence[Segment]) -> None:
-        """Restore the `carried` segments of an earlier step."""
+        """Restore the segments that waited for a later step (`carried`) when a run was saved."""
         assert not segments, "this policy does not carry segments"
 
     def add(self, segment: Segment) -> list[Row]:
@@ -215,9 +217,10 @@ class PackingPolicy:
 
 
 class PackWithinStep(PackingPolicy):
-    """Returns full rows after every window of segments, and the remaining rows at the step's end.
+    """Packing policy that learns every segment in its own step.
 
-    It also returns a row if the buffer is full. No segment waits for a later step.
+    It returns full rows after every `window` segments or if the buffer is full, and the remaining
+    rows at the step's end.
     """
 
     def __init__(self, buffer: CarryBuffer[Segment], window: int) -> None:
@@ -242,9 +245,10 @@ class PackWithinStep(PackingPolicy):
 
 
 class CarryOver(PackingPolicy):
-    """Returns one row after every micro-step's segments (`stage2_rollout_aligned`).
+    """Packing policy that returns one row after every `micro_step` segments.
 
-    Segments that do not fit wait in the carry buffer for a row of this or a later step.
+    `stage2_rollout_aligned` uses it. Segments that do not fit wait in the carry buffer for a row of
+    this or a later step.
     """
 
     carries = True
@@ -263,7 +267,10 @@ class CarryOver(PackingPolicy):
             self._buffer.insert(segment)
 
     def add(self, segment: Segment) -> list[Row]:
-        """Add a segment. Raises ConfigError if `training.packing_buffer` is full."""
+        """Add a segment, and return the row that is then ready, if any.
+
+        Raises ConfigError if the buffer (`training.packing_buffer`) is full.
+        """
         self._buffer.insert(segment)
         self._num_added += 1
         return [self._buffer.pop_row()] if self._num_added % self._micro_step == 0 else []
@@ -274,9 +281,9 @@ class CarryOver(PackingPolicy):
 
 
 def packing_policy(rule: RowRule, training: TrainingSection, capacity: int) -> PackingPolicy:
-    """Return the packing policy of a run with rows of `capacity` tokens.
+    """Return the packing policy of a run, for rows of at most `capacity` tokens.
 
-    Raises ConfigError if `binpacking` is needed and not installed.
+    Raises ConfigError if the package `binpacking` is needed and not installed.
     """
     if rule is RowRule.SEGMENT:
         return PackingPolicy()

@@ -28,10 +28,13 @@ KEPT_FREE = 2 << 30
 
 
 class Saving:
-    """Saves and loads one rank's weights, optimizer and `RankState`."""
+    """One learner rank's part of checkpoints: saves and loads weights, optimizer and `RankState`.
+
+    The checkpoint is one folder into which all ranks write.
+    """
 
     def __init__(self, name: str, publisher: WeightPublisher, optimizer: Optimizer) -> None:
-        """`name` is the rank's name in the timeline."""
+        """`name` is the rank's name in the run's timeline of spans."""
         self._name = name
         self._publisher = publisher
         self._ranks = publisher.ranks
@@ -43,11 +46,13 @@ class Saving:
     def save(
         self, folder: Path, run: str, state: RankState | None, *, background: bool
     ) -> str | None:
-        """Save a checkpoint of the current weights (see `Learner.save`).
+        """Save a checkpoint of the current weights. See `Learner.save` for results and errors.
 
         Args:
+            folder: the checkpoint's folder, shared by all ranks.
             run: the driver's part of the checkpoint, as JSON.
             state: the rank's state. None saves only the weights, and no run can resume them.
+            background: write a copy in a thread; the caller then calls `finish_save`.
         """
         self._save = None  # drop the copies of a save that failed
         # On a GPU the update is only queued: a copy before its end would contain old weights.
@@ -88,16 +93,17 @@ class Saving:
         return reason
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
-        """Rename the background checkpoint to its final name if it is complete.
+        """Give the checkpoint that is saved in the background its final name, if it is complete.
 
-        `wait` blocks until it is complete. A call after a StorageError writes it again from the
-        same copy and blocks.
+        With `wait`, block until it is complete. A call after a StorageError writes the checkpoint
+        again from the same copy in memory, and blocks.
 
         Returns:
-            The time span of this rank's write; empty if no save was begun; None if not complete.
+            The time span of this rank's write; an empty list if no save was begun; None if the
+            checkpoint is not complete yet.
 
         Raises:
-            StorageError: it cannot be written. Only the copy in memory remains.
+            StorageError: the checkpoint cannot be written. Only the copy in memory remains.
         """
         save = self._save
         if save is None:
@@ -114,8 +120,10 @@ class Saving:
         """Return the rank's state from a checkpoint, and load its tensors into the optimizer.
 
         Args:
-            fingerprints: this run's fingerprints by key; they must equal the saved ones.
-            allow: keys whose fingerprint may differ (`resume.allow`).
+            checkpoint: the checkpoint's folder.
+            fingerprints: digests of this run's data and frozen weights, by configuration key; they
+                must equal the saved ones.
+            allow: configuration keys whose digest may differ (`resume.allow`).
 
         Raises:
             ConfigError: the checkpoint is damaged, or belongs to other data or weights.
@@ -148,7 +156,7 @@ class Saving:
         return state
 
     def digest_of_weights(self) -> str:
-        """Return the checksum of this rank's trained weights, for the ledger."""
+        """Return the checksum of this rank's trained weights, for the run's ledger of digests."""
         return f"{checksum(self._optimizer.masters) % 2**64:016x}"
 
     def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -175,7 +183,7 @@ class Saving:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return one checksum over this rank's shards of the tensors, in their order."""
+    """Return one checksum over tensors in order; of sharded tensors, over this rank's part."""
     result = BucketChecksum()
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Segments: a prompt with its target, the smallest unit of packing.
+"""Segments: a prompt with the tokens to learn (its target), the smallest unit of packing.
 
 A prompt is either a sample, which the checkpoint's processor encodes (`PromptEncoder`), or an
 engine's tokens with their images (`ImageEncoder`).
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt in two forms: the tokens of the request, and the expanded tokens with images.
+    """One prompt as tokens for an engine's request, and as tokens and pixels for the model.
+
+    In a request each image is one placeholder. For the model, placeholders are expanded to as many
+    tokens as the image has.
 
     Example: 10 text tokens and an image of 8 x 8 patches, 4 patches to a token: 11
     `request_token_ids`, P = 26, `modality_P` with 16 ones, `image_grid_I3` [[1, 8, 8]], R = 64.
@@ -42,18 +45,18 @@ class EncodedPrompt:
     request_token_ids: tuple[int, ...]
     """The tokens of a request, with one placeholder per image."""
     token_ids: tuple[int, ...]
-    """[P], placeholders expanded. The forwards of learner and engine both read these tokens."""
+    """[P], placeholders expanded: the tokens that the models of learner and engine both read."""
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
-    """float [R, D]; [0, 0] without images."""
+    """float [R, D]: R patches or tiles of the images, D values each; [0, 0] without images."""
     image_grid_I3: torch.Tensor
-    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`), or number of
-    tiles, tokens down a tile and tokens across it."""
+    """int64 [I, 3], per image: patches in time, height and width (`image_grid_thw`). For models
+    with tiles: number of tiles, tokens down a tile and tokens across it."""
 
     @classmethod
     def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
-        """Return a prompt without images, whose two forms are equal."""
+        """Return a prompt without images. Its tokens for engine and model are equal."""
         ids = tuple(token_ids)
         no_modality_P = torch.zeros(len(ids), dtype=torch.int64)
         return cls(ids, ids, no_modality_P, torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64))
@@ -61,7 +64,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt and its target.
+    """A prompt and the tokens to learn after it, with their supervision (the target).
 
     Example: the sample at position 5 of step 2, a prompt of 26 tokens and a target of 40, generated
     by "rollout-actor-1" with weight version 2: `len(segment)` is 66.
@@ -78,7 +81,7 @@ class Segment:
     weight_version: int | None = None
     """The weight version that generated the rollout; None in channel A."""
     target_modality_L: torch.Tensor | None = None
-    """int [L], like `modality_P`, for a target with images; None for a target of text."""
+    """int [L]: 0 text, 1 image, for a target that contains images; None for a target of text."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
@@ -94,7 +97,7 @@ class Segment:
 
     @property
     def modality(self) -> torch.Tensor:
-        """int [P + L]: `modality_P` of prompt and target."""
+        """int [P + L]: 0 for text and 1 for image tokens of the prompt, then of the target."""
         of_target = self.target_modality_L
         if of_target is None:
             of_target = self.prompt.modality_P.new_zeros(len(self.target.token_ids))
@@ -106,9 +109,9 @@ KEPT_TEXTS = 1024
 
 
 class PromptEncoder:
-    """Encodes prompts with the checkpoint's own processor and chat template.
+    """Encodes the prompts of samples with the checkpoint's own processor and chat template.
 
-    All methods that take a sample raise RecordError as `text` does.
+    All methods that take a sample raise RecordError if its texts contain a control token.
     """
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
@@ -122,13 +125,16 @@ class PromptEncoder:
 
     @property
     def picture_resize(self) -> PictureResize:
-        """The function that computes the image size that the model sees."""
+        """The function that computes the size to which the model's processor resizes an image."""
         return self._pictures.resize
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
     ) -> RolloutRequest:
-        """Return the request for a sample's rollout. Does not read image files."""
+        """Return the request that asks an engine for a rollout of this sample.
+
+        `position` is the sample's place in the step. Does not read image files.
+        """
         return RolloutRequest(
             step=step,
             position=position,
@@ -140,14 +146,18 @@ class PromptEncoder:
         )
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
-        """Encode the prompt with one placeholder per image. Does not read image files."""
+        """Return the token ids of the prompt for a request, with one placeholder per image.
+
+        Does not read image files.
+        """
         # Engines expand the placeholders; `check_prompt` compares their tokens with ours.
         return self._ids_of(self.text(sample))
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the prompt's length with expanded placeholders, without reading image files.
+        """Return the number of tokens of the prompt, including those that an image expands to.
 
-        Raises RecordError if the checkpoint's processor does not accept the image's size or shape.
+        Does not read image files. Raises RecordError if the checkpoint's processor does not accept
+        the image's size or shape.
         """
         added = 0
         if sample.images:
@@ -160,7 +170,7 @@ class PromptEncoder:
         return len(self.request_ids(sample)) + len(sample.images) * added
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """Encode the prompt and its images.
+        """Return a sample's prompt as tokens, with its images as pixels.
 
         Raises RecordError if an image file is missing or changed, or if the checkpoint's processor
         does not accept its size.
@@ -214,12 +224,15 @@ def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueErr
 
 
 def modality_of(token_ids: Sequence[int], image_token_id: int) -> torch.Tensor:
-    """Return int [P]: 1 for each token of an image, else 0."""
+    """Return whether each prompt token belongs to an image: int [P], 1 or 0."""
     return (torch.tensor(token_ids, dtype=torch.int64) == image_token_id).to(torch.int64)
 
 
 class ImageEncoder:
-    """Encodes the images of prompts whose tokens come from an engine."""
+    """Encodes the images of prompts that an engine has already encoded to tokens.
+
+    Environments' rollouts contain such prompts.
+    """
 
     def __init__(self, processor: Any) -> None:
         """`processor` belongs to a checkpoint with a vision tower."""
@@ -229,11 +242,13 @@ class ImageEncoder:
         self._last: tuple[tuple[str, ...], EncodedImages] | None = None
 
     def modality(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return int [P]: 1 for each token of an image, else 0."""
+        """Return whether each prompt token belongs to an image: int [P], 1 or 0."""
         return modality_of(token_ids, self._token_id)
 
     def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
-        """Encode the images of `token_ids`, whose placeholders are expanded.
+        """Encode images to pixels, and check that `token_ids` have as many tokens for them.
+
+        `token_ids` come from an engine, with expanded image placeholders.
 
         Raises:
             ValueError: engine and learner differ in the number of image tokens.

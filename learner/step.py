@@ -38,11 +38,17 @@ from shared.config.pipeline import Channel, PipelineSection
 from shared.rollouts import DecodeSettings
 
 LOGIT_CHUNK = 512
-"""Positions whose full-vocabulary logits are in memory at once: 0.70 GB for 152,000 token ids."""
+"""Number of token positions whose logits over the whole vocabulary are in memory at once.
+
+With 152,000 token ids they take 0.70 GB.
+"""
 
 
 class SlotMean(NamedTuple):
-    """A mean over coordinate slots or learned tokens: a sum and a count, to be added over rows."""
+    """A metric's mean over coordinate slots or learned tokens, as a sum and a count.
+
+    Sums and counts of several rows are added.
+    """
 
     total: float
     num_slots: int
@@ -50,20 +56,20 @@ class SlotMean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The loss, metrics and log-probabilities of one row's forward and backward.
+    """The loss, metrics and log-probabilities of one packed row's forward and backward.
 
     Example (only token_ce, weight 2, over two segments with means 0.5 and 0.3): loss 1.6, terms
     `{"loss/token_ce": 0.8}`, no diagnostics, and one log-probability per token to compare.
     """
 
     loss: float
-    """The row's part of the step's loss, before the division at the step's end."""
+    """The row's part of the step's loss, which is divided only at the step's end."""
     terms: dict[str, float]
-    """`loss/...` metrics, to be summed over the rows of a step."""
+    """The row's part of each `loss/...` metric. The step's metric is the sum over its rows."""
     diagnostics: dict[str, SlotMean]
-    """Metrics of the active diagnostics, which have no gradient."""
+    """Metrics of the channel's diagnostics (metrics without a loss), by name."""
     compared_logprobs_K: torch.Tensor
-    """The learner's log-probabilities of the row's tokens to compare, on the CPU."""
+    """The learner's log-probabilities of the tokens to compare with the engine, on the CPU."""
 
 
 class _RowForward(NamedTuple):
@@ -85,13 +91,16 @@ def train_row(
     weight: float = 1.0,
     reference: Reference | None = None,
 ) -> RowResult:
-    """Run forward, losses and backward of one row. Changes only the gradients.
+    """Run forward, losses and backward of one packed row. Only the model's gradients change.
 
     Args:
-        sampled_under: how the engine sampled its tokens, to compute the same probabilities here.
-        logit_chunk: positions whose full-vocabulary logits are in memory at once.
-        run: calls the function of the forward (`Parallel.forward` for a sharded model).
-        weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
+        objectives: losses and diagnostics of the row's channel.
+        sampled_under: temperature and excluded tokens of the engine's sampling, to compute the same
+            probabilities here.
+        logit_chunk: number of positions whose full-vocabulary logits are in memory at once.
+        run: calls a function that runs the forward (`Parallel.forward` for a sharded model).
+        weight: factor of the gradient. With 0 this rank only takes part in the forward and backward
+            of a sharded model, which needs all ranks.
         reference: the initial model of the run, for objectives that compare with it.
     """
     needs = objectives.needs
@@ -212,7 +221,7 @@ _PLAIN = Normalizer()
 
 @dataclass(frozen=True, slots=True)
 class LogitsPass:
-    """Reduces the logits of one row to the values its objectives need, chunk by chunk.
+    """Computes the logits of one packed row in chunks, and reduces them to what objectives need.
 
     Memory peaks in the backward of a chunk; benchmarks/logit_memory.py measures it.
     """
@@ -221,13 +230,16 @@ class LogitsPass:
     coord_ids_C: torch.Tensor
     needs: LogitNeeds
     sampled_under: Normalizer
-    """How the engine sampled its tokens."""
+    """Temperature and excluded tokens of the engine's sampling."""
     chunk: int = LOGIT_CHUNK
 
     def __call__(
         self, hidden_ND: torch.Tensor, row: PackedRow, reference: ReferenceValues | None = None
     ) -> RowValues:
-        """Return the row's values, differentiable; `hidden_ND` belongs to `row.positions_N`."""
+        """Return the values that the row's objectives read. They are differentiable.
+
+        `hidden_ND` are the model's hidden states at `row.positions_N`.
+        """
         needs = self.needs
         text = row.supervision.text
         coord = row.supervision.coord
@@ -344,7 +356,7 @@ class LogitsPass:
 
 
 class RowTrainer:
-    """Trains packed rows: calls `train_row` with the objectives of the row's channel."""
+    """Packs segments into rows, and trains the rows with the objectives of their channel."""
 
     def __init__(
         self,
@@ -355,7 +367,7 @@ class RowTrainer:
         decode: DecodeSettings,
         reference: Reference | None = None,
     ) -> None:
-        """`decode`: how the rollouts are sampled; `reference`: as `load_reference` returns it."""
+        """`decode`: sampling settings of the rollouts. `reference`: the run's initial model."""
         self._loaded = loaded
         self._parallel = parallel
         self._reference = reference
@@ -374,8 +386,10 @@ class RowTrainer:
         """Pack the segments into one row, on the CPU.
 
         Args:
-            version: the learner's weight version. Other versions' log-probabilities are dropped.
-            beside: segment without supervision that is appended to the row.
+            version: the learner's weight version. Log-probabilities that an engine computed with
+                another version are not compared.
+            beside: segment without supervision to append, so that a row without images runs the
+                vision tower.
         """
         return collate(
             [_comparable(segment, version) for segment in segments],
@@ -385,7 +399,10 @@ class RowTrainer:
         )
 
     def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
-        """Add the row's gradient. A `weight` of 0 only joins the other ranks' collectives."""
+        """Run forward and backward of the row, which adds its gradient to the model's.
+
+        With `weight` 0 nothing is added: the rank only takes part in a sharded model's forward.
+        """
         return train_row(
             self._loaded.model,
             row.to(self._loaded.device),
@@ -399,9 +416,9 @@ class RowTrainer:
     def compare(
         self, row: PackedRow, result: RowResult, channel: Channel, so_far: Compared
     ) -> Compared:
-        """Return `so_far` with this row's comparison of engine and learner log-probabilities.
+        """Compare engine and learner log-probabilities of the row; return `so_far` with them added.
 
-        Raises RolloutError as `check_logprobs` does.
+        Raises RolloutError if too many differ (see `check_logprobs`).
         """
         if channel is Channel.A or not self._compares_logprobs:
             return so_far

@@ -1,4 +1,6 @@
-"""Metrics and timings of one step on one rank (names and meanings: shared/metrics.py).
+"""Metrics and timings of one training step on one learner rank.
+
+Names and meanings of the metrics are in shared/metrics.py.
 
 Only counts and rates. IoU is not a training metric: it belongs to evaluation reports.
 """
@@ -30,7 +32,7 @@ from shared.trajectory import EnvironmentRollout
 
 
 class StepMetrics:
-    """Accumulates the metrics of one step on one rank, and records its time spans.
+    """Accumulates the metrics and time spans of one training step on one learner rank.
 
     Example (two rows of 3 and 1 segments, with losses 0.6 and 0.2): `report(denominator=4)` has
     `loss/total` 0.2, `packing/num_rows` 2 and `packing/num_segments` 4.
@@ -48,8 +50,10 @@ class StepMetrics:
         """Start with all metrics empty.
 
         Args:
-            capacity: tokens of a row. A row filled below `min_fill_ratio` is underfilled.
-            keeps_digests: compute the digests of the run's ledger.
+            track: the rank's name in the timeline.
+            capacity: maximum tokens of a packed row. A row filled below the share `min_fill_ratio`
+                counts as underfilled.
+            keeps_digests: compute digests of the step's data, which the run's ledger compares.
         """
         self.totals = MetricAccumulator()
         self.num_segments = 0
@@ -57,7 +61,7 @@ class StepMetrics:
         self.num_credited = 0
         """Sampled tokens so far that have an advantage, including an advantage of 0."""
         self.refilled: dict[int, int] = {}
-        """Dataset rows drawn to replace groups without signal, by the group's position."""
+        """Dataset rows drawn to replace groups of rollouts with equal rewards, by position."""
         self.compared = Compared()
         """Result of the log-probability comparison between engine and learner so far."""
         self._plan = plan
@@ -72,25 +76,26 @@ class StepMetrics:
         self._digests: dict[str, hashlib._Hash] = {}
 
     def record(self, name: str, *content: object) -> None:
-        """Add content to a digest of the ledger (`shared.metrics.DIGESTS`).
+        """Add content to the step's digest `name`, which the run's ledger records.
 
-        The digest is of `repr(content)`, which must not depend on times, placement or rounding in
-        engines: two runs of one configuration have equal digests. With `environment.teacher`,
-        `targets` contains the teacher's log-probabilities and repeats only if they do.
+        `shared.metrics.DIGESTS` lists the names. `repr(content)` must not depend on times,
+        placement or rounding in engines: two runs of one configuration have equal digests. With
+        `environment.teacher`, the digest `targets` contains the teacher's log-probabilities, and
+        repeats only if they do.
         """
         if self._keeps_digests:
             digest = self._digests.setdefault(name, hashlib.sha256())
             digest.update(repr(content).encode())
 
     def add_generation(self, spans: Sequence[Span]) -> None:
-        """Record the generation spans of one round."""
+        """Record when each actor generated the rollouts of one round, as timeline spans."""
         if spans:
             self._spans += spans
             start_s = min(span.start_s for span in spans)
             self._generate_s += max(span.end_s for span in spans) - start_s
 
     def mark(self, name: str, started_s: float, **args: int) -> None:
-        """Record a span of this rank's own work, from `started_s` until now."""
+        """Record that this rank has worked on `name` from `started_s` (Unix time) until now."""
         span = Span(self._track, name, started_s, time.time(), {"step": self._plan.number, **args})
         self._learn_s += span.duration_s
         self._spans.append(span)
@@ -104,10 +109,11 @@ class StepMetrics:
         staleness: int,
         source: str | None = None,
     ) -> None:
-        """Count a rollout, its parsing and matching; its sample has `num_ground_truth` objects.
+        """Count a rollout of rollout matching, with its parsed and matched objects.
 
         Args:
-            staleness: updates since the weights that generated it.
+            num_ground_truth: number of objects of its sample.
+            staleness: number of weight versions between the one that generated it and the current.
             source: name of the sample's file if there are several files.
         """
         parsed = reading.parsed
@@ -136,7 +142,10 @@ class StepMetrics:
             add(f"source/num_matched/{source}", len(reading.match.pairs))
 
     def add_options(self, target: Target, weights: TextWeights) -> None:
-        """Count the effects of options beyond the specification on a rollout's target."""
+        """Count what optional settings changed in a rollout's target, such as trimmed objects.
+
+        docs/objectives.md describes these options beyond the specification.
+        """
         reading = target.reading
         assert reading is not None, "these options have no effect on channel A"
         of_role = Counter(target.roles.tolist())
@@ -176,23 +185,26 @@ class StepMetrics:
                 self.totals.add_mean(f"{REWARD_FAMILY}{name}", value, 1)
 
     def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
-        """Count one group: whether it has signal, and how many of its rollouts are left out."""
+        """Count one group of rollouts of the same prompt.
+
+        A group has signal if its rewards differ. `num_left_out` of its rollouts are not learned.
+        """
         self.totals.add("rollout/num_groups", 1)
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
-        """Count a rollout's tokens that have an advantage (0 tokens if it is masked)."""
+        """Count the sampled tokens of a rollout that have an advantage (0 if it is masked)."""
         self.num_credited += num_tokens
         self.totals.add("rollout/num_masked", float(is_masked))
 
     def add_staleness(self, staleness: int) -> None:
-        """Record the number of updates since the weights that generated a rollout."""
+        """Record the age, in weight versions, of the weights that generated a rollout."""
         self.totals.add_mean("rollout/staleness", staleness, 1)
         self.totals.add_max("rollout/staleness_max", staleness)
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
-        """Count a learned row. Its losses are sums over segments."""
+        """Count a packed row that was trained, and add its losses, which are sums over segments."""
         self.add_losses(result)
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
@@ -210,7 +222,10 @@ class StepMetrics:
         self.totals.add_max("packing/learned_age_max", max(ages))
 
     def add_losses(self, result: RowResult) -> None:
-        """Add a row's losses and diagnostics, also if the row is learned again."""
+        """Add the losses and diagnostics of a trained row.
+
+        A row is trained again with `training.updates_per_batch` > 1. Its losses are added again.
+        """
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             # Not 0 + value: the sum starts with the first row's exact value (sign of zero).
             self._losses[name] = self._losses[name] + value if name in self._losses else value
@@ -230,11 +245,13 @@ class StepMetrics:
         """Return the rank's report of the step. Call it once, at the step's end.
 
         Args:
-            step_metrics: metrics of the whole step, equal on all ranks.
-            waits: waits for other ranks, within the marked spans.
-            denominator: divisor of the losses: the segments that an update's gradient was divided
-                by, times the number of updates.
-            num_carried: segments that wait for a later step.
+            version: the learner's weight version during the step.
+            step_metrics: metrics of the whole step that are equal on all ranks, such as the
+                gradient norm.
+            waits: time spans in which this rank waited for other ranks.
+            denominator: divisor of the losses: the divisor of an update's gradient, times the
+                number of updates.
+            num_carried: number of segments that wait for a later step.
             weights: digest of the trained weights after the update, if digests are kept.
         """
         for name, value in self._losses.items():

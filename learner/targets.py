@@ -1,4 +1,4 @@
-"""Targets: the tokens that a segment trains on, and the supervision of each token.
+"""Targets: the tokens that a segment trains on after its prompt, and each token's supervision.
 
 Supervision is decided when a target is built, and objectives only read it. The types are:
 
@@ -33,27 +33,28 @@ from shared.records import POINT_TOLERANCE, GeometryKind
 
 
 class TokenRole(IntEnum):
-    """The kind of a target token. Role and channel decide its weight in `token_ce`."""
+    """The kind of a target token. Role and channel decide its weight in the `token_ce` loss."""
 
     NEUTRAL = 0
-    """Unsupervised prefix text, such as unmatched objects, separators, matched objects' descs."""
+    """Sampled text without supervision: unmatched objects, separators, matched objects' descs."""
     STRUCTURE = 1
-    """Serialised ground truth with keys and separators; the opening brace if it was not sampled."""
+    """Text of serialised ground truth, with keys and separators; an opening brace that was not
+    sampled."""
     DESC = 2
-    """Overlaps the value of a serialised `desc`."""
+    """Overlaps the class name (value of `desc`) of a serialised ground-truth object."""
     MATCHED_STRUCTURE = 3
-    """A matched object's value `{...}` in the prefix, without its desc and coordinate tokens."""
+    """The sampled JSON value `{...}` of a matched object, without desc and coordinate tokens."""
     COORD = 4
-    """A coordinate slot. `coord_reg` and `bbox_geo` train it, not `token_ce`."""
+    """A coordinate token to learn. `coord_reg` and `bbox_geo` train it, not `token_ce`."""
     CLOSING = 5
     """The end of the whole answer (such as its closing top-level brace), or EOS."""
     SEPARATOR = 6
-    """The prefix token that continues to a matched object (`supervise_separators`)."""
+    """The sampled token that continues the answer to a matched object (`supervise_separators`)."""
     CORRECTED_DESC = 7
     """The first token of a matched object's desc that differs from the ground truth; it has a
     `LabelOverride`."""
     DIGITS = 8
-    """Overlaps a coordinate in digits: a serialised one, or a matched one up to its first error."""
+    """Overlaps a coordinate in digits: of ground truth, or of a match up to the first error."""
     CORRECTED_DIGITS = 9
     """The first token of a matched coordinate that differs from the ground truth; it has a
     `LabelOverride`."""
@@ -61,7 +62,7 @@ class TokenRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextWeights:
-    """The token weights of one channel, from `token_ce`'s configuration.
+    """The weights of target tokens in the loss `token_ce` by their role, for one channel.
 
     Example: `TextWeights(desc=0.5, matched_structure=0)` gives the structure of an appended entry
     weight 1, its desc 0.5, and the sampled text 0.
@@ -70,12 +71,12 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """The weight of serialised ground truth, coordinates in digits, separators of the prefix,
-    closing brace and EOS; 0 if no text is supervised."""
+    """The weight of serialised ground truth and supervised separators, coordinates in digits,
+    closing brace and EOS. It is 0 if no text is supervised."""
     matched_desc: float = 0.0
     """The weight of labels that correct the desc of a matched object."""
     fp_end: float = 1.0
-    """Factor of `structure` for closing brace and EOS if the prefix contains false positives."""
+    """Factor of `structure` for closing brace and EOS if the target keeps false positives."""
 
     def of(self, target: Target) -> np.ndarray:
         """Return the weights of the target's tokens: float32 [L], at least 0."""
@@ -92,7 +93,10 @@ class TextWeights:
 
 
 def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
-    """Return the text weights of the active `token_ce` entry; all 0 without such an entry."""
+    """Return the channel's weights of text tokens, as the pipeline's `token_ce` entry says.
+
+    All weights are 0 without such an entry.
+    """
     for entry in pipeline.active(channel):
         if isinstance(entry, TokenCEEntry):
             config = entry.config
@@ -110,7 +114,7 @@ def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
 
 @dataclass(frozen=True, slots=True)
 class MatchSettings:
-    """Keyword arguments of `match_objects`, from the section `rollout_matching`."""
+    """Settings of matching predicted with ground-truth objects (arguments of `match_objects`)."""
 
     candidate_top_k: int
     maskiou_gate: float
@@ -122,7 +126,7 @@ class MatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """The configuration of targets, for both channels."""
+    """The settings with which targets are made from ground truth and rollouts."""
 
     geometry: frozenset[GeometryKind]
     answer_format: AnswerFormat
@@ -130,23 +134,29 @@ class TargetSettings:
     transport: OTSettings
     """Settings of the optimal transport for matched polygons."""
     trims_false_positives: bool = False
-    """Keep the rollout only up to its last supervised object."""
+    """Whether the target keeps the rollout only up to its last supervised object."""
     supervises_separators: bool = False
-    """Teach the prefix to continue if a supervised object follows."""
+    """Whether the token that continues the answer is taught if a supervised object follows."""
     corrects_names: bool = False
-    """Teach the ground truth's desc if a supervised object's desc differs."""
+    """Whether the ground truth's desc is taught if a supervised object has another desc."""
 
     def for_pictures(self, resize: PictureResize) -> TargetSettings:
-        """Return the settings for a model that sees images resized by `resize`."""
+        """Return these settings for a model whose processor resizes images with `resize`."""
         return replace(self, answer_format=self.answer_format.for_pictures(resize))
 
     def with_gate(self, maskiou_gate: float) -> TargetSettings:
-        """Return the settings of a step with this maskIoU gate."""
+        """Return these settings with another maskIoU gate, the least overlap of a match.
+
+        The gate can follow a schedule over the steps.
+        """
         return replace(self, matching=replace(self.matching, maskiou_gate=maskiou_gate))
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
-    """Return the target settings of a run, with the maskIoU gate at the end of its schedule."""
+    """Return the target settings of a run.
+
+    The maskIoU gate has its value at the end of its schedule.
+    """
     section = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
@@ -170,7 +180,9 @@ def target_settings(config: RunConfig) -> TargetSettings:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAndMatched:
-    """A rollout, parsed and matched. Predictions are indices into `parsed.objects`.
+    """A rollout's parsed objects, their matches with the ground truth, and what the target keeps.
+
+    Predictions are indices into `parsed.objects`.
 
     Example: predictions 0 and 1, ground truths 0 and 1, and only prediction 0 matches ground truth
     0: `supervised` [(0, 0, 0.8)], `excluded` (), `appended` (1,).
@@ -178,38 +190,41 @@ class ParsedAndMatched:
 
     parsed: ParsedRollout
     kept: ParsedRollout
-    """The part of `parsed` that the target begins with: all of it, unless false positives after the
-    last supervised object were trimmed."""
+    """The part of `parsed` that the target begins with. It is `parsed` itself, unless false
+    positives after the last supervised object were trimmed."""
     match: MatchResult
     supervised: tuple[MatchedPair, ...]
-    """The matched pairs whose slots are supervised, in order of predictions."""
+    """The matched pairs whose coordinates are supervised, in order of predictions."""
     excluded: tuple[MatchedPair, ...]
-    """The matched pairs whose slots cannot be supervised. Their ground truth is appended."""
+    """The matched pairs whose coordinates cannot be supervised. Their ground truth is appended."""
     appended: tuple[int, ...]
-    """Indices of the sample's objects that were appended, ascending."""
+    """Indices of the ground-truth objects that were appended to the answer, ascending."""
     appended_text: str
     num_kept: int = 0
     """Number of leading target tokens that were sampled."""
     num_prefix: int = 0
-    """Number of target tokens before the appended text. Those after `num_kept` are re-encoded."""
+    """Number of target tokens before the appended text. Those from `num_kept` on were not sampled:
+    the kept text's end was encoded anew."""
     num_capped: int = 0
-    """Number of supervised pairs with a transport epsilon below `ot_epsilon`."""
+    """Number of supervised pairs whose epsilon of optimal transport the cap lowered."""
 
     @property
     def num_trimmed(self) -> int:
-        """The number of entries, valid or not, that were trimmed after the last supervised one."""
+        """The number of predicted objects, valid or not, cut off after the last supervised one."""
         kept = len(self.kept.objects) + len(self.kept.dropped)
         return len(self.parsed.objects) + len(self.parsed.dropped) - kept
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """The unmatched predictions in the target's kept prefix."""
+        """Indices of the unmatched predicted objects that the target keeps."""
         number = len(self.kept.objects)
         return tuple(one for one in self.match.unmatched_predictions if one < number)
 
 
 class LabelOverride(NamedTuple):
-    """A label that replaces the target's token. The target's token remains the model's input.
+    """A token that is taught instead of the target's token at one position.
+
+    The target's token remains the model's input at the next position.
 
     Example: `(5, 812, 0)`: after the target's first five tokens, token 812 is taught, so that
     prediction 0 gets the desc of its ground truth.
@@ -218,12 +233,15 @@ class LabelOverride(NamedTuple):
     position: int
     """Position of the replaced token in the target."""
     token_id: int
+    """The token that is taught."""
     prediction: int
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of rollout matching (`Y_train`). Positions count from its first token.
+    """The target of rollout matching (`Y_train`): text, coordinate slots and boxes to learn.
+
+    Positions count from its first token.
 
     Example (an empty ground truth on channel A): token_ids of `{`, `}` and EOS, roles [STRUCTURE,
     CLOSING, CLOSING], no coordinate positions, no boxes.
@@ -231,26 +249,29 @@ class Target:
 
     sample_id: str
     token_ids: tuple[int, ...]
-    """[L], EOS last."""
+    """[L]: the tokens to learn, EOS last."""
     roles: np.ndarray
-    """uint8 [L] of TokenRole."""
+    """uint8 [L]: the `TokenRole` of each token."""
     coord_positions: tuple[int, ...]
-    """[S], ascending: the supervised slots, object after object."""
+    """[S], ascending: positions of the supervised coordinate tokens, object after object."""
     coord_targets: tuple[float, ...]
-    """[S], 0..999: the target bin of each slot. Targets of optimal transport can be fractional."""
+    """[S], 0..999: the bin to learn at each slot; fractional if from optimal transport."""
     box_slots: tuple[int, ...]
-    """Indices into [S], ascending: the first slot of each supervised box whose ground truth is a
-    box."""
+    """Ascending indices into `coord_positions`: the first coordinate of each supervised box whose
+    ground truth is a box."""
     compared_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `compared_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
     """The parsed and matched rollout; None in channel A."""
     label_overrides: tuple[LabelOverride, ...] = ()
-    """Ascending by position. At all other positions the target's own token is the label."""
+    """Positions with another label than the target's own token, ascending."""
 
     @property
     def compared_positions(self) -> range:
-        """The positions of the tokens to compare: the leading tokens that the engine sampled."""
+        """Positions of the tokens whose log-probabilities are compared with the engine's.
+
+        They are the leading tokens, which the engine sampled.
+        """
         return range(len(self.compared_logprobs))
 
     def __post_init__(self) -> None:
@@ -275,7 +296,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTarget:
-    """The target of policy gradient: sampled tokens with advantages. Positions as in `Target`.
+    """The target of policy gradient: sampled tokens, each with its advantage.
+
+    Positions count from its first token.
 
     Example: one model call sampled the first two tokens, a tool returned the third, and the next
     model call sampled the fourth: `token_ids` of all four, `credit.positions` (0, 1, 3).
@@ -291,7 +314,10 @@ class AdvantageTarget:
 
     @property
     def compared_positions(self) -> tuple[int, ...]:
-        """The positions of the tokens to compare: all learned tokens, or an empty tuple."""
+        """Positions of the tokens whose log-probabilities are compared with the engine's.
+
+        They are all learned tokens, or an empty tuple.
+        """
         return self.credit.positions[: len(self.compared_logprobs)]
 
     def __post_init__(self) -> None:

@@ -46,16 +46,19 @@ from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample, has_signal
 
 Baseline = Callable[[float, Sequence[float]], float]
-"""Returns a rollout's reward minus its group's baseline. The group's rewards are not all equal."""
+"""A function of a rollout's reward and all rewards of its group. It returns the reward minus a
+baseline. The rewards are not all equal."""
 
 
 def less_mean(reward: float, rewards: Sequence[float]) -> float:
-    """Subtract the mean of the group's rewards."""
+    """Return a rollout's reward minus the mean reward of its group."""
     return reward - fmean(rewards)
 
 
 def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
-    """Subtract the mean reward of the group's other rollouts (Ahmadian et al. 2024, RLOO).
+    """Return a rollout's reward minus the mean reward of the group's other rollouts.
+
+    Source: Ahmadian et al. 2024, RLOO.
 
     The result is n / (n - 1) times the reward minus the mean of all n.
     """
@@ -63,12 +66,12 @@ def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
 
 
 BASELINES: dict[str, Baseline] = {"mean": less_mean, "leave_one_out": less_mean_of_others}
-"""Baseline functions by the value of `advantage_baseline`."""
+"""The baseline function for each value of the configuration key `advantage_baseline`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """The M sampled tokens of a target, one column per field.
+    """The M sampled tokens that a policy-gradient target learns, one column per field.
 
     Example:
         Tokens 0 and 1 of a target were sampled in one call, token 2 came from a tool, token 3 was
@@ -77,19 +80,20 @@ class TokenAdvantages:
     """
 
     positions: tuple[int, ...]
-    """[M], relative to the target's first token, ascending."""
+    """[M]: positions of the tokens, counted from the target's first token, ascending."""
     engine_logprobs: tuple[float, ...]
-    """[M], under the probabilities that the engine sampled from."""
+    """[M]: each token's log-probability in the distribution that the engine sampled from."""
     advantages: tuple[float, ...]
-    """[M], computed from the rewards."""
+    """[M]: each token's advantage from the rewards, without the teacher's part."""
     weights: tuple[float, ...]
-    """[M], the weight of each token in the step's sum."""
+    """[M]: the weight of each token in the step's loss, which is a sum over tokens."""
     calls: tuple[int, ...]
-    """[M], ascending from 0: the model call, counting only calls with a learned token."""
+    """[M]: number of the model call that sampled the token, from 0, ascending. Calls without a
+    learned token are not counted."""
     teacher_logprobs: tuple[float, ...] | None = None
-    """[M]; None without a teacher."""
+    """[M]: the teacher model's log-probability of each token; None without a teacher."""
     teacher_weight: float = 0.0
-    """Factor of the teacher's part of the advantage."""
+    """Factor of `log p_teacher - log p_learner` in the advantage (see the module docstring)."""
 
     def __post_init__(self) -> None:
         columns = (self.engine_logprobs, self.advantages, self.weights, self.calls)
@@ -100,21 +104,22 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Computes advantages and weights of an example's tokens as `policy_gradient` says."""
+    """Computes advantage and weight of each sampled token, as `policy_gradient` is configured."""
 
     config: PolicyGradientConfig
     max_new_tokens: int
-    """The divisor of `normalize: constant`."""
+    """Longest answer in tokens: with `normalize: constant` each token weighs 1 / this number."""
     teacher: TeacherSection | None = None
-    """The weights of teacher and reward, or None without a teacher."""
+    """The section with the weights of teacher and reward; None without a teacher."""
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
     ) -> TokenAdvantages:
-        """Return the advantages and weights of the learned tokens, which are at `start` or later.
+        """Return the advantages and weights of the sampled tokens that the example learns.
 
         Args:
-            num_of_rollout: learned tokens in all examples of its rollout.
+            start: index of the target's first token in the example. No learned token precedes it.
+            num_of_rollout: number of learned tokens in all examples of the same rollout.
 
         Raises:
             ValueError: the example was not scored, or a number is not finite.
@@ -173,10 +178,10 @@ class AdvantageEstimator:
 def token_advantages(
     example: TrainingExample, *, std_epsilon: float | None, baseline: str = "mean"
 ) -> list[float]:
-    """Return the advantage of each token, 0 outside the mask: [L].
+    """Return the advantage of each token of an example: [L], 0 for tokens that are not learned.
 
     Args:
-        std_epsilon, baseline: see `group_advantage`. They do not change an advantage that an
+        std_epsilon, baseline: as in `group_advantage`. They do not change an advantage that an
             environment set itself, because its unit is not the unit of the rewards.
 
     Raises:
@@ -199,7 +204,10 @@ def token_advantages(
 
 
 def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool | int]]:
-    """Return the example's own advantages, and which tokens take the group's instead: both [L]."""
+    """Return the advantages that the environment set, and which tokens do not use them: both [L].
+
+    Those tokens use the advantage of their rollout in its group (`group_advantage`).
+    """
     length = len(example.token_ids)
     own = example.token_advantages or [example.advantage or 0.0] * length
     return own, example.token_is_relative or [bool(example.group_rewards)] * length
@@ -208,7 +216,7 @@ def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool
 def group_advantage(
     reward: float, rewards: Sequence[float], *, std_epsilon: float | None, baseline: str = "mean"
 ) -> float:
-    """Return the advantage of a rollout with this reward in a group with these rewards.
+    """Return the advantage of a rollout with `reward`, compared with all `rewards` of its group.
 
     Args:
         std_epsilon: divide by the standard deviation of the rewards plus this. None: do not divide.
@@ -226,7 +234,7 @@ def group_advantage(
 
 
 def teacher_log_ratios(example: TrainingExample) -> list[float]:
-    """Return `log p_teacher - log p_engine` of each token, 0 outside the mask: [L], in nats.
+    """Return `log p_teacher - log p_engine` of each token: [L], in nats; 0 if it is not learned.
 
     Raises:
         ValueError: no teacher has scored the example.
@@ -236,7 +244,10 @@ def teacher_log_ratios(example: TrainingExample) -> list[float]:
 
 
 def require_teacher(example: TrainingExample) -> list[float]:
-    """Return the teacher's log-probabilities, [L]. Raises ValueError if it has none."""
+    """Return the teacher model's log-probabilities of the example's tokens: [L].
+
+    Raises ValueError if no teacher has scored the example.
+    """
     if example.teacher_logprobs is None:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"
@@ -254,7 +265,7 @@ def _deviation(rewards: Sequence[float]) -> float:
 
 
 def learned_by_call(example: TrainingExample) -> list[list[int]]:
-    """List the positions of the learned tokens, one list per model call.
+    """Return the positions of an example's learned tokens, one list per model call.
 
     Example:
         Two calls with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.

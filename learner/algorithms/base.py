@@ -1,4 +1,4 @@
-"""Interface of a training algorithm: the rollouts a step requests, and the segments made of them.
+"""Interface of a training algorithm: which rollouts a step requests, and what it learns from them.
 
 A thread (`Ahead`) prepares prompts and targets. They do not need the weights, and the results do
 not depend on when they are made.
@@ -27,15 +27,17 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NUM_AHEAD = 16
-"""Number of items prepared in advance: twice the default of `training.packing_window`.
-A prompt with an image of one megapixel takes 25 MB.
+"""Number of prompts or targets that a thread prepares in advance.
+
+It is twice the default of `training.packing_window`. A prompt with an image of one megapixel takes
+25 MB.
 """
 
 
 class AlgorithmStep(ABC):
-    """One rank's part of one step: its requests, and the segments made from the answers.
+    """One learner rank's part of one training step: requests for rollouts, and segments to learn.
 
-    Everything is in the order of positions. The step counts its answers in `metrics`.
+    Everything is in the order of positions. The step counts the rollouts it receives in `metrics`.
 
     Example (rollout matching, channel B, positions 4..7): `requests()` -> 4 RolloutRequests;
     `segments(2 rollouts)` twice -> 2 Segments each; `ground_truth()` -> nothing.
@@ -46,73 +48,79 @@ class AlgorithmStep(ABC):
         self.metrics = metrics
 
     def requests(self) -> list[Any]:
-        """Return the requests to the engines or environments. Channel A has no requests."""
+        """Return the step's requests for rollouts; an empty list on channel A (supervised)."""
         return []
 
     def generation_spans(self, answers: Sequence[Any]) -> list[Span]:  # noqa: ARG002
-        """Return which actors generated these answers, and when, as timeline spans."""
+        """Return timeline spans that show which actors generated these rollouts, and when."""
         return []
 
     def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:  # noqa: ARG002
-        """Yield the segments of the next answers. `version` is the learner's weight version.
+        """Yield the segments to learn from the next rollouts (`answers`) of the step.
 
-        Raises RolloutError if engine and learner disagree.
+        `version` is the learner's weight version. Raises RolloutError if an engine used other
+        prompt tokens or other weights than the learner expects.
         """
         return iter(())
 
     def ground_truth(self) -> Iterator[Segment]:
-        """Yield the segments that need no answers: all segments of a step on channel A."""
+        """Yield the segments that are made from the ground truth, without rollouts (channel A)."""
         return iter(())
 
     @abstractmethod
     def require_complete(self) -> None:
-        """Check that every position was answered. `finish_step` calls it before its last rows.
+        """Check that the step has received a rollout for every position.
 
-        Raises RolloutError if all rollouts of all ranks failed. A collective: every rank calls it.
+        Raises RolloutError if all rollouts of all ranks failed. A collective: all ranks call it
+        together.
         """
 
 
 class Algorithm(ABC):
-    """The source of a rank's steps. Every rank has the same algorithm and takes its share."""
+    """Decides for one learner rank what each step requests from engines, and what it learns.
+
+    All ranks draw the same samples, and each keeps its share of them.
+    """
 
     fixed: Segment
     """A segment that stays the same for the whole run.
 
-    It is the canary of weight syncs. A rank without a row runs it while other ranks run theirs.
+    Weight syncs use it as the canary. In a sharded model, a rank that has no packed row left runs
+    it while other ranks train their rows.
     """
     fixed_images: tuple[ImageRef, ...] = ()
     """The images of the fixed segment's prompt."""
 
     def __init__(self, log: StepLog | None = None) -> None:
-        """`log` receives the rollouts. None: rollouts are not logged."""
+        """`log` is the rollout log to write to; None: rollouts are not logged."""
         self.log = log
         self.ahead = Ahead()
 
     @abstractmethod
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
-        """Draw the step's samples or examples, and return the step."""
+        """Draw the samples (or environment examples) of the step that `plan` describes."""
 
     @abstractmethod
     def move_to(self, num_samples: int) -> None:
-        """Continue after the first `num_samples` of the run, which earlier steps drew."""
+        """Skip the first `num_samples` samples of the run, which steps before a resume drew."""
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """Return digests of the data, by configuration key."""
+        """Return digests of the data, by configuration key. A resumed run must have the same."""
 
     def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
-        """Return this rank's share of the held-out requests, in order."""
+        """Return this rank's share of the requests for answers to the held-out set, in order."""
         return []
 
     def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002
-        """Score the answers to the held-out requests, in order."""
+        """Return scored outcomes of the answers to the held-out requests, in order."""
         return []
 
     def require_same(self) -> None:  # noqa: B027 - environments have their data elsewhere
-        """Raise ConfigError if the ranks do not have the same data. A collective."""
+        """Raise ConfigError if the learner ranks have read different data. A collective."""
 
     def close(self) -> None:
-        """Stop the preparing thread and close the log of rollouts."""
+        """Stop the thread that prepares prompts and targets, and close the rollout log."""
         self.ahead.close()
         if self.log is not None:
             self.log.close()
@@ -125,7 +133,7 @@ def generation_span(
     rollouts: Sequence[Rollout] | Sequence[EnvironmentRollout],
     **counts: int,
 ) -> Span:
-    """Return the timeline span of `actor` generating these rollouts."""
+    """Return a timeline span: when `actor` generated these rollouts."""
     start_s = min(rollout.started_s for rollout in rollouts)
     end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
     first = rollouts[0].position
@@ -135,15 +143,16 @@ def generation_span(
 
 
 class Ahead:
-    """A thread that prepares items in order while the learner's thread works."""
+    """A thread that prepares prompts and targets in order, while the learner trains."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare-rows")
 
     def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-        """Return `map(prepare, items)`, and start to prepare the first items immediately.
+        """Return an iterator like `map(prepare, items)`; a thread computes its items in advance.
 
-        An exception of `prepare` is raised by the `next` that asks for this item.
+        The first items are started immediately. An exception of `prepare` is raised when the
+        iterator reaches that item.
 
         Example:
             `prompts = ahead.map(encoder.encode, samples)` starts to encode 16 prompts.
@@ -167,5 +176,5 @@ class Ahead:
                 future.cancel()
 
     def close(self) -> None:
-        """Stop the thread and cancel the items that it has not begun."""
+        """Stop the thread. Items that it has not begun are never prepared."""
         self._thread.shutdown(wait=False, cancel_futures=True)

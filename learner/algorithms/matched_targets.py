@@ -1,4 +1,4 @@
-"""Targets of rollout matching: `Y_train` of a sample, from its ground truth and its rollout.
+"""Targets of rollout matching: the tokens to learn, from a sample's ground truth and its rollout.
 
 Channel A: the serialised ground truth with its closing brackets, then EOS. Channel B: the kept
 prefix of the model's own rollout, the appended unmatched ground truth, closing brackets, EOS (spec
@@ -32,7 +32,10 @@ from shared.tokens.vocabulary import TokenCodec
 
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSettings) -> Target:
-    """Return the target of channel A: the sample's objects in record order."""
+    """Return the target of channel A: the sample's ground truth as text, then EOS.
+
+    The objects are in the order of the sample's row.
+    """
     answer_format = settings.answer_format.of(sample)
     text = answer_format.layout_objects(sample.objects)
     draft = _Draft(codec.encode(text.text), codec, answer_format)
@@ -44,9 +47,10 @@ def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSetti
 def rollout_target(
     rollout: Rollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Return the target of channel B.
+    """Return the target of channel B: the model's own answer, corrected by the ground truth.
 
-    Matched coord slots are trained towards the ground truth. Missed objects are appended.
+    The coordinates of objects that match the ground truth are trained towards it. Objects that the
+    answer lacks are appended.
     """
     parsed = parse_rollout(
         rollout.response_token_ids,
@@ -67,10 +71,10 @@ def rollout_target(
 def parsed_target(
     parsed: ParsedRollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Return the target of a rollout that was already parsed.
+    """Return the target of channel B (see `rollout_target`) for an answer that is already parsed.
 
-    A matched prediction whose slots cannot be supervised is excluded: its tokens are not trained,
-    and its ground truth is appended.
+    A matched object whose coordinate tokens cannot be supervised is excluded: its tokens are not
+    trained, and its ground truth is appended.
     """
     answer_format = settings.answer_format.of(sample)
     match = match_objects(parsed.objects, sample.objects, **asdict(settings.matching))

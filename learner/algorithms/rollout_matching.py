@@ -57,12 +57,18 @@ from shared.trajectory import TrainingExample, has_signal
 
 
 class RolloutMatching(Algorithm):
-    """The `Algorithm` of samples with ground truth (`data.train`), on channels A and B."""
+    """The training algorithm for samples with ground truth (`data.train`).
+
+    A step of channel A learns the ground truth, a step of channel B corrected rollouts.
+    """
 
     def __init__(
         self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks
     ) -> None:
-        """Read the files of `data`. Raises ConfigError or RecordError if they are invalid."""
+        """Read and check the files of the section `data`.
+
+        Raises ConfigError or RecordError if they are invalid.
+        """
         super().__init__(StepLog.of_run(config.telemetry, config.timeouts, ranks.rank))
         self.config = config
         self.tokens = tokens
@@ -162,7 +168,7 @@ class RolloutMatching(Algorithm):
         }
 
     def require_same(self) -> None:
-        """Compare digests, because each rank reads the data from its own node's disk."""
+        """Raise ConfigError if the ranks have read different data from their nodes' disks."""
         if self._ranks.world_size == 1:
             return
         fingerprints = self.fingerprints()
@@ -207,7 +213,10 @@ class _Scored(NamedTuple):
 
 
 class RolloutMatchingStep(AlgorithmStep):
-    """One rank's part of a step. `shown[i]` and `samples[i]` have the position `share[i]`."""
+    """One learner rank's part of a rollout-matching step.
+
+    `samples[i]` is the sample at position `share[i]`, and `shown[i]` adds how it was augmented.
+    """
 
     def __init__(
         self,
@@ -251,7 +260,7 @@ class RolloutMatchingStep(AlgorithmStep):
         return requests
 
     def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
-        """Return one span per engine's share of the round."""
+        """Return timeline spans of the round's generation, one per engine that took part."""
         spans = []
         for engine, share in groupby(answers, key=lambda rollout: rollout.actor):
             rollouts = list(share)

@@ -64,7 +64,8 @@ from shared.trajectory import (
 )
 
 ExampleRollouts = Sequence[EnvironmentRollout]
-"""The answer to one request, by position. In training these are the rollouts of one example."""
+"""The rollouts that answer one environment request, by position. In training, they all belong to
+one example."""
 
 _NUM_FIXED = 40
 """Length of the fixed token sequence."""
@@ -75,14 +76,17 @@ _FIXED_SIDE = 64
 def trajectory_target(
     example: TrainingExample, estimator: AdvantageEstimator, *, num_of_rollout: int
 ) -> tuple[tuple[int, ...], AdvantageTarget] | None:
-    """Split an example into prompt and target; None if no token of it is learned.
+    """Split a training example into prompt tokens and the target with its advantages.
+
+    Return None if no token of it is learned.
 
     Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] give the prompt (5, 6) and a target with
     the tokens (7, 8). The target of a merged example also contains the tokens between its turns,
     which are not learned.
 
     Args:
-        num_of_rollout: learned tokens in all examples of its rollout.
+        estimator: computes the advantages.
+        num_of_rollout: number of learned tokens in all examples of the same rollout.
 
     Raises:
         ValueError: the first token is to be learned, but no token precedes it. Also what
@@ -109,7 +113,7 @@ def trajectory_target(
 
 
 class Trajectories(Algorithm):
-    """The `Algorithm` of an environment's examples, on channel B."""
+    """The training algorithm for rollouts of an environment, with policy gradient (channel B)."""
 
     def __init__(
         self,
@@ -151,11 +155,12 @@ class Trajectories(Algorithm):
         return TrajectoryBatch(self, plan, share, drawn, metrics)
 
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
-        """Return all examples in the order of a step's refill rounds.
+        """Return all examples in the order that a step's refill rounds follow.
 
-        The order is a permutation that depends on the run's seed and the step. Examples that the
-        step has `drawn` come last. In a round (from 1), group `g` of `G` gets the example at index
-        `(round - 1) G + g`, modulo their number. A mixture counts only examples of its environment.
+        A refill round replaces groups of rollouts with equal rewards. The order is a permutation
+        that depends on the run's seed and the step. Examples that the step has `drawn` come last.
+        In a round (from 1), group `g` of `G` gets the example at index `(round - 1) G + g`, modulo
+        their number. A mixture counts only examples of the group's environment.
         """
         seed = self.config.training.seed
         # Epoch orders use a seed of two numbers (`SampleStream`). The third number must not be 0:
@@ -176,7 +181,7 @@ class Trajectories(Algorithm):
         return [EnvironmentRequest(step, chunk, greedy, seed, is_held_out=True) for chunk in chunks]
 
     def score(self, answers: Sequence[ExampleRollouts]) -> list[EnvironmentRollout]:
-        """Return the rollouts, which already have rewards."""
+        """Return the held-out rollouts, which the environment has already scored, in order."""
         rollouts = list(itertools.chain.from_iterable(answers))
         for rollout in rollouts:
             _require_reward(rollout)
@@ -190,7 +195,7 @@ class Trajectories(Algorithm):
 
 
 class TrajectoryBatch(AlgorithmStep):
-    """One rank's part of a step: the rollouts at the positions of `share`."""
+    """One learner rank's part of a step with an environment: rollouts at the positions `share`."""
 
     def __init__(
         self,
@@ -200,7 +205,7 @@ class TrajectoryBatch(AlgorithmStep):
         drawn: list[int],
         metrics: StepMetrics,
     ) -> None:
-        """`drawn` are the examples of the step on all ranks."""
+        """`drawn` are the examples (rows of the environment's dataset) of the step on all ranks."""
         super().__init__(plan, metrics)
         self._algorithm = algorithm
         self._share = share
@@ -221,7 +226,10 @@ class TrajectoryBatch(AlgorithmStep):
         return [self._request(position, self._drawn[position // size]) for position in places]
 
     def refill_requests(self) -> list[EnvironmentRequest]:
-        """Return one request for another example for each group without signal."""
+        """Return requests that replace the groups of rollouts with equal rewards.
+
+        Each requests a group of rollouts of another example.
+        """
         algorithm = self._algorithm
         size = algorithm.environment.rollouts_per_example
         places = self._without_signal
@@ -250,7 +258,7 @@ class TrajectoryBatch(AlgorithmStep):
         return request
 
     def generation_spans(self, answers: Sequence[ExampleRollouts]) -> list[Span]:
-        """Return one span per environment actor's part of the round."""
+        """Return timeline spans of the round's rollouts, one per environment actor."""
         by_actor: dict[str, list[EnvironmentRollout]] = {}
         for rollout in itertools.chain.from_iterable(answers):
             by_actor.setdefault(rollout.actor, []).append(rollout)
@@ -263,7 +271,7 @@ class TrajectoryBatch(AlgorithmStep):
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
-        """Yield the segments of each rollout's examples. A failed rollout has no segments."""
+        """Yield one segment per training example that is learned. Failed rollouts have none."""
         # The whole round is checked together, across all environments and engines.
         sampled = []
         for rollout in itertools.chain.from_iterable(answers):

@@ -39,9 +39,9 @@ from shared.records import (
 )
 
 ATTEMPTS = 8
-"""Maximum number of draws for one sample, until one fits."""
+"""How many random augmentations are tried for one sample, until one fits."""
 NUM_THREADS = 4
-"""Threads that augment images. They run in parallel, because Pillow releases the GIL."""
+"""Number of threads that augment images. They run in parallel, as Pillow releases the GIL."""
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
 """Pixels: a shorter axis has no scale."""
@@ -52,7 +52,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """Changes to a sample, in this order.
+    """The changes to a training sample's images and objects, in this order.
 
     Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02, 0.25)`.
     """
@@ -60,21 +60,25 @@ class Augmentation:
     crop: tuple[int, int, int, int]
     """Left, top, width and height of the kept part, in the image's pixels."""
     mirrored: bool
-    """Whether left and right are swapped."""
+    """Whether the image is mirrored, with left and right swapped."""
     size: tuple[int, int]
-    """Width and height after resizing."""
+    """Width and height in pixels after resizing."""
     colour: tuple[float, float, float]
     """Factors of brightness, contrast and saturation."""
     hue: float
     """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """Objects are dropped if the crop keeps a smaller share of their area, or nothing."""
+    """Objects are dropped if the crop keeps a smaller share of their area than this, or nothing."""
 
     @classmethod
     def draw(
         cls, section: AugmentSection, seed: int, draw: Draw, attempt: int, size: tuple[int, int]
     ) -> Augmentation:
-        """Draw an augmentation for an image of `size` (width, height)."""
+        """Draw random changes for an image of `size` (width, height).
+
+        They depend only on the run's `seed`, on `draw` (which row the run draws and when) and on
+        `attempt` (from 0).
+        """
         generator = np.random.Generator(
             np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(*draw, attempt)))
         )
@@ -108,7 +112,10 @@ class Augmentation:
         )
 
     def objects(self, sample: Sample) -> tuple[GroundTruthObject, ...]:
-        """Return the objects with their coordinates in the changed image, in reading order."""
+        """Return the sample's objects with coordinates in the changed image, in reading order.
+
+        Objects outside of the crop are dropped.
+        """
         found = (self._moved(one, sample) for one in sample.objects)
         return in_reading_order([one for one in found if one is not None])
 
@@ -171,7 +178,7 @@ class Augmentation:
         return list(zip(*axes, strict=True))
 
     def picture(self, image: ImageRef, size: tuple[int, int]) -> ImageRef:
-        """Return the changed image with its bytes (PNG).
+        """Return the changed image with its bytes (PNG). `size` is its width and height before.
 
         Raises RecordError as `decode_image` does, or if the image does not have this `size`.
         """
@@ -202,39 +209,45 @@ class Augmentation:
         return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
 
     def without_pictures(self, sample: Sample) -> Sample:
-        """Return the sample with its changed size and objects, but with unchanged images."""
+        """Return the sample with changed size and objects, but without changing its images."""
         width, height = self.size
         shown = replace(sample, width=width, height=height, objects=self.objects(sample))
         return replace(shown, annotated=(), ignore=())  # valid only for the original image
 
     def applied(self, sample: Sample) -> Sample:
-        """Return the changed sample. Raises RecordError as `picture` does."""
+        """Return the sample with its images and objects changed. Raises as `picture` does."""
         size = (sample.width, sample.height)
         images = tuple(self.picture(image, size) for image in sample.images)
         return replace(self.without_pictures(sample), images=images)
 
 
 class Augmented(NamedTuple):
-    """A sample as the model sees it."""
+    """A training sample as the model sees it, and how it was augmented."""
 
     sample: Sample
     augmentation: Augmentation | None
-    """None: the sample is unchanged."""
+    """The changes to the sample; None if it is unchanged."""
     num_dropped: int
-    """Number of objects that the crop removed."""
+    """Number of objects that the crop removed from the sample."""
 
 
 class Augmenter:
-    """Augments the samples that a run draws. The same draw gets the same change on every rank."""
+    """Augments the training samples that a run draws.
+
+    The same draw gets the same changes on every learner rank.
+    """
 
     def __init__(self, section: AugmentSection, seed: int, fits: Callable[[Sample], bool]) -> None:
-        """`fits` returns whether a sample can be learned. It reads only sizes and objects."""
+        """`fits` returns whether a changed sample is short enough to be learned.
+
+        It reads only sizes and objects.
+        """
         self._section = section
         self._seed = seed
         self._fits = fits
 
     def __call__(self, sample: Sample, draw: Draw) -> Augmented:
-        """Return the changed sample, or the unchanged sample if no drawn augmentation fits.
+        """Return the sample with random changes, or unchanged if no drawn changes fit.
 
         Raises RecordError if an image is missing, has changed or cannot be decoded.
         """
@@ -253,7 +266,7 @@ class Augmenter:
 
 
 class AugmentedAhead:
-    """Threads that augment the samples of the next step during the current step.
+    """Threads that augment the training samples of the next step during the current step.
 
     At most the samples of one step wait for `take`.
     """
@@ -264,18 +277,21 @@ class AugmentedAhead:
         self._begun: dict[Draw, Future[Augmented]] = {}
 
     def begin(self, draws: Iterable[Draw]) -> None:
-        """Start to augment the samples of these draws, each once."""
+        """Start to augment the samples of these draws in the threads, each draw once."""
         for draw in draws:
             if draw not in self._begun:
                 self._begun[draw] = self._threads.submit(self._show, draw)
 
     def take(self, draws: Sequence[Draw]) -> dict[Draw, Augmented]:
-        """Return the samples of these draws. Raises the exceptions of their threads."""
+        """Return the augmented samples of these draws, and wait for those that are not ready.
+
+        Exceptions of the threads are raised here.
+        """
         self.begin(draws)
         return {draw: self._begun.pop(draw).result() for draw in dict.fromkeys(draws)}
 
     def close(self) -> None:
-        """Stop the threads and cancel the samples that they have not begun."""
+        """Stop the threads. Samples that they have not begun are not augmented."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Checks of every sample at the start of a run that need the tokenizer.
+"""Checks at the start of a run that every sample fits a packed row, and can be encoded to tokens.
 
 The longest prompt + response + append must fit (decision 24). The append is the ground truth, and
 the tokenizer must not change its text. The measured sizes of the rows are cached as arrays.
@@ -37,11 +37,11 @@ from shared.tokens.vocabulary import NUM_BINS
 # The token at which appended text meets the rollout's is encoded again and may become a few tokens.
 _CUT_SLACK = 4
 SMALL_PX = 8
-"""Pixels: an object with a shorter side covers less than half of an image token's side."""
+"""Pixels: an object with a shorter side is small. It covers under half of an image token's side."""
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used: the parts of its RecordError."""
+    """A row of a data file that cannot be used, and why: the parts of its RecordError."""
 
     problem: str
     field: str
@@ -52,25 +52,27 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Sizes of a dataset's rows with one checkpoint: int64 columns, and the bad rows.
+    """The numbers of tokens and objects of each row of a data file, and the rows that are bad.
+
+    The numbers are int64 columns. They depend on the checkpoint's tokenizer and processor.
 
     Example: if the tokenizer changes the second of three rows, `rows_K` is [0, 2].
     """
 
     rows_K: np.ndarray
-    """Indices of the rows that fit."""
+    """Indices of the rows that can be used."""
     prompt_K: np.ndarray
-    """Tokens of the prompt, with expanded image placeholders."""
+    """Number of prompt tokens, with expanded image placeholders."""
     text_K: np.ndarray
-    """Tokens of the longest append if the objects are taught, else of the whole answer. Both
-    include the end of turn."""
+    """Number of tokens of the longest text that can be appended to a rollout. If the objects are
+    not taught, of the whole answer. Both include the end of turn."""
     objects_K: np.ndarray
     small_K: np.ndarray
-    """Objects with a side under `SMALL_PX` in the image that the model sees."""
+    """Number of objects with a side under `SMALL_PX` in the image that the model sees."""
     shrunk_K: np.ndarray
-    """Small objects that are not small in the image file."""
+    """Number of those that are not small in the image file, before it is resized."""
     digest: str
-    """Digest of these samples without the paths of their images."""
+    """Digest of the usable rows' samples, without the paths of their images."""
     bad: tuple[BadRow, ...] = ()
 
 
@@ -78,19 +80,19 @@ _COLUMNS = tuple(field.name for field in fields(Measures) if field.name.endswith
 
 
 class Fitting(NamedTuple):
-    """The samples that passed the checks."""
+    """The samples of a data file that passed the checks, with their sizes."""
 
     samples: Dataset
     measures: Measures
-    """Row i belongs to sample i."""
+    """The sizes: value i of each column belongs to sample i."""
     taught: bool
-    """Whether the objects become targets; False for held-out samples."""
+    """Whether the samples' objects are learned (become targets); False for held-out samples."""
 
 
 def require_train_lengths(
     config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
 ) -> Fitting:
-    """Apply `require_lengths` to the training samples of a run."""
+    """Check the training samples of a run with `require_lengths`, and return those that fit."""
     return require_lengths(
         dataset,
         encoder,
@@ -116,13 +118,15 @@ def require_lengths(
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
     checkpoint: Path | None = None,
 ) -> Fitting:
-    """Check that every sample fits with the longest possible response, and can be encoded.
+    """Check that every sample fits a row with the longest possible response, and can be encoded.
 
-    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: raises ConfigError
-    if `global_max_length` is 200.
+    Example: prompt 26 + response 160 + appended ground truth 45 + 4 where it meets the response =
+    235 tokens: raises ConfigError if `global_max_length` is 200.
 
     Args:
-        max_new_tokens: longest response; 0 if no step generates.
+        max_new_tokens: tokens of the longest response; 0 if no step generates.
+        global_max_length: maximum tokens of a packed row.
+        on_bad_row: whether to raise for rows that cannot be used, or to skip them.
         taught: the objects become targets, so the tokenizer must not change them. False for
             held-out samples, whose sequences end with the response.
         most: the number of samples to return, from the first one; None: all.
@@ -193,7 +197,7 @@ def require_lengths(
 def fits_a_row(
     config: RunConfig, encoder: PromptEncoder, codec: HFTokenCodec, sample: Sample
 ) -> bool:
-    """Return whether a training sample with the longest answer fits `global_max_length`.
+    """Return whether a training sample and its longest possible answer fit a packed row.
 
     Also False for a sample that `require_lengths` refuses with a RecordError.
     """
@@ -278,9 +282,10 @@ def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
 
 
 def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: PictureResize) -> str:
-    """Describe how many objects have a side under `SMALL_PX` in the image that the model sees.
+    """Return a text that says how many objects are too small in the image that the model sees.
 
-    The text names the image with most of them. `key` is the data's key in the configuration.
+    Their side is under `SMALL_PX`. The text names the image with most of them. `key` is the data's
+    key in the configuration.
     """
     num_objects = sum(int(one.measures.objects_K.sum()) for one in fittings)
     num_small = sum(int(one.measures.small_K.sum()) for one in fittings)
@@ -310,7 +315,7 @@ def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: Pictur
 def describe_cut_answers(
     fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
 ) -> str | None:
-    """Describe how many ground truths exceed `max_new_tokens`, or return None."""
+    """Return a text that says how many ground truths are longer than `max_new_tokens`, or None."""
     samples = fitting.samples
     text_K = fitting.measures.text_K
     if not fitting.taught:

@@ -1,4 +1,4 @@
-"""Cache of the checks of a data file, for later runs.
+"""A cache on disk for the results of checking a data file, so that later runs start faster.
 
 The key of a result contains everything that the result depends on. A result with another key is
 not used. Results of less than `QUICK_S` seconds are not cached: reading would cost as much.
@@ -24,7 +24,7 @@ from learner.model.checkpoint_folder import open_as_folder
 _LOGGER = logging.getLogger(__name__)
 
 READER_VERSION = 1
-"""Version of the code that reads, checks and encodes rows and images; part of every key.
+"""Version of the code that reads, checks and encodes rows and images; part of every cache key.
 
 Raise it if the same files give different samples, measures or messages.
 `tests/learner/data/test_reader_version.py` fails for most such changes. It does not check the
@@ -34,11 +34,11 @@ QUICK_S = 1.0
 _REST = "rest"
 
 Fingerprint = list[int]
-"""Size in bytes, and the last change of contents and inode (times in ns)."""
+"""Size of a file in bytes, and its last change of contents and of inode (times in ns)."""
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Read size and times of a file, or return None if it does not exist."""
+    """Return size and times of a file, which show whether it has changed; None if it is missing."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
@@ -48,12 +48,12 @@ def fingerprint(path: Path) -> Fingerprint | None:
 
 
 def digest_of(*content: object) -> str:
-    """Return a digest of the reader's version and of values with a complete `repr`."""
+    """Return a digest of `READER_VERSION` and of values, which must have a complete `repr`."""
     return hashlib.sha256(repr((READER_VERSION, *content)).encode()).hexdigest()
 
 
 def kept_file(data_file: Path, kind: str) -> Path:
-    """Return the cache file for a kind of results. Each data file has its own."""
+    """Return the path of a data file's cache file for one kind of results."""
     # Without HOME, as in some containers, `expanduser` reads the list of users, which may not
     # contain this user.
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
@@ -63,15 +63,18 @@ def kept_file(data_file: Path, kind: str) -> Path:
 
 
 class Kept(NamedTuple):
-    """The content of a cache file."""
+    """The content of a cache file, which `keep` wrote."""
 
     arrays: dict[str, np.ndarray]
     rest: Any
-    """JSON values."""
+    """Everything except the arrays, as JSON values."""
 
 
 def read(path: Path, key: str) -> Kept | None:
-    """Read a file that `keep` wrote. None if its key differs or it cannot be read."""
+    """Read a cache file that `keep` wrote. Return None if it cannot be used.
+
+    That is, if it was written with another `key`, is missing or is damaged.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -83,7 +86,7 @@ def read(path: Path, key: str) -> Kept | None:
 
 
 def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, lost: str) -> None:
-    """Write arrays and JSON values to a cache file.
+    """Write arrays and JSON values (`rest`) to a cache file, with the key that `read` compares.
 
     The file is replaced atomically, because several processes may read and write it. If it cannot
     be written, a warning says what the next start has to repeat (`lost`).

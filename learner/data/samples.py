@@ -29,15 +29,16 @@ from shared.prompts import on_white, open_picture, orientation_of
 from shared.records import ImageFacts, PictureSize, image_facts
 
 ReportProgress = Callable[[int, int], None]
-"""Called with the number of images checked so far, and the number of all images."""
+"""A function that shows the progress of an image check: called with number checked and total."""
 
 
 def load_samples(
     config: RunConfig, source: DataSource, report: ReportProgress | None = None
 ) -> Dataset:
-    """Load a file of `data.train` or `data.val`. Raises RecordError as `load_dataset` does.
+    """Load a data file of `data.train` or `data.val`, and check the images that it names.
 
-    `report` is called for images that are being checked, if the check takes long.
+    `report` is called with the progress, if the check of images takes long. Raises RecordError as
+    `load_dataset` does.
     """
     data = config.data
     path = source.path
@@ -106,7 +107,7 @@ def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint
 
 
 def image_size(data: bytes) -> PictureSize:
-    """Decode an image and return its displayed size. Raises ValueError with the reason."""
+    """Decode an image and return its displayed size. Raises ValueError if it cannot be decoded."""
     # The whole image is decoded, because the header does not show whether the file is truncated.
     try:
         with open_picture(data) as image:
@@ -121,7 +122,7 @@ def image_size(data: bytes) -> PictureSize:
 
 
 def header_size(path: Path) -> PictureSize:
-    """Read the size of an image file from its header. Raises ValueError with the reason."""
+    """Read the size of an image from its file's header. Raises ValueError if it cannot be read."""
     try:
         with open_picture(path) as image:
             size = PictureSize(*image.size, orientation_of(image))
@@ -134,7 +135,10 @@ def header_size(path: Path) -> PictureSize:
 
 
 def fingerprints(data_file: Path, names: set[str]) -> dict[str, kept.Fingerprint | None]:
-    """Return size and times of images by their path in the rows. None for a missing file."""
+    """Return the file size and times of images, by their path in the rows of `data_file`.
+
+    The value is None for a missing file.
+    """
     return {name: kept.fingerprint(data_file.parent / name) for name in sorted(names)}
 
 
@@ -143,7 +147,7 @@ def known_images(
     prints: Mapping[str, kept.Fingerprint | None],
     report: ReportProgress | None = None,
 ) -> dict[str, ImageFacts]:
-    """Return the facts of the intact images, by path.
+    """Return size and digest of the images that can be decoded, by their path in the rows.
 
     Only new or changed images are decoded. After `kept.QUICK_S` seconds, `report` is called for
     every decoded image.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "default"
-"""peft's name of the only adapter."""
+"""The name of the adapter in peft. A model has only one."""
 NO_BITSANDBYTES = (
     "model.adapter.quantize: the package bitsandbytes is not installed; run"
     " `pip install 'rollmatch[qlora]'`, or remove the key"
@@ -48,16 +48,18 @@ def apply_adapter(
     token_ids: Sequence[int] = (),
     parts: Sequence[ModelPart] = (ModelPart.LANGUAGE_MODEL,),
 ) -> None:
-    """Add adapters to the linear layers that `section` names in these parts; freeze the rest.
+    """Add low-rank adapters to the linear layers of `model` that `section` names; freeze the rest.
 
     The initial adapter does not change the model's function. There is no dropout. Raises
     ConfigError for a name that no linear layer of the parts has, and for a part without any named
     layer.
 
     Args:
+        base_path: path of the initial checkpoint, which the adapter's files name.
         seed: determines the initial adapter weights, on any device.
         token_ids: tokens whose rows in the embedding (and in an untied head) are trained too; a
             tied head stays tied.
+        parts: parts of the model (language model, vision tower, ...) whose layers are adapted.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -110,10 +112,11 @@ def apply_adapter(
 def quantize_layers(
     model: PreTrainedModel, parts: Sequence[ModelPart], device: torch.device
 ) -> None:
-    """Quantize the linear layers of these parts to 4 bits (NF4, by bitsandbytes), in place.
+    """Quantize the linear layers of these parts of `model` to 4 bits (NF4), in place.
 
     Every 64 weights share a float32 scale. Layers are packed one by one on `device`, which
-    therefore never holds the unquantized model. Raises ConfigError if bitsandbytes is missing.
+    therefore never holds the unquantized model. Raises ConfigError if the package bitsandbytes is
+    missing.
     """
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -156,7 +159,7 @@ def _name(path: str) -> str:
 
 
 def stored_as(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size]:
-    """Return the number type and the shape of the tensor that `in_full` returns."""
+    """Return number type and shape of a parameter after it is dequantized (see `in_full`)."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.dtype, parameter.shape
@@ -164,7 +167,7 @@ def stored_as(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size]:
 
 
 def in_full(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's values, detached and dequantized if they are stored in 4 bits."""
+    """Return the detached values of a parameter. If it is stored in 4 bits, dequantize it."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()
@@ -175,12 +178,12 @@ def in_full(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted layers by their path, in the model's order."""
+    """Return the linear layers that have an adapter, by their path, in the model's order."""
     return _peft_layers(model, ("lora", "Linear"), ("lora.bnb", "Linear4bit"))
 
 
 def embeddings_with_trained_rows(model: nn.Module) -> dict[str, TrainableTokensLayer]:
-    """Return, by path, the embedding and head if some of their rows are trained."""
+    """Return the embedding and the head by path, if an adapter trains some of their rows."""
     return _peft_layers(model, ("trainable_tokens", "TrainableTokensLayer"))
 
 
@@ -192,7 +195,7 @@ def _peft_layers(model: nn.Module, *kinds: tuple[str, str]) -> dict[str, Any]:
 
 
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
-    """Return the merged matrix of an adapted layer, [out, in].
+    """Return the weight of an adapted linear layer with the adapter merged into it: [out, in].
 
     The result equals peft's own merge bit for bit. The layer is not changed.
     """
@@ -209,7 +212,7 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
 
 
 def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
-    """Return the whole matrix including the trained rows, [vocabulary, hidden].
+    """Return the matrix of an embedding or head with its trained rows: [vocabulary, hidden].
 
     The layer is not changed. If the model is sharded, this is a collective.
     """
@@ -222,7 +225,10 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Disable the model's adapter and its trained rows inside the block."""
+    """Make the model compute without its adapter inside the block, as before training.
+
+    Trained rows of embedding and head are disabled too.
+    """
     layers = (*adapted_layers(model).values(), *embeddings_with_trained_rows(model).values())
     try:
         for layer in layers:
@@ -235,7 +241,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_files(model: PreTrainedModel) -> AdapterFiles | None:
-    """Return the current adapter; None if the model has none.
+    """Return the model's current adapter in peft's file format; None if it has no adapter.
 
     If the model is sharded, this is a collective.
     """

@@ -27,7 +27,7 @@ The word "flash" in it makes vision towers pass all images in one call with thei
 
 @dataclass(frozen=True, slots=True)
 class RowBorders:
-    """The borders of the segments of one row.
+    """The borders of a packed row's segments. The attention layers get them instead of a mask.
 
     Example: `RowBorders(tensor([0, 3, 5]), 3)` stands for a segment of 3 tokens and one of 2.
     """
@@ -39,13 +39,13 @@ class RowBorders:
 
 
 def register_segment_attention() -> None:
-    """Register this attention in transformers. It can be called more than once."""
+    """Register this module's attention in transformers. It can be called more than once."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
     AttentionMaskInterface.register(SEGMENT_ATTENTION, segments_or_mask)
 
 
 def attend_by_segments(model: PreTrainedModel) -> None:
-    """Configure `model` and its vision tower to use this module's attention."""
+    """Make `model` and its vision tower compute attention in each segment of a row separately."""
     register_segment_attention()
     config = model.config
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
@@ -60,9 +60,10 @@ def segments_or_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> RowBorders | torch.Tensor | None:
-    """Return the attention mask of all layers: borders for a packed row, else sdpa's mask.
+    """Return what all attention layers get as the mask: for a packed row its segments' borders.
 
-    `mask_function(batch, head, query, key)` says, by indices, whether one token sees another.
+    For other inputs, return the mask of transformers' sdpa. transformers calls this once per
+    forward. `mask_function(batch, head, query, key)` says whether one token sees another.
     """
     # transformers calls this once per forward. If it has detected a packed row, it passes
     # `allow_is_causal_skip=False` and no padding mask.
@@ -100,7 +101,9 @@ def segment_attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer (`transformers.AttentionInterface`).
+    """Compute the attention of one layer, for a packed row in each segment separately.
+
+    transformers calls it (`transformers.AttentionInterface`).
 
     Args:
         query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
@@ -151,7 +154,10 @@ def attend_in_one_call(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Compute all segments with one call of the flash kernel. Not tested on a GPU."""
+    """Compute the attention of a row's segments with one call of the flash kernel.
+
+    Not tested on a GPU.
+    """
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

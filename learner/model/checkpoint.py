@@ -1,4 +1,4 @@
-"""The learner's weights under a checkpoint's usual names, for weight syncs and for saving."""
+"""The learner's weights under the names that checkpoints use, for weight syncs and for saving."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from shared.weight_sync.offer import AdapterFiles
 ADAPTER_FOLDER = "adapter"
 """Subfolder of a checkpoint that contains only the adapter, in peft's format."""
 FILE_SIZE = "50GB"
-"""Maximum size of a weight file, the same as in transformers."""
+"""Maximum size of a checkpoint's weight file, the same as in transformers."""
 
 
 class WeightSource(Protocol):
-    """A source of named tensors, always with the same names in the same order.
+    """Weights that can be sent or saved: named tensors, always with the same names and order.
 
-    The tensors must not change between an offer and the end of its weight sync.
+    The tensors must not change between the offer of a weight sync and its end.
     """
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        """Yield name, dtype and full shape of all `tensors`, without computing any of them."""
+        """Yield name, dtype and full shape of each tensor, without computing its values."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a checkpoint's names and detached contiguous values, one tensor at a time."""
+        """Yield each tensor's name in a checkpoint and its values, detached and contiguous."""
 
 
 class CheckpointWeights:
-    """A model's weights as in a checkpoint, with adapters merged and 4-bit weights unpacked."""
+    """A model's weights as a checkpoint has them: adapters merged, 4-bit weights dequantized."""
 
     # Merged out of place: adding and subtracting a product would change the learner's weights by
     # rounding errors.
@@ -92,7 +92,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """The content of a checkpoint that loads in transformers and vLLM without this project.
+    """The content of a checkpoint, which transformers and vLLM load without this project.
 
     It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
     """
@@ -105,10 +105,14 @@ class CheckpointContent:
     adapter: AdapterFiles | None = None
     """The model's adapter, if it has one."""
     fresh: FreshTokens | None = None
-    """Tokens that an adapter on this checkpoint must train."""
+    """Token ids whose embeddings are still untrained, so an adapter on this checkpoint must train
+    them."""
 
     def write_weights(self, folder: Path) -> None:
-        """Write the whole checkpoint to disk. It can be called again, and during a step."""
+        """Write the whole checkpoint into `folder`, and flush it to disk.
+
+        It can be called again, and while a step runs.
+        """
         if self.adapter is not None:
             # In addition to the merged weights, which load without support for adapters.
             self.adapter.save(folder / ADAPTER_FOLDER)
@@ -119,7 +123,7 @@ class CheckpointContent:
 
 
 def turned_in_files(model: nn.Module) -> tuple[str, ...]:
-    """Return the suffixes of tensor names that are stored transposed in `model`'s files."""
+    """Return suffixes of the names of tensors that the files of `model` store transposed."""
     config = getattr(model, "config", None)
     return TURNED_IN_FILES.get(getattr(config, "model_type", ""), ())
 
@@ -131,10 +135,11 @@ def save_as_published(
     base: BaseFiles,
     **text_config: Any,
 ) -> None:
-    """Write weights in the layout of the model family's published files, and the files of `base`.
+    """Write a checkpoint: weights in the layout of the family's published files, and small files.
 
     Args:
         weights: the tensors of `CheckpointWeights`.
+        base: the small files, of the initial checkpoint (configuration, tokenizer, processor).
         text_config: as in `BaseFiles.write`.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
@@ -151,10 +156,11 @@ def save_as_published(
 
 
 def require_same_config(folder: Path, base: BaseFiles) -> None:
-    """Check that transformers reads the same configuration from `folder` as from the base.
+    """Check that transformers reads the same configuration from a saved checkpoint as from `base`.
 
-    Number types and tied weights may differ (see `BaseFiles.write`). Raises ConfigError with the
-    keys that differ.
+    `folder` is the saved checkpoint, `base` has the files of the initial checkpoint. Number types
+    and tied weights may differ (see `BaseFiles.write`). Raises ConfigError with the keys that
+    differ.
     """
     original = folder / "base"
     original.mkdir()
@@ -179,11 +185,11 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flush(*paths: Path) -> None:
-    """Flush these files to disk, and give them their folder's permissions.
+    """Flush files of a checkpoint to disk, and give them their folder's permissions.
 
-    So a power failure cannot leave a named checkpoint without them. Folders are skipped. A rank
-    passes only its own files: other ranks' files may appear and vanish meanwhile, and only the node
-    that wrote a file can flush it.
+    So a power failure cannot leave a checkpoint without them under its final name. Folders are
+    skipped. A rank passes only its own files: other ranks' files may appear and vanish meanwhile,
+    and only the node that wrote a file can flush it.
     """
     for path in paths:
         if path.is_file():

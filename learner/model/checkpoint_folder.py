@@ -1,4 +1,4 @@
-"""A checkpoint's folder: its validation, and the small files that every save copies from it.
+"""A checkpoint's folder: checks that it is valid, and the small files that every save copies.
 
 This module does not import torch or transformers.
 """
@@ -24,7 +24,7 @@ _JSON_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json
 
 
 def open_as_folder(*files: Path) -> None:
-    """Give these files the read and write permissions of their folder.
+    """Give files that were just written the read and write permissions of their folder.
 
     Packages that write to a temporary name first (safetensors, tempfile) permit access only to the
     owner, whatever the umask is.
@@ -36,7 +36,10 @@ def open_as_folder(*files: Path) -> None:
 def checkpoint_problems(
     folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL
 ) -> tuple[str, ...]:
-    """Return why `folder`, the value of `key`, is not a checkpoint; empty if it is one."""
+    """Return the reasons why `folder` is not a valid checkpoint; empty if it is one.
+
+    `key` is the configuration key that names the folder. The reasons begin with it.
+    """
     if (folder / "adapter_config.json").is_file():
         # transformers would load the base model named in it and ignore the folder's weights.
         problem = (
@@ -72,7 +75,7 @@ def checkpoint_problems(
 
 
 def no_chat_template(folder: Path, *, key: str = "model.path") -> str:
-    """Return the message for a checkpoint without a chat template."""
+    """Return the message that the checkpoint in `folder` has no chat template."""
     return (
         f"{key}: {folder} has no chat template (no chat_template.jinja, and no chat_template in"
         " tokenizer_config.json), but prompts are made with it; choose the Instruct or chat"
@@ -126,7 +129,10 @@ def _eos_ids(file: Path) -> list[Any]:
 
 
 def hub_id(folder: Path) -> str | None:
-    """Return the hub id `OWNER/NAME` or `OWNER/NAME@REVISION`; None if the path is not one."""
+    """Return `OWNER/NAME` or `OWNER/NAME@REVISION` if `folder` is the id of a model on the hub.
+
+    Return None if it is a path.
+    """
     below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     # If a folder OWNER exists, the path probably means a folder.
     is_hub_id = (
@@ -157,7 +163,7 @@ _COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The small files of the initial checkpoint of a run, read once.
+    """The configuration, tokenizer and processor files of a run's initial checkpoint, read once.
 
     Every save writes them as they were read, even if the folder has changed since. The functions of
     transformers that save such files are not used.
@@ -170,7 +176,10 @@ class BaseFiles:
 
     @classmethod
     def read(cls, folder: Path) -> BaseFiles:
-        """Read the files. Raises OSError, and ValueError if `config.json` is not JSON."""
+        """Read the small files of the checkpoint in `folder`.
+
+        Raises OSError, and ValueError if `config.json` is not JSON.
+        """
         paths = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
         names = sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
         copied = [name for name in names if any(fnmatch(name, one) for one in _COPIED)]
@@ -181,7 +190,7 @@ class BaseFiles:
     def write(
         self, folder: Path, *, dtype: str, has_head: bool, text_config: Mapping[str, Any]
     ) -> None:
-        """Write all files unchanged, except for some keys of `config.json`.
+        """Write all files into `folder`, unchanged except for some keys of `config.json`.
 
         Args:
             dtype: number type of the weights.
@@ -239,9 +248,10 @@ def weight_problems(
     surplus: Sequence[str],
     shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> Iterator[str]:
-    """Yield the differences between the tensors in a checkpoint's files and its configuration.
+    """Yield messages about tensors that differ between a checkpoint's files and its model.
 
     Args:
+        key: the configuration key that names `folder`.
         missing: tensors that only the model has.
         surplus: tensors that only the files have.
         shapes: name, shape in the files and shape in the model of tensors whose shapes differ.
@@ -276,7 +286,7 @@ _COMPLETE = (
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the number and the first names of tensors, such as `1 tensor (lm_head.weight)`."""
+    """Describe a list of tensors by number and first names: `1 tensor (lm_head.weight)`."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     plural = "" if len(names) == 1 else "s"
     return f"{len(names)} tensor{plural} ({', '.join(names[:_LISTED])}{more})"

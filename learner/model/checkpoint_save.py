@@ -18,17 +18,17 @@ from learner.model.ranks import Ranks
 from shared.run_files import SUMS, cannot_write, write_sums
 
 Write = Callable[[Path], None]
-"""A function that writes a part of a checkpoint into a folder."""
+"""A function that writes a part of a checkpoint into the folder that it gets."""
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which do not change when the tensors do.
+    """Copies of a checkpoint's tensors in host memory, for writing while training continues.
 
     A float32 weight is its own master, so a checkpoint contains it twice. It is copied once.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy these tensors. Views of the same elements share a copy."""
+        """Copy these tensors to host memory. Views of the same elements share a copy."""
         # Keep references to the tensors, so that no other tensor can reuse their addresses.
         self._kept: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in tensors:
@@ -36,7 +36,7 @@ class HostCopies:
                 self._kept[_place(tensor)] = (tensor, tensor.to("cpu", copy=True))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the existing copy of this tensor's elements, or a new copy without caching it."""
+        """Return the copy of this tensor; if there is none, make one and do not keep it."""
         if _place(tensor) in self._kept:
             return self._kept[_place(tensor)][1]
         return tensor.to("cpu", copy=True)
@@ -48,7 +48,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 class CheckpointSave:
-    """One rank's part of saving a checkpoint that all ranks write into one folder.
+    """One learner rank's part of saving a checkpoint, which all ranks write into one folder.
 
         write                    the run waits
         begin -> complete, ...   a thread writes; call `complete` until it returns True
@@ -61,7 +61,9 @@ class CheckpointSave:
     """
 
     def __init__(self, ranks: Ranks, folder: Path, *, write: Write, finish: Write | None) -> None:
-        """Store the functions that write. Each attempt calls them once, with the folder.
+        """Prepare a save into `folder`, the checkpoint's final name. Nothing is written yet.
+
+        Each attempt to save calls both functions once, with the folder to write to.
 
         Args:
             write: writes this rank's part and flushes it to disk; runs in the background thread, if
@@ -79,14 +81,14 @@ class CheckpointSave:
         """Start and end of this rank's write, in Unix time."""
 
     def write(self) -> None:
-        """Write the checkpoint, and return when it is complete under its final name."""
+        """Write the checkpoint, and return when it is complete and has its final name."""
         with self._removed_on_error():
             self._ranks.together(self._make_folder, "save")
             self._ranks.together(self._write_part, "save")
             self._ranks.together(self._give_name, "save")
 
     def begin(self) -> None:
-        """Start writing in a background thread."""
+        """Start to write this rank's part in a background thread. `complete` finishes the save."""
         with self._removed_on_error():
             self._ranks.together(self._make_folder, "save")
 
@@ -102,9 +104,10 @@ class CheckpointSave:
         self._thread.start()
 
     def complete(self, *, wait: bool) -> bool:
-        """Rename the checkpoint if every rank has written its part. Return whether it is complete.
+        """Give the checkpoint its final name if all ranks have written. Return whether they have.
 
-        `wait` blocks until they have. After a failed attempt, write everything again and block.
+        With `wait`, block until they have. After a failed attempt, write everything again, and
+        block.
         """
         thread = self._thread
         if thread is None:

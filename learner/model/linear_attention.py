@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 
 class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
-    """The same layer with an additional argument: the segment lengths of a packed row."""
+    """Qwen3.5's linear attention (gated delta net), computed separately for each segment."""
 
     def forward(
         self,
@@ -24,9 +24,9 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
         segment_lengths: list[int] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Compute a row [1, T, E] segment by segment.
+        """Compute a packed row [1, T, E] segment by segment.
 
-        If `segment_lengths` is None, compute [B, T, E] as B whole sequences.
+        `segment_lengths` are in tokens. If None, compute [B, T, E] as B whole sequences.
         """
         forward = super().forward
         if segment_lengths is None:
@@ -37,7 +37,10 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 def keep_segments_apart(model: PreTrainedModel) -> None:
-    """Change all gated delta nets of `model` in place to compute packed rows by segments."""
+    """Make the linear attention of `model` compute each segment of a packed row separately.
+
+    All its gated delta nets are changed in place.
+    """
     for module in model.modules():
         if type(module) is Qwen3_5GatedDeltaNet:
             # Exchange the class instead of the attribute `forward`: copies of the model keep it.

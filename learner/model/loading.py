@@ -67,13 +67,16 @@ class PatchProjection(nn.Conv3d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Project patches [R, C, T, H, W] of the kernel's size to [R, E, 1, 1, 1]."""
+        """Return the embeddings [R, E, 1, 1, 1] of R image patches [R, C, T, H, W]."""
         projected_RE = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
         return projected_RE[:, :, None, None, None]
 
 
 def project_patches_as_matrix(model: nn.Module) -> None:
-    """Replace the forward of every patch embedding in `model`, in place, if there are any."""
+    """Make every patch embedding in `model` compute as one matrix product (`PatchProjection`).
+
+    The model is changed in place.
+    """
     for module in model.modules():
         if type(module) is nn.Conv3d:
             # Its input consists of patches of the kernel's size, so it must not cut patches itself.
@@ -84,29 +87,31 @@ def project_patches_as_matrix(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokens:
-    """A checkpoint without its weights: enough to make requests and to parse answers."""
+    """A checkpoint without its weights: what is needed to make requests and to parse answers."""
 
     processor: ProcessorMixin | PreTrainedTokenizerBase
     """The processor; for a text model its tokenizer."""
     tokenizer: PreTrainedTokenizerBase
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
-    """Vision placeholders. They must not be sampled, because no image features belong to them."""
+    """Ids that engines must not sample: placeholders of images, which would have no features."""
     stop_token_ids: tuple[int, ...]
-    """Ids that end an answer: first the end of a turn, which is taught, then the other ids."""
+    """Ids that end an answer. The first ends a turn and is taught; the others are not taught."""
     base: BaseFiles
     """The original configuration, tokenizer and processor files of the checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
+    """A checkpoint that is loaded for training: the model with its processor and tokenizer."""
+
     model: PreTrainedModel
     """An image-text-to-text or causal model of transformers, in training mode, without dropout."""
     device: torch.device
     coord_ids_C: torch.Tensor
-    """int64 [1000]: the token id of each bin; [0] if there are no coordinate tokens."""
+    """int64 [1000]: the token id of each coordinate bin; int64 [0] without coordinate tokens."""
     fresh_tokens: FreshTokens | None
-    """Tokens that stay untrained in this run's checkpoints; None if the embeddings are trained."""
+    """Token ids that an adapter on this run's checkpoints must train; None if there are none."""
 
     @property
     def rope_index(self) -> RopeIndex | None:
@@ -124,7 +129,10 @@ def model_type_problem(
     key: str = "model.path",
     types: tuple[str, ...] = VISION_MODEL_TYPES,
 ) -> str | None:
-    """Return the problem if the checkpoint in `folder` (value of `key`) has another type."""
+    """Return a message if the checkpoint's model type is none of `types`; else None.
+
+    `key` is the configuration key that names the checkpoint's `folder`.
+    """
     kind = model_config.model_type
     if kind in types:
         return None
@@ -225,10 +233,10 @@ def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training. Frozen parameters do not require a gradient.
+    """Load the checkpoint `model.path` on `device` for training, as the run configures it.
 
-    Set torch's seed and thread count for this process. Raises ConfigError if the checkpoint cannot
-    be read or trained.
+    Frozen parameters do not require a gradient. Set torch's seed and thread count for this process.
+    Raises ConfigError if the checkpoint cannot be read or trained.
     """
     tokens = load_tokens(config)
     path = Path(config.model.path)
@@ -303,6 +311,7 @@ def load_complete(
     ties the two, and the loaded model's configuration is set to untied. vLLM does the same.
 
     Args:
+        key: the configuration key that names `folder`.
         options: options of `from_pretrained`. With `device_map={"": "meta"}` only the files'
             headers are read.
 
@@ -310,7 +319,8 @@ def load_complete(
         The model, and the names of tensors in the files that the model does not have.
 
     Raises:
-        ConfigError: files are missing, damaged or do not fit the model; it begins with `key`.
+        ConfigError: files are missing, damaged or do not fit the model; its message begins with
+            `key`.
     """
     try:
         is_text = "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs

@@ -25,7 +25,7 @@ SECTION = "rollout_matching.offload"
 def require_offload(
     rollouts: RolloutMatchingSection, learner: LearnerSection, device: torch.device
 ) -> None:
-    """Raise ConfigError if offload is configured but not possible."""
+    """Raise ConfigError if the run offloads the learner's tensors, but this is not possible."""
     if not offloads(rollouts):
         return
     problems = []
@@ -44,7 +44,10 @@ def require_offload(
 
 
 def offloads(rollouts: RolloutMatchingSection) -> bool:
-    """Return whether tensors are offloaded, which only mode `colocate` supports."""
+    """Return whether the run moves the learner's tensors to host memory while engines generate.
+
+    Only the mode `colocate` supports it.
+    """
     return rollouts.offload.enabled and rollouts.backend_name == "colocate"
 
 
@@ -96,9 +99,10 @@ def offloaded(
     with_model: bool,
     reference: nn.Module | None = None,
 ) -> Iterator[None]:
-    """Offload the tensors that the configuration names, the model only if `with_model` is true.
+    """Keep the learner's tensors in host memory inside the block, then move them back.
 
-    A separate `reference` model is offloaded if models are. On a GPU the freed memory is returned
+    The configuration says which: the optimizer's, the model's (only if `with_model` is true) or
+    both. A separate `reference` model is moved if models are. On a GPU the freed memory is returned
     to the CUDA driver, because the engine is another process.
     """
     if not offloads(rollouts):

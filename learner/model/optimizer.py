@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class MasterWeights:
-    """One float32 master tensor per parameter, which the optimizer updates.
+    """Float32 copies of the trained parameters (master weights), which the optimizer updates.
 
     A float32 parameter is its own master, unless masters are kept on another device.
     """
@@ -33,7 +33,10 @@ class MasterWeights:
     def __init__(
         self, parameters: Iterable[nn.Parameter], kept_on: torch.device | None = None
     ) -> None:
-        """`kept_on`: device of all masters and their gradients; None: the parameters' devices."""
+        """Create the masters, on the device `kept_on`; None: each on its parameter's device.
+
+        From now on, gradients of the parameters are added to those of the masters.
+        """
         # bfloat16 has 8 significant bits: adding an update below 1/512 of a weight does not change
         # it, and small gradients of rows are lost in a sum. So after each backward, a parameter's
         # gradient is added to its master's gradient in float32, and then dropped.
@@ -50,13 +53,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters into the parameters, rounded to the nearest value."""
+        """Copy the masters into the model's parameters, rounded to the parameters' number type."""
         if self._copies:
             parameters, masters = zip(*self._copies, strict=True)
             torch._foreach_copy_(parameters, masters)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the masters (those that are not parameters) and their gradients to a device."""
+        """Move the masters and their gradients to a device. Masters that are parameters stay."""
         for _, master in self._copies:
             # A gradient must be on the same device as its tensor.
             gradient = master.grad
@@ -90,17 +93,17 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The metrics of one update.
+    """The metrics of one optimizer update.
 
     Example: the first of three updates that were not finite gives `UpdateResult(nan, 1e-5, {}, 1)`.
     """
 
     grad_norm: float
-    """Gradient norm before clipping. Not finite if the update was skipped."""
+    """Norm of the gradient before it is clipped. Not finite if the update was skipped."""
     learning_rate: float
-    """Learning rate of parts without a separate rate."""
+    """Learning rate of the parts of the model that have no separate rate."""
     part_learning_rates: dict[ModelPart, float]
-    """Learning rates of trained parts with a separate rate."""
+    """Learning rates of the trained parts of the model that have a separate rate."""
     num_skipped_in_a_row: int = 0
     """Number of consecutive skipped updates, up to and including this one."""
 
@@ -111,7 +114,10 @@ class UpdateResult:
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return the metrics of a step's updates by name, without norms that are not finite."""
+    """Return the metrics of a step's optimizer updates by name, such as the gradient norm.
+
+    Norms that are not finite are left out.
+    """
     last = updates[-1]
     metrics = {"optim/learning_rate": last.learning_rate}
     for part, rate in last.part_learning_rates.items():
@@ -135,7 +141,7 @@ class _ParameterGroup:
 
 
 class Optimizer:
-    """AdamW with a learning-rate schedule. `update` is called at the end of a step.
+    """The learner's optimizer: AdamW with a learning-rate schedule, on master weights.
 
     Each rank updates its own shards of DTensors (FSDP2). `training.optimizer` chooses the device
     and the bits of the moments. Its values other than the default were not tested on a GPU.
@@ -193,19 +199,20 @@ class Optimizer:
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The float32 tensors that are updated: the trained parameters or their master weights."""
+        """The float32 tensors that the optimizer updates: trained parameters or their masters."""
         return self._weights.masters
 
     def update(self, step: int, denominator: int) -> UpdateResult:
-        """Sum the gradients over ranks, divide, clip, update the weights, and drop the gradients.
+        """Update the weights with the gradients of all ranks, then drop the gradients.
 
-        If the gradient is not finite, the update is skipped: weights and moments do not change. All
-        ranks have the same sum and decide alike. Raises LearnerError after more than
+        The gradients are summed over the ranks, divided by `denominator` and clipped. If the
+        gradient is not finite, the update is skipped: weights and moments do not change. All ranks
+        have the same sum and decide alike. Raises LearnerError after more than
         `training.max_nonfinite_updates` consecutive skipped updates.
 
         Args:
             step: step number, from 0, for the learning-rate schedule.
-            denominator: number of samples (or segments, or tokens) of the step.
+            denominator: number of samples (or segments, or tokens) of the step on all ranks.
         """
         config = self._config
         gradients = self._gradients()
@@ -239,7 +246,7 @@ class Optimizer:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's masters and moments by name, for `load_tensors`.
+        """Return this rank's master weights and moments by name, to be saved in a checkpoint.
 
         Example: `model.norm.weight/master`, `model.norm.weight/exp_avg`, `.../exp_avg_sq`,
         `.../step`. A parameter without any gradient so far has no moments.
@@ -253,7 +260,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore masters, moments and parameters from the result of `tensors`.
+        """Restore master weights, moments and parameters from `tensors` of a checkpoint.
 
         Raises ConfigError if the tensors belong to other parameters or another optimizer.
         """
@@ -301,9 +308,10 @@ class Optimizer:
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:
-        """Move moments, masters and their gradients. The caller moves them back before a row.
+        """Move moments, master weights and their gradients to a device.
 
-        The tensors of `adamw_offload` stay in host memory.
+        The caller moves them back before the next row is trained. The tensors of `adamw_offload`
+        stay in host memory.
         """
         if self._is_offloaded:
             return
@@ -347,7 +355,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
-    """Return the learning rate of a step: linear warm-up to `peak`, then the schedule.
+    """Return the learning rate of a step: linear warm-up to `peak`, then the configured schedule.
 
     The schedule ends at `min_lr_ratio` of the peak at `max_steps`.
 

@@ -20,12 +20,12 @@ class AdamW8bit(BitsAndBytesAdamW8bit):
     """
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of one tensor. The base class calls it for each tensor."""
+        """Return the optimizer settings of one tensor. The base class calls it for each tensor."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         return config | {"optim_bits": group["optim_bits"]}
 
     def saved_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the moments of a tensor; empty if it has had no gradient yet."""
+        """Return the moments of a master weight; empty if it has had no gradient yet."""
         return {
             kind: torch.as_tensor(value)
             for kind, value in self.state.get(master, {}).items()
@@ -34,7 +34,7 @@ class AdamW8bit(BitsAndBytesAdamW8bit):
 
     @torch.no_grad()
     def restore_state(self, master: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Restore the moments of a tensor from the result of `saved_state`."""
+        """Restore the moments of a master weight from the result of `saved_state`."""
         for gindex, group in enumerate(self.param_groups):
             for pindex, tensor in enumerate(group["params"]):
                 if tensor is master:

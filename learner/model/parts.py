@@ -12,7 +12,10 @@ from shared.model_families import ModelPart, find_part
 
 
 def model_part(name: str) -> ModelPart:
-    """Return the part that a parameter belongs to. The model must belong to a known family."""
+    """Return the part of the model (such as the vision tower) that a parameter's name belongs to.
+
+    The model must belong to a known family.
+    """
     part = find_part(name)
     assert part is not None, (
         f"{name} does not belong to a part: learner/model/loading.py accepts a model that"
@@ -32,7 +35,7 @@ def part_settings(part: ModelPart, config: PartsSection) -> PartSection:
 
 
 def freeze_parts(model: nn.Module, config: PartsSection) -> None:
-    """Freeze the parameters of the parts that the configuration freezes.
+    """Freeze the parameters of the model's parts that the configuration freezes.
 
     Raises ConfigError if no trainable parameter remains.
     """
@@ -50,11 +53,12 @@ def freeze_parts(model: nn.Module, config: PartsSection) -> None:
 def target_problem(
     named: Collection[str], layers: Mapping[ModelPart, Collection[str]], base_path: str
 ) -> str | None:
-    """Return the problem with `model.adapter.target_modules`, or None.
+    """Return a message if `model.adapter.target_modules` names wrong layers, or None.
 
     Args:
-        named: the key's value.
+        named: the value of this key: names of layers to adapt.
         layers: names of the linear layers of each part to adapt.
+        base_path: path of the initial checkpoint, for the message.
     """
     titles = {part: part.replace("_", " ") for part in layers}
     unknown = sorted(set(named).difference(*layers.values()))
@@ -76,7 +80,7 @@ def target_problem(
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[ModelPart, nn.Parameter]]:
-    """Yield every trainable parameter once, in the model's order."""
+    """Yield every trainable parameter once, with its part of the model, in the model's order."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield model_part(name), parameter

@@ -1,4 +1,4 @@
-"""The learner ranks of a run: their placement, devices and collectives."""
+"""The learner ranks (processes that train together): placement, devices and collectives."""
 
 from __future__ import annotations
 
@@ -34,37 +34,40 @@ GROUP_NAME = "rollmatch.learner"
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
-    """The engine workers of one process group for weight syncs. Its rank 0 is learner rank 0."""
+    """The engine workers that receive weights together, in one process group of a weight sync.
+
+    Learner rank 0 is rank 0 of the process group.
+    """
 
     num_workers: int
     port: int = 0
-    """The port of the group on rank 0's node; 0: any free port."""
+    """The port of the process group on learner rank 0's node; 0: any free port."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """The placement of one learner rank, derived from the cluster.
+    """Number, device and addresses of one learner rank, and the engines that get its weights.
 
     Example: `RankTopology(TransportKind.GLOO, (ReceiverGroup(3),))` is the only rank of a run with
     three rollout actors on CPU.
     """
 
     transport: TransportKind
-    """Transport of full weights (`WeightOffer.transport`)."""
+    """How full weights are sent in a weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
-    """One group for all rollout actors, or one for each server; empty if the engine is in the
-    learner's process."""
+    """The engines to send weights to: one group of all rollout actors, or one for each server. It
+    is empty if the engine is in the learner's process."""
     address: str = "127.0.0.1"
-    """Address of this node that the engines and other ranks can reach."""
+    """Address of this node that the engines and other learner ranks can reach."""
     device: Device = Device.CPU
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
-    """`address:port` of rank 0's rendezvous; empty with a single rank."""
+    """`address:port` at which rank 0 connects the ranks (`Rendezvous`); empty with one rank."""
 
 
 class LearnerDevice:
-    """The device of one learner rank. A GPU executes queued work asynchronously, a CPU at once.
+    """The CPU or GPU of one learner rank. A GPU executes queued work asynchronously.
 
     It is a class so that tests can observe it without a GPU. Not tested on a GPU.
     """
@@ -83,7 +86,7 @@ class LearnerDevice:
             torch.backends.cudnn.allow_tf32 = False
 
     def wait(self) -> None:
-        """Wait until all work that this thread has queued on the device is done.
+        """Wait until the device has finished all work that this thread has queued on it.
 
         When `Optimizer.update` returns, the update is only queued. Another stream or process that
         reads the weights then could see the previous step's weights.
@@ -93,10 +96,11 @@ class LearnerDevice:
 
 
 class Ranks:
-    """Collectives over the learner ranks of a run. `Ranks()` stands for a single rank.
+    """The learner ranks of a run, and their collective operations, such as sums of gradients.
 
-    All methods except `of_phase` and `pop_spans` are collectives: all ranks call them in the same
-    order. If a rank does not join, the others raise CollectiveError after `timeout_s`.
+    `Ranks()` stands for a single rank. All methods except `of_phase` and `pop_spans` are
+    collectives: all ranks call them in the same order. If a rank does not join, the others raise
+    CollectiveError after `timeout_s`.
 
     Example: with rank 0 holding 3 and rank 1 holding 5, `ranks.sum(...)` is 8 on both.
     """
@@ -114,7 +118,7 @@ class Ranks:
         """Store the arguments of the collectives.
 
         Args:
-            group: None for a single rank: then no method communicates.
+            group: process group of the ranks; None for a single rank: no method communicates.
             device: device of the gradients.
             sums_in_backward: the backward of every row already sums gradients over the ranks.
         """
@@ -134,27 +138,33 @@ class Ranks:
         return self._reduced([value], ReduceOp.MAX)[0]
 
     def all_of(self, value: int) -> list[int]:
-        """Return every rank's value, in rank order."""
+        """Return the `value` that each rank passes, as a list in rank order."""
         own = [value if rank == self.rank else 0 for rank in range(self.world_size)]
         return self._reduced(own, ReduceOp.SUM)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is set on any rank. All ranks pass equally many flags."""
+        """Return for each flag whether it is true on at least one rank.
+
+        All ranks pass equally many flags.
+        """
         return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]
 
     def first_difference(self, values: Sequence[int]) -> int | None:
-        """Return the first index where the equally long lists of the ranks differ, or None."""
+        """Return the first index at which the ranks' `values` differ, or None.
+
+        All ranks pass equally many values.
+        """
         highest = self._reduced(values, ReduceOp.MAX)
         lowest = self._reduced(values, ReduceOp.MIN)
         pairs = enumerate(zip(highest, lowest, strict=True))
         return next((index for index, (high, low) in pairs if high != low), None)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         self._reduced([0], ReduceOp.SUM)
 
     def together(self, write: Callable[[], None], phase: str) -> None:
-        """Write this rank's part, and return when every rank has written its part.
+        """Call `write` on every rank, and return when all ranks have written their part.
 
         If one rank fails, all ranks raise and can try again. The failed rank raises its own error,
         the others a CollectiveError of the phase.
@@ -171,7 +181,10 @@ class Ranks:
             raise CollectiveError("another rank could not write its part", phase=phase)
 
     def meet(self, flag: bool) -> bool:
-        """Wait for all ranks, record the wait, and return whether any rank's flag is set."""
+        """Wait for all ranks, and return whether `flag` is true on at least one.
+
+        The wait is recorded as a time span (`pop_spans`).
+        """
         started_s = time.time()
         any_flag = bool(self.max(int(flag)))
         if self.group is not None:
@@ -201,9 +214,10 @@ class Ranks:
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
-        """With several ranks, add this rank's name to a LearnerError that leaves the block.
+        """Add this rank's name to a LearnerError that the block raises, if there are several ranks.
 
-        A lost or late rank becomes a CollectiveError of the phase. Other errors do not change.
+        The error of a collective with a lost or late rank becomes a CollectiveError with this
+        phase. Other errors do not change.
         """
         if self.group is None:
             yield
@@ -228,7 +242,7 @@ class Ranks:
             ) from error
 
     def pop_spans(self) -> list[Span]:
-        """Return and clear the time spans of `meet` and `sum_gradients`."""
+        """Return and clear the recorded time spans of the calls of `meet` and `sum_gradients`."""
         spans = self._spans
         self._spans = []
         return spans
@@ -250,13 +264,13 @@ class Ranks:
 
 
 def is_of_collective(error: Exception) -> bool:
-    """Return whether a collective raised the error because another rank was lost or late."""
+    """Return whether a collective operation raised the error: another rank was lost or late."""
     # NCCL has its own error class. Errors of gloo contain its source path.
     return isinstance(error, DistError) or "third_party/gloo" in str(error)
 
 
 class Rendezvous:
-    """The store of rank 0 to which the other ranks connect.
+    """The key-value store on learner rank 0, through which the ranks find each other.
 
     Its port is bound only on `address`, and before the address is passed to other ranks.
     """
@@ -284,11 +298,12 @@ def join_ranks(
     timeout_s: float,
     sums_in_backward: bool,
 ) -> Ranks:
-    """Connect all ranks of the run. Raises CollectiveError after `timeout_s`.
+    """Connect all learner ranks of the run. Raises CollectiveError after `timeout_s`.
 
     Args:
-        rendezvous: the rendezvous on rank 0; None on other ranks.
+        rendezvous: the store to which the other ranks connect, on rank 0; None on other ranks.
         timeout_s: timeouts.learn_s, the limit of this and of every collective.
+        sums_in_backward: as in `Ranks`.
     """
     if place.world_size == 1:
         return Ranks()
@@ -323,10 +338,10 @@ def join_ranks(
 
 
 def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
-    """Open a process group with gloo for tensors in host memory and NCCL for tensors on GPUs.
+    """Open the process group of the learner ranks: gloo for host memory, NCCL for GPUs.
 
-    It is not torch's default group, because an engine in the same process may open that one.
-    NCCL was not tested on a GPU.
+    It is not torch's default group, because an engine in the same process may open that one. NCCL
+    was not tested on a GPU.
     """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO

@@ -1,4 +1,4 @@
-"""The models of a learner rank, replicated or sharded (`learner.parallel: ddp | fsdp`).
+"""The model on several learner ranks, replicated or sharded (`learner.parallel: ddp | fsdp`).
 
 ddp     Each rank trains its own rows. Gradients are summed once, before an update. `check`
         verifies that the ranks hold the same weights.
@@ -37,23 +37,23 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 FAILED = 2**62
-"""Sent in place of a rank's number of rows if that rank failed, so that the others do not wait."""
+"""A failed rank sends it instead of its number of rows, so that other ranks do not wait."""
 CHECKED_ELEMENTS = 4096
-"""Maximum number of elements per parameter that are compared between ranks."""
+"""How many elements of each parameter are compared between ranks to find different weights."""
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Parallel:
-    """The model of one rank, held as a whole (a single rank, or ddp).
+    """The model as one learner rank holds and runs it: here as a whole (a single rank, or ddp).
 
-    `ShardedModel` holds a shard. In it `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and
-    `gather` are collectives: all ranks call them in the same order.
+    `ShardedModel` holds a shard instead. In it `forward`, `rows_of_all_ranks`, `any_of_row`,
+    `check` and `gather` are collectives: all ranks call them in the same order.
     """
 
     holds_parts = False
-    """Whether the model's parameters are shards (DTensor) instead of ordinary tensors."""
+    """Whether this rank's parameters are shards (DTensor) instead of ordinary tensors."""
     mesh: DeviceMesh | None = None
-    """The device mesh of the ranks that hold the shards."""
+    """torch's device mesh of the ranks that hold the shards; None if the model is not sharded."""
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
@@ -62,7 +62,10 @@ class Parallel:
         self._ranks = ranks
 
     def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """Return `function(*arguments)`, which must run one forward of the model or its modules."""
+        """Return `function(*arguments)`, which must run one forward of the model or its modules.
+
+        A sharded model gathers its weights for the call.
+        """
         return function(*arguments)
 
     def rows_of_all_ranks(
@@ -70,38 +73,42 @@ class Parallel:
         rows: Iterable[T],
         shows_images: Callable[[T], bool],  # noqa: ARG002 (used only by ShardedModel)
     ) -> Iterator[tuple[T | None, bool]]:
-        """Yield this rank's rows in order, then None for each additional row of another rank.
+        """Yield this rank's packed rows in order, then None for each row that only others have.
 
-        The second value says whether this rank must run the vision tower only because another does.
+        A sharded model needs a forward on all ranks. The second value says whether this rank must
+        run the vision tower only because another rank does.
         """
         return ((row, False) for row in rows)
 
     def any_of_row(self, flag: bool) -> bool:
-        """Return whether the flag is set on a rank that takes part in this row (all if sharded)."""
+        """Return whether the flag is true on this rank or, if the model is sharded, on any rank."""
         return flag
 
     def check(self) -> None:
-        """Raise LearnerError if the ranks do not hold the same weights."""
+        """Raise LearnerError if this rank's weights differ from the other ranks'."""
         # A sample of each parameter is enough: a different update changes all of them.
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum)
 
     def gather(self) -> None:
-        """Make `weights` readable and constant until `release`."""
+        """Make `weights` readable and constant until `release`, for a sync or a checkpoint."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the gathered weights in host memory (rank 0, between `gather` and `release`).
+        """Return the gathered weights in host memory; None if the model is not sharded.
 
-        None if the model is not sharded.
+        Call it on rank 0, between `gather` and `release`.
         """
         return None
 
     def release(self) -> None:
-        """Free the gathered weights."""
+        """Free the weights that `gather` has collected."""
 
 
 class ShardedModel(Parallel):
-    """A model sharded over the ranks (FSDP2), also its own weight source. Not tested on a GPU."""
+    """A model whose weights are sharded over the learner ranks (FSDP2).
+
+    It is also the source of weights for syncs and checkpoints. Not tested on a GPU.
+    """
 
     holds_parts = True
 
@@ -123,9 +130,10 @@ class ShardedModel(Parallel):
         are the master weights.
 
         Args:
-            weights: weight source of the whole model.
-            every_rank_sends: each rank sends to an engine in its process; else only rank 0 sends.
-            mesh: mesh of an earlier model of these ranks; None creates a mesh.
+            weights: source of the whole model's weights.
+            every_rank_sends: each rank sends weights to an engine in its process; else only rank 0
+                sends.
+            mesh: torch's device mesh of an earlier model of these ranks; None creates one.
         """
         super().__init__(model, self, ranks)
         self._source = weights
@@ -190,7 +198,7 @@ class ShardedModel(Parallel):
         pass  # each value exists on only one rank
 
     def gather(self) -> None:
-        """Gather one tensor at a time on every rank. Ranks that send keep it in host memory."""
+        """Gather the whole weights. Ranks that send weights to engines keep them in host memory."""
         self.release()
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)
@@ -245,10 +253,10 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
 def load_parallel(
     config: RunConfig, device: torch.device, ranks: Ranks, mesh: DeviceMesh | None = None
 ) -> tuple[LoadedModel, Parallel]:
-    """Load the checkpoint, sharded if configured. `mesh` is the mesh of an earlier model.
+    """Load the checkpoint `model.path` on this rank, sharded if the run configures it.
 
-    Raises ConfigError like `load_model`, and LearnerError if the ranks loaded different weights.
-    Only here all elements are compared.
+    `mesh` is torch's device mesh of an earlier model, if there is one. Raises ConfigError like
+    `load_model`, and LearnerError if the ranks loaded different weights.
     """
     # A model to shard is loaded into host memory: as a whole it may not fit on the device.
     loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
@@ -280,16 +288,16 @@ class Reference:
     """
 
     learner: PreTrainedModel
-    """The learner's model."""
+    """The model that is trained."""
     copy: PreTrainedModel | None
-    """The second model, frozen; None with an adapter."""
+    """The second model, with the frozen initial weights; None with an adapter."""
     parallel: Parallel
-    """The `Parallel` of the model that computes: the copy, or the learner's model."""
+    """How the ranks run the model that computes: `copy`, or the learner's model."""
 
     def forward(self, function: Callable[[PreTrainedModel, *Ts], T], *arguments: *Ts) -> T:
-        """Return `function(model, *arguments)`, which must be one forward, without gradient.
+        """Return `function(model, *arguments)`, with the initial policy's model, without gradient.
 
-        If the model is sharded, this is a collective.
+        The function runs one forward. If the model is sharded, this is a collective.
         """
         with torch.no_grad():
             if self.copy is not None:
@@ -301,7 +309,7 @@ class Reference:
 def load_reference(
     config: RunConfig, loaded: LoadedModel, parallel: Parallel, ranks: Ranks
 ) -> Reference | None:
-    """Return the reference if the run declares `reference_kl`; else None.
+    """Return the run's initial policy if an objective compares with it (`reference_kl`); else None.
 
     Args:
         loaded, parallel: the learner's model, from `load_parallel`.

@@ -1,4 +1,4 @@
-"""Interface of objectives: the supervision and the model's values of a packed row, and the loss.
+"""Interface of objectives (losses) and of their inputs: a packed row's values and supervision.
 
 Every term is a weighted sum over a row's positions. The weights already contain the means within a
 segment, so the terms of rows add up, and packing cannot change a step's loss (decision 6).
@@ -19,62 +19,63 @@ import torch
 
 
 class TextSupervision(NamedTuple):
-    """Supervised text tokens, one column per field."""
+    """The text tokens of a packed row that are taught, one column per field."""
 
     at: torch.Tensor
-    """int64 [X], into the N positions, ascending."""
+    """int64 [X]: indices into the row's N positions with logits, ascending."""
     weight: torch.Tensor
-    """float32 [X]: token weight / segment's sum of token weights."""
+    """float32 [X]: the token's weight divided by the sum of token weights in its segment."""
     gate_weight: torch.Tensor
-    """float32 [X]: the same weight, but 0 for the closing brackets and EOS."""
+    """float32 [X]: the weight in the `text_gate` term: 0 for closing brackets and EOS."""
 
 
 class CoordSupervision(NamedTuple):
-    """Supervised coord slots, one column per field."""
+    """The coordinate tokens of a packed row that are taught (slots), one column per field."""
 
     at: torch.Tensor
-    """int64 [S], into the N positions, ascending."""
+    """int64 [S]: indices into the row's N positions with logits, ascending."""
     targets: torch.Tensor
-    """float32 [S], 0..999: the target bin. Optimal transport gives fractions."""
+    """float32 [S], 0..999: the bin to learn. Targets of optimal transport can be fractional."""
     weight: torch.Tensor
-    """float32 [S]: 1 / slots of the segment."""
+    """float32 [S]: 1 / number of slots of the segment."""
 
 
 class BoxSupervision(NamedTuple):
-    """Supervised boxes, one column per field."""
+    """The boxes of a packed row that are taught, one column per field."""
 
     slots: torch.Tensor
-    """int64 [B, 4], into the S coord slots of the row: the slots of x1, y1, x2, y2."""
+    """int64 [B, 4]: indices into the row's S coord slots, for x1, y1, x2, y2."""
     weight: torch.Tensor
-    """float32 [B]: 1 / boxes of the segment."""
+    """float32 [B]: 1 / number of boxes of the segment."""
 
 
 class TeacherSupervision(NamedTuple):
-    """A teacher's log-probabilities of the sampled tokens, one column per field."""
+    """A teacher model's log-probabilities of a row's sampled tokens, one column per field."""
 
     logprobs: torch.Tensor
-    """float32 [M]"""
+    """float32 [M]: the teacher's log-probability of each token."""
     weight: torch.Tensor
-    """float32 [M], the weight of the teacher's part of the advantage."""
+    """float32 [M]: factor of `log p_teacher - log p_learner` in the advantage."""
 
 
 class LearnedSupervision(NamedTuple):
-    """Sampled tokens with an advantage, one column per field."""
+    """The sampled tokens of a packed row that have an advantage, one column per field."""
 
     at: torch.Tensor
-    """int64 [M], into the N positions, ascending."""
+    """int64 [M]: indices into the row's N positions with logits, ascending."""
     engine_logprobs: torch.Tensor
-    """float32 [M], under the probabilities that the engine sampled from."""
+    """float32 [M]: each token's log-probability in the engine's sampling distribution."""
     advantage: torch.Tensor
-    """float32 [M], computed from the rewards. `learner.objectives.policy_gradient.advantages` adds
-    the teacher's part."""
+    """float32 [M]: each token's advantage from the rewards. The teacher's part is added by
+    `learner.objectives.policy_gradient.advantages`."""
     weight: torch.Tensor
-    """float32 [M], the weight in the step's sum. With `normalize: step` the weights of a call add
-    up to 1, with `rollout` the weights of a rollout (`learner.algorithms.advantages`)."""
+    """float32 [M]: the token's weight in the step's loss, which is a sum over tokens. With
+    `normalize: step` the weights of a model call add up to 1, with `rollout` the weights of a
+    rollout (`learner.algorithms.advantages`)."""
     call: torch.Tensor
-    """int64 [M], ascending from 0 over the row: the model call that sampled the token."""
+    """int64 [M], ascending: number, from 0 in the row, of the model call that sampled the token."""
     teacher: TeacherSupervision | None = None
-    """None if no teacher scored the tokens."""
+    """The teacher's log-probabilities; None if no teacher scored the tokens."""
 
 
 NOTHING_LEARNED = LearnedSupervision(
@@ -87,7 +88,9 @@ NOTHING_LEARNED = LearnedSupervision(
 
 
 class Supervision(NamedTuple):
-    """The whole supervision of a packed row. Objectives do not decide what is supervised.
+    """The supervision of a packed row: text, coordinates, boxes and advantages to learn.
+
+    Objectives only read it, and do not decide what is supervised.
 
     Example (one segment with 5 text tokens and one box): `text.weight` is five times 1/5, `coord`
     has 4 slots with `weight` 1/4, `boxes.slots` is [[0, 1, 2, 3]] with `weight` [1.0].
@@ -101,24 +104,26 @@ class Supervision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitNeeds:
-    """The values that a module needs in addition to the coord logits. Others are not computed.
+    """The values of a row's logits that an objective or diagnostic needs. Others are not computed.
+
+    Logits of coordinate tokens are always computed.
 
     Example: `LogitNeeds(text_ce=True) | LogitNeeds(coord_gate=0.8)` requests both.
     """
 
     text_ce: bool = False
     text_gate: float | None = None
-    """The gate's temperature. None: not needed."""
+    """Temperature of the gate at text tokens (`RowValues.text_gate_X`). None: not needed."""
     coord_gate: float | None = None
-    """The gate's temperature. None: not needed."""
+    """Temperature of the gate at coord slots (`RowValues.coord_gate_S`). None: not needed."""
     coord_mass: bool = False
     learned: bool = False
-    """Log-probabilities of the sampled tokens with an advantage."""
+    """Whether the log-probabilities of sampled tokens with an advantage are needed."""
     reference: bool = False
-    """Their log-probabilities under the weights that the run started with. The run needs a
-    `reference_kl`."""
+    """Whether their log-probabilities under the run's initial weights are needed. The pipeline must
+    then contain a `reference_kl`."""
     reference_top: int = 0
-    """Number of the reference's most probable tokens to compare at each sampled token."""
+    """How many of the reference's most probable tokens to compare at each sampled token."""
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
@@ -134,7 +139,7 @@ def _either(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceValues:
-    """Log-probabilities under the weights that the run started with (the reference).
+    """Log-probabilities of a row's tokens under the run's initial weights (the reference).
 
     Float32 and finite, without gradient, normalised like the engine's sampling.
 
@@ -145,54 +150,61 @@ class ReferenceValues:
     learned_logprobs_M: torch.Tensor
     """Log-probability of each sampled token with an advantage."""
     top_ids_MT: torch.Tensor | None
-    """int64: the most probable tokens at this position, most probable first. None if
-    `reference_top` is 0."""
+    """int64: the reference's most probable tokens at the position of each sampled token, most
+    probable first. None if `reference_top` is 0."""
     top_logprobs_MJ: torch.Tensor | None
-    """Their log-probabilities, and the log-probability of all other tokens together."""
+    """Log-probabilities of `top_ids_MT`, then of all other tokens together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """The reduced logits of a row: float32, differentiable, finite. None if not needed."""
+    """The values of the model's logits that objectives read, for one packed row.
+
+    They are float32, differentiable and finite; None if no objective needs them. `p_coord` is the
+    total probability of the coordinate tokens at a position.
+    """
 
     text_ce_X: torch.Tensor | None
-    """Cross-entropy over the whole vocabulary, in nats."""
+    """Cross-entropy of each text token over the whole vocabulary, in nats."""
     text_gate_X: torch.Tensor | None
-    """`-log(1 - p_coord)`"""
+    """`-log(1 - p_coord)` at each text token."""
     coord_logits_SC: torch.Tensor
     coord_gate_S: torch.Tensor | None
-    """`-log p_coord`"""
+    """`-log p_coord` at each coordinate slot."""
     coord_mass_S: torch.Tensor | None
-    """`p_coord` at temperature 1."""
+    """`p_coord` at each coordinate slot, at temperature 1."""
     compared_logprobs_K: torch.Tensor
-    """Log-probabilities of the tokens to compare, normalised like the engine's sampling."""
+    """Log-probabilities of the tokens to compare with the engine, normalised as in its sampling."""
     learned_logprobs_M: torch.Tensor | None = None
-    """The same for the sampled tokens with an advantage."""
+    """Log-probabilities of the sampled tokens with an advantage, normalised in the same way."""
     reference: ReferenceValues | None = None
-    """Values of the same row under the weights that the run started with."""
+    """Log-probabilities of the same row under the run's initial weights."""
     top_logprobs_MJ: torch.Tensor | None = None
-    """Log-probabilities of the reference's most probable tokens (`reference.top_ids_MT`), and of
-    all other tokens together."""
+    """The learner's log-probabilities of the reference's most probable tokens
+    (`reference.top_ids_MT`), and of all other tokens together."""
 
 
 class ObjectiveLoss(NamedTuple):
-    """The loss of one objective for one packed row.
+    """The loss of one objective for one packed row, with its terms for the log.
 
     Example (weight 2, terms 0.5 and 0.25): `loss` 1.5, `terms` (0.5, 0.25).
     """
 
     loss: torch.Tensor
-    """Scalar, the module's own weight included."""
+    """Scalar, multiplied by the objective's weight."""
     terms: tuple[torch.Tensor, ...]
-    """Detached scalars for the log, without the module's weight, in the order of `term_names`."""
+    """Detached scalars for the log, not multiplied by the weight, in the order of `term_names`."""
 
 
 class Objective(Protocol):
-    """A loss of a row's values and supervision. Built from its entry's `weight` and `config`."""
+    """A loss of a packed row, computed from the model's values and the row's supervision.
+
+    It is built from `weight` and `config` of its entry in the configured pipeline.
+    """
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        """Names of the terms. They are logged as `loss/<name>`."""
+        """Names of the loss terms that it logs, as `loss/<name>`."""
 
     @property
     def needs(self) -> LogitNeeds: ...
@@ -201,7 +213,7 @@ class Objective(Protocol):
 
 
 class Diagnostic(Protocol):
-    """Metrics of a packed row that do not change the loss."""
+    """Metrics of a packed row that are logged and do not change the loss."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -210,20 +222,21 @@ class Diagnostic(Protocol):
     def needs(self) -> LogitNeeds: ...
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        """Return one column per name, with a value per coord slot or per token with an advantage.
+        """Return one column per metric of `names`.
 
-        The step's metric is the mean over all of its rows. Called without gradient.
+        A column has a value per coordinate slot, or per token with an advantage. The step's metric
+        is the mean over all its rows. The call runs without gradient.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelObjectives:
-    """The objectives and diagnostics of one channel's rows."""
+    """The losses (objectives) and metrics (diagnostics) of packed rows of one channel."""
 
     objectives: tuple[Objective, ...]
     diagnostics: tuple[Diagnostic, ...]
     coord_ids_C: torch.Tensor
-    """int64, the token id of each bin."""
+    """int64: the token id of each coordinate bin."""
 
     @property
     def needs(self) -> LogitNeeds:

@@ -1,4 +1,4 @@
-"""`bbox_geo`: loss between expected box coordinates and targets, both in [0, 1] (decision 37).
+"""`bbox_geo`: loss between a box's expected coordinates and its targets, in [0, 1] (decision 37).
 
 It is used only if the pipeline lists it.
 
@@ -16,7 +16,10 @@ from shared.tokens.vocabulary import NUM_BINS
 
 
 class BboxGeo:
-    """Smooth-L1 and CIoU, logged as one weighted loss. Training logs no separate IoU metric."""
+    """The box loss: smooth-L1 and CIoU between predicted and target boxes, as one weighted loss.
+
+    Training logs no separate IoU metric.
+    """
 
     term_names = ("bbox_geo",)
     needs = LogitNeeds()

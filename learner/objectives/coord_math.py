@@ -56,36 +56,35 @@ class Normalizer:
 
     temperature: float = 1.0
     excluded_ids: tuple[int, ...] = ()
-    """Token ids of probability 0."""
+    """Token ids that cannot be sampled: they have probability 0."""
 
     @property
     def divisor(self) -> float:
-        """The floored temperature: the divisor of the logits."""
+        """The divisor of the logits: the temperature, raised to a lower limit if it is smaller."""
         return max(self.temperature, _TEMPERATURE_FLOOR)
 
 
 class PickedTokens(NamedTuple):
-    """Tokens whose logits are read at some positions, the same number at each position."""
+    """Further tokens whose logits `read_logits` reads: K tokens at each of M positions."""
 
     at_M: torch.Tensor
-    """int64, positions without repetition."""
+    """int64: the positions, each once."""
     ids_MK: torch.Tensor
-    """int64, without repetition at a position, and without excluded tokens of the normalizer."""
+    """int64: the token ids at each position, each once, without `normalizer`'s excluded tokens."""
     normalizer: Normalizer
-    """The normalizer under which all other tokens are summed."""
+    """The softmax in which the probability of all other tokens is summed."""
 
 
 class LogitReading(NamedTuple):
-    """The values that are read from full-vocabulary logits. Float32, finite."""
+    """The values that losses read from logits over the whole vocabulary. Float32, finite."""
 
     token_logits_N: torch.Tensor
-    """The logit of each position's token."""
+    """The logit of the token (of `token_ids_N`) at each position."""
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
-    """`logsumexp(logits / T)` without the excluded ids, in the order of `normalizers`."""
+    """`logsumexp(logits / T)` at each position without the excluded ids, for each normalizer."""
     picked_logits_MJ: torch.Tensor | None
-    """J = K + 1: the logits of the picked tokens, and the logit of a single token with the
-    probability of all others together."""
+    """J = K + 1: the logits of the picked tokens, then one logit for all other tokens together."""
 
 
 def read_logits(
@@ -96,7 +95,7 @@ def read_logits(
     normalizers: tuple[Normalizer, ...],
     picked: PickedTokens | None = None,
 ) -> LogitReading:
-    """Read all values that losses need from full-vocabulary logits.
+    """Read all values that losses need from logits over the whole vocabulary.
 
     In addition to the logits, the pass holds one float32 copy. The backward pass also holds a mask
     (a byte per logit) and the gradient in the logits' type. If tokens are picked, the logits of
@@ -105,9 +104,10 @@ def read_logits(
     Args:
         logits_NV: any float type.
         token_ids_N: int64, one token per position.
-        coord_at_P: int64, positions without repetition.
-        coord_ids_C: int64, the token id of each bin.
-        picked: further tokens to read, or None.
+        coord_at_P: int64, positions whose logits of coordinate tokens are read, each once.
+        coord_ids_C: int64, the token id of each coordinate bin.
+        normalizers: the softmaxes whose log-normalizers are returned.
+        picked: further tokens whose logits are read, or None.
     """
     token_logits_N, coord_logits_PC, picked_logits_MJ, *log_normalizers = _ReadLogits.apply(
         logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked
@@ -217,7 +217,10 @@ def _logsumexp_(scaled_NV: torch.Tensor) -> torch.Tensor:
 
 
 def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -> torch.Tensor:
-    """Return each position's `count` most probable tokens (or all, if fewer): int64 [M, K]."""
+    """Return the ids of each position's `count` most probable tokens: int64 [M, K].
+
+    K is smaller than `count` if fewer tokens exist.
+    """
     count = min(count, logits_MV.shape[1] - len(normalizer.excluded_ids))
     return _logits_under(logits_MV, normalizer).topk(count).indices
 
@@ -225,9 +228,9 @@ def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -
 def token_logprobs(
     token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probability of each position's token, from a `LogitReading`: [N].
+    """Return the log-probability of each position's token: [N].
 
-    Its negative is the cross-entropy.
+    The arguments are values of a `LogitReading`. The negative result is the cross-entropy.
     """
     return _fenced(token_logits_N, temperature) - log_normalizer_N
 
@@ -235,9 +238,9 @@ def token_logprobs(
 def mass_leak(
     log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return minus the log of the probability on the coord vocabulary: [S], at least 0.
+    """Return `-log p` of the total probability `p` of all coordinate tokens: [S], at least 0.
 
-    It is `logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`.
+    This "leak" is `logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`.
     """
     return (
         log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)
@@ -245,7 +248,7 @@ def mass_leak(
 
 
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
-    """Return `-log(1 - p)` of the coord vocabulary's probability `p = exp(-leak)`: [T].
+    """Return `-log(1 - p)`, with `p = exp(-leak)` the probability of coordinate tokens: [T].
 
     `1 - p` is clamped to at least 1e-6. There the gate has no gradient (decision 37), and only
     `token_ce` moves the token.
@@ -259,7 +262,7 @@ def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
 
 
 def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
-    """Return the probability on the coord vocabulary, from its leak: [S], 0..1."""
+    """Return the total probability of all coordinate tokens, from its `mass_leak`: [S], 0..1."""
     return torch.exp(-leak_S)
 
 
@@ -267,7 +270,9 @@ def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
 
 
 def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) -> torch.Tensor:
-    """Return Gaussian-like targets. Each row sums to 1.
+    """Return soft target distributions over the bins, bell-shaped around the target bins.
+
+    Each row sums to 1.
 
     `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, and 0 if `|k - t| > truncate`.
 
@@ -292,46 +297,47 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
 
 
 def nearest_bins(targets_S: torch.Tensor) -> torch.Tensor:
-    """Round to bins: int64 [S], 0..999. Halves are rounded up."""
+    """Round fractional target bins to whole bins: int64 [S], 0..999. Halves are rounded up."""
     return torch.floor(targets_S + 0.5).long().clamp(0, NUM_BINS - 1)
 
 
 def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy within the coord vocabulary: [S]."""
+    """Return the cross-entropy of the target bins among coordinate tokens only: [S]."""
     return F.cross_entropy(_fenced(coord_logits_SC), bins_S.long(), reduction="none")
 
 
 def soft_cross_entropy(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return `-sum_k q_k log softmax(z / T)_k`: [S]."""
+    """Return the cross-entropy with soft targets q, `-sum_k q_k log softmax(z / T)_k`: [S]."""
     return -(targets_SC * torch.log_softmax(_fenced(coord_logits_SC, temperature), dim=-1)).sum(-1)
 
 
 def wasserstein1(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the Wasserstein-1 distance as a fraction of the axis: [S].
+    """Return the Wasserstein-1 distance of predicted from target bins: [S], relative to the axis.
 
-    It is `sum_k |CDF_p(k) - CDF_q(k)| / 999`."""
+    It is `sum_k |CDF_p(k) - CDF_q(k)| / 999`.
+    """
     p_SC = torch.softmax(_fenced(coord_logits_SC, temperature), dim=-1)
     return (p_SC - targets_SC).cumsum(-1).abs().sum(-1) / (NUM_BINS - 1)
 
 
 def expected_coordinate(coord_logits_SC: torch.Tensor) -> torch.Tensor:
-    """Return `sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
+    """Return the mean coordinate of each slot, `sum_k p_k k / 999` at temperature 1: [S], 0..1."""
     bins_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32)
     p_SC = torch.softmax(_fenced(coord_logits_SC), dim=-1)
     return (p_SC * (bins_C / (NUM_BINS - 1))).sum(-1).clamp(0.0, 1.0)
 
 
 def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """Return `|E[k] - target|` in bins: [S]."""
+    """Return the distance in bins of each slot's mean from its target, `|E[k] - target|`: [S]."""
     return (expected_coordinate(coord_logits_SC) * (NUM_BINS - 1) - targets_S).abs()
 
 
 def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """Return whether the target's nearest bin is among the 5 most probable: bool [S].
+    """Return whether the bin nearest to the target is among the 5 most probable: bool [S].
 
     Equal logits are ordered by bin, lowest first.
     """
@@ -346,7 +352,7 @@ def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.T
 
 
 def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
-    """Swap corners so that x1 <= x2 and y1 <= y2."""
+    """Return the boxes with corners swapped where needed, so that x1 <= x2 and y1 <= y2."""
     first_B2 = boxes_B4[:, :2]
     second_B2 = boxes_B4[:, 2:]
     corners = [torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)]
@@ -354,12 +360,14 @@ def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Return the smooth-L1 loss with beta 1, averaged over the four coordinates: [B]."""
+    """Return each box's smooth-L1 loss (beta 1), the mean over its four coordinates: [B]."""
     return F.smooth_l1_loss(boxes_B4, targets_B4, beta=1.0, reduction="none").mean(-1)
 
 
 def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Return the complete IoU of canonical boxes, `IoU - d^2 / c^2 - alpha v`: [B], at most 1.
+    """Return the complete IoU of each box with its target: [B], at most 1.
+
+    It is `IoU - d^2 / c^2 - alpha v`. Corners must be ordered (`canonical_boxes`).
 
     Source: Zheng et al. 2020, Distance-IoU Loss, AAAI. `d` is the distance of the centres, `c` the
     diagonal of the enclosing box, `v = 4 / pi^2 (atan(w_t / h_t) - atan(w / h))^2`, and `alpha =

@@ -16,7 +16,10 @@ from shared.config.pipeline import CoordRegConfig
 
 
 class CoordReg:
-    """The weighted sum of the coordinate terms. Terms of weight 0 are not computed or logged."""
+    """The loss `coord_reg`: a weighted sum of terms over coordinate slots and text tokens.
+
+    Terms of weight 0 are not computed or logged.
+    """
 
     def __init__(self, weight: float, config: CoordRegConfig) -> None:
         self._weight = weight
@@ -83,7 +86,7 @@ class CoordReg:
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
-    """`coord_diag`: accuracy metrics of the coord slots' distributions, without a loss."""
+    """The metrics `coord_diag`: how accurate the predicted distributions of coord slots are."""
 
     names: ClassVar[tuple[str, ...]] = (
         "coord_diag/expected_bin_error",

@@ -52,9 +52,9 @@ def log_ratios(
     learned: LearnedSupervision,
     level: Literal["token", "call", "call_mean"],
 ) -> torch.Tensor:
-    """Return `log(p_learner / p_engine)` of each token: [M], without gradient.
+    """Return `log(p_learner / p_engine)` of each sampled token: [M], without gradient.
 
-    With `call` it is the sum over the token's model call, with `call_mean` the mean.
+    With level `call` it is the sum over the token's model call, with `call_mean` the mean.
 
     Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
     `call_mean`: log(1/2).
@@ -72,7 +72,7 @@ def log_ratios(
 
 
 def advantages(learner_logprobs_M: torch.Tensor, learned: LearnedSupervision) -> torch.Tensor:
-    """Return the advantages including the teacher's part: [M], without gradient.
+    """Return each sampled token's advantage, including the teacher's part: [M], without gradient.
 
     The teacher's part uses the learner's current log-probabilities. So it is 0 when learner and
     teacher agree, also with several updates per batch.
@@ -85,7 +85,7 @@ def advantages(learner_logprobs_M: torch.Tensor, learned: LearnedSupervision) ->
 
 
 def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Return `min(ratio, cap)`: [M]."""
+    """Return the importance weight `min(ratio, cap)` of each token: [M]."""
     # Truncated before the exponential, because that could overflow.
     return log_ratio_M.clamp(max=math.log(cap)).exp()
 
@@ -93,7 +93,10 @@ def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
 def is_clipped(
     learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Return which tokens the clip gives no gradient: bool [M], False for an advantage of 0."""
+    """Return which sampled tokens have no gradient because of the clip: bool [M].
+
+    The value is False for an advantage of 0.
+    """
     log_ratio_M = log_ratios(learner_logprobs_M, learned, config.ratio_level)
     # CISPO bounds the factor of the gradient instead, so every token keeps a gradient.
     if config.clip in ("cispo", "none"):
@@ -110,14 +113,16 @@ def is_clipped(
 
 
 def is_above_cap(log_ratio_M: torch.Tensor, config: PolicyGradientConfig) -> torch.Tensor:
-    """Return which ratios exceed `ratio_cap`: bool [M]."""
+    """Return which tokens' ratio of learner to engine probability exceeds `ratio_cap`: bool [M]."""
     return log_ratio_M > math.log(config.ratio_cap)
 
 
 def policy_gradient_loss(
     learner_logprobs_M: torch.Tensor, learned: LearnedSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Return the weighted sum of the tokens' losses, as the module docstring defines it: a scalar.
+    """Return the policy-gradient loss of a packed row: a scalar, weighted sum over sampled tokens.
+
+    The module docstring defines a token's loss.
 
     Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped. The loss is -1.2
     and has no gradient. With advantage -1 the loss is 1.5 and lowers the token's probability.
@@ -143,7 +148,7 @@ def policy_gradient_loss(
 
 
 class PolicyGradient:
-    """The objective that computes `policy_gradient_loss`."""
+    """The loss `policy_gradient` over the sampled tokens of a packed row."""
 
     term_names: ClassVar[tuple[str, ...]] = ("policy_gradient",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(learned=True)
@@ -160,7 +165,7 @@ class PolicyGradient:
 
 
 class PolicyDiag:
-    """Per-token metrics: the learner's distance from the engine's policy, and its entropy."""
+    """Metrics of sampled tokens: how far the learner is from the engine's policy, and entropy."""
 
     names: ClassVar[tuple[str, ...]] = (
         "policy/ratio",

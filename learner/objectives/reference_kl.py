@@ -31,7 +31,7 @@ from shared.config.pipeline import ReferenceKLConfig
 
 
 def k3(learner_logprobs_M: torch.Tensor, reference_logprobs_M: torch.Tensor) -> torch.Tensor:
-    """Return `r / p - log(r / p) - 1` of each sampled token: [M].
+    """Return the KL estimate `r / p - log(r / p) - 1` of each sampled token: [M].
 
     Example: a token with half its reference probability: 2 - log 2 - 1 = 0.307.
     """
@@ -41,7 +41,9 @@ def k3(learner_logprobs_M: torch.Tensor, reference_logprobs_M: torch.Tensor) -> 
 
 
 def top_kl(learner_logprobs_MJ: torch.Tensor, reference_logprobs_MJ: torch.Tensor) -> torch.Tensor:
-    """Return `sum_j p_j log(p_j / r_j)` over the top tokens and all others as one: [M].
+    """Return the KL divergence over the top tokens, with all others as one token: [M].
+
+    It is `sum_j p_j log(p_j / r_j)`, p of the learner and r of the reference.
 
     Example: one top token with p 0.5 and r 0.25: 0.5 log 2 + 0.5 log(2/3) = 0.144.
     """
@@ -50,7 +52,7 @@ def top_kl(learner_logprobs_MJ: torch.Tensor, reference_logprobs_MJ: torch.Tenso
 
 
 class ReferenceKL:
-    """The weighted sum of `k3` or `top_kl` over the sampled tokens with an advantage."""
+    """The loss `reference_kl`: weighted sum of `k3` or `top_kl` over tokens with an advantage."""
 
     term_names: ClassVar[tuple[str, ...]] = ("reference_kl",)
 

@@ -1,4 +1,4 @@
-"""The table of objectives, and the function that builds a configured pipeline from it.
+"""The table of objectives (losses), and the function that builds those of a configured pipeline.
 
 An objective is a class with the interface of `learner.objectives.base.Objective`. A class in your
 own module needs no change here (docs/how_to/change_the_algorithm.md). A class of this repository
@@ -39,16 +39,19 @@ OBJECTIVES: dict[str, Callable[[float, Any], Objective]] = {
     "policy_gradient": PolicyGradient,
     "reference_kl": ReferenceKL,
 }
-"""The class of each module. It is called with its entry's `weight` and `config`."""
+"""The class of each objective, by its name in the configured pipeline.
+
+It is called with `weight` and `config` of its pipeline entry.
+"""
 
 
 def build_objectives(
     pipeline: PipelineSection, channel: Channel, coord_ids_C: torch.Tensor
 ) -> ChannelObjectives:
-    """Build the enabled modules of `channel`, in declared order.
+    """Build the objectives and diagnostics of `channel` that `pipeline` enables, in its order.
 
     Args:
-        coord_ids_C: int64, the token id of each bin.
+        coord_ids_C: int64, the token id of each coordinate bin.
 
     Raises:
         ConfigError: an imported objective or its settings are invalid; an objective needs the

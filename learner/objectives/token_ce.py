@@ -9,7 +9,10 @@ from shared.config.pipeline import TokenCEConfig
 
 
 class TokenCE:
-    """Cross-entropy with the token weights of the target (`learner.targets.TextWeights`)."""
+    """The loss `token_ce`: weighted cross-entropy of text tokens.
+
+    The weights are those of the target (`learner.targets.TextWeights`).
+    """
 
     term_names: ClassVar[tuple[str, ...]] = ("token_ce",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(text_ce=True)

@@ -37,103 +37,108 @@ _Role = Annotated[str, Field(pattern=f"^({'|'.join(role.name.lower() for role in
 
 
 class GroundTruthEntry(TypedDict):
+    """A ground-truth object of the sample."""
+
     kind: _Kind
-    """bbox_2d, poly or point_2d."""
+    """Its geometry: bbox_2d, poly or point_2d."""
     bins: _Bins
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     desc: Text
 
 
 class RolloutEntry(TypedDict):
-    """The engine's answer."""
+    """The engine's answer to the sample's prompt."""
 
     weight_version: int
     actor: str
     seed: int
     attempt: int
-    """0 for the first attempt."""
+    """Number of the attempt to generate it: 0, or higher after an engine failed."""
     finish_reason: str
-    """stop, length, repetition or aborted."""
+    """Why the answer ended: stop, length, repetition or aborted."""
     num_prompt_tokens: int
-    """With expanded image placeholders."""
+    """Number of prompt tokens, with expanded image placeholders."""
     response_token_ids: Sequence[int]
-    """Without the stop token."""
+    """The sampled tokens, without the stop token."""
     forced_positions: Sequence[int]
-    """Response positions that the repeat guard set instead of sampling."""
+    """Response positions whose token was forced, not sampled, to end an answer that repeats itself
+    (by the repeat guard)."""
     text: Text
-    """The response. Bytes that are not UTF-8 appear as U+FFFD."""
+    """The response as text. Bytes that are not UTF-8 appear as U+FFFD."""
 
 
 class ObjectEntry(TypedDict):
-    """A valid predicted object."""
+    """A valid object of the model's answer."""
 
     key: Text
     kind: _Kind
-    """bbox_2d, poly or point_2d."""
+    """Its geometry: bbox_2d, poly or point_2d."""
     desc: Text
     bins: _Bins
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     span: Sequence[int]
-    """[start, stop) of its value `{...}`."""
+    """[start, stop): the target tokens of its JSON value `{...}`."""
     coord_positions: Sequence[int]
-    """One per entry of `bins`."""
+    """Positions of its coordinate tokens, one per entry of `bins`."""
 
 
 class DroppedEntry(TypedDict):
-    """A complete entry of the response that is not a valid object."""
+    """A complete JSON entry of the model's answer that is not a valid object."""
 
     key: Text
     reason: str
-    """A `DropReason`."""
+    """Why it is not valid: a value of `DropReason`."""
 
 
 class PairEntry(TypedDict):
+    """A predicted object and the ground-truth object that it was matched with."""
+
     prediction: int
     ground_truth: int
     iou: float
-    """maskIoU."""
+    """The overlap of the two filled shapes (maskIoU), 0..1."""
     supervised: bool
-    """False: excluded, as its coordinates cannot be supervised. Its ground truth is appended."""
+    """Whether its coordinates are trained. If they cannot be, its ground truth is appended."""
 
 
 class ReadingEntry(TypedDict):
-    """The response as it was parsed and matched."""
+    """The model's answer as it was parsed and matched with the ground truth."""
 
     prefix_text: Text
     """The kept part of the response: an open JSON object, or `{`. U+FFFD as in `rollout.text`."""
     num_kept_bytes: int
-    """Number of kept bytes of the response; 0 in the fallback."""
+    """Number of bytes of the response that are kept; 0 if `fallback` is true."""
     num_kept: int
     """Number of leading target tokens that were sampled."""
     num_prefix: int
     """Number of leading target tokens without appended text. From `num_kept` on, they were encoded
     again."""
     truncated: bool
-    """No container was closed: the response ended before, or contained no container."""
+    """Whether the JSON of the answer was never closed: it ended before, or had no brackets."""
     fallback: bool
-    """No part of the response could be kept, so the prefix is a new opening bracket."""
+    """Whether no part of the response could be kept, so the prefix is a new opening bracket."""
     max_object_index: int | None
     """The largest n of an `object_{n}` key in the prefix. Appended objects continue from it."""
     objects: Sequence[ObjectEntry]
-    """In order of appearance."""
+    """The valid objects of the answer, in order of appearance."""
     dropped: Sequence[DroppedEntry]
-    """In order of appearance."""
+    """The entries of the answer that are no valid objects, in order of appearance."""
     pairs: Sequence[PairEntry]
-    """Ordered by prediction."""
+    """The matched objects, ordered by prediction."""
     excluded: Sequence[int]
-    """The predictions of the pairs that are not supervised."""
+    """Predictions that were matched, but whose coordinates cannot be supervised."""
     unmatched_predictions: Sequence[int]
     gating_rejections: int
-    """Candidate pairs under `maskiou_gate`."""
+    """Number of candidate pairs that were not matched, as their maskIoU is under `maskiou_gate`."""
     appended: Sequence[int]
-    """The appended ground truths."""
+    """The ground truths whose entries were appended to the answer."""
     appended_text: Text
     trimmed: NotRequired[Sequence[int]]
-    """The predictions that were cut off after the last supervised one
+    """The predicted objects that were cut off after the last supervised one
     (`trim_trailing_false_positives`). Their positions count tokens of the response. This key and
     the next are absent if nothing was cut off."""
     num_trimmed_dropped: NotRequired[int]
-    """How many of the last `dropped` entries were cut off too."""
+    """How many of the `dropped` entries, counted from the last, were cut off too."""
 
 
 class LabelOverrideEntry(TypedDict):
@@ -142,24 +147,25 @@ class LabelOverrideEntry(TypedDict):
     position: int
     token_id: int
     prediction: int
-    """The prediction that the token corrects."""
+    """The predicted object that the token corrects."""
 
 
 class TargetEntry(TypedDict):
     """The tokens that the sample trains on, and their supervision."""
 
     token_ids: Annotated[Sequence[int], Field(min_length=1)]
-    """[L], EOS last."""
+    """[L]: the tokens to learn, EOS last."""
     supervision: Sequence[Annotated[tuple[int, int, _Role, float], Field(strict=False)]]
     """[start, stop), role, weight: ranges of tokens with the same role and weight that cover all L.
     The role is a `TokenRole`. The weight is the `token_ce` weight before averaging. It is 0 for
     coord slots, because `coord_reg` and `bbox_geo` train them."""
     coord_positions: Sequence[int]
-    """[S], ascending: the supervised slots."""
+    """[S], ascending: positions of the supervised coordinate tokens."""
     coord_targets: Sequence[float]
-    """[S], 0..999: the target bin of each slot."""
+    """[S], 0..999: the bin to learn at each of them."""
     label_overrides: NotRequired[Sequence[LabelOverrideEntry]]
-    """Ascending. Absent if empty (see `matched_desc_weight`)."""
+    """Tokens that are taught instead of the target's, by ascending position. Absent if empty (see
+    `matched_desc_weight`)."""
 
 
 class AugmentationEntry(TypedDict):
@@ -169,32 +175,32 @@ class AugmentationEntry(TypedDict):
     """Left, top, width and height of the kept part, in the image's pixels."""
     mirrored: bool
     size: Annotated[tuple[int, int], Field(strict=False)]
-    """Width and height after resizing."""
+    """Width and height in pixels after resizing."""
     colour: Annotated[tuple[float, float, float], Field(strict=False)]
     """Factors of brightness, contrast and saturation."""
     hue: float
     """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """Objects were dropped if the crop kept a smaller share of their area, or nothing."""
+    """Objects were dropped if the crop kept a smaller share of their area than this, or nothing."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class RolloutRecord(TypedDict):
-    """One sample of one step."""
+    """One line of the rollout log: a sample of a step, with its rollout and its target."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     position: int
     """The sample's position in the step, from 0."""
     channel: Annotated[str, Field(pattern="^[AB]$")]
     sample_id: Text
     ground_truth: Sequence[GroundTruthEntry]
-    """In record order."""
+    """The sample's objects, in the order of its row."""
     rollout: RolloutEntry | None
     reading: ReadingEntry | None
     target: TargetEntry
     augmentation: NotRequired[AugmentationEntry]
-    """Absent if the sample is unchanged. `ground_truth` has the augmented objects."""
+    """How the sample was changed; absent if it was not. `ground_truth` has the changed objects."""
 
 
 def sample_record(
@@ -208,9 +214,9 @@ def sample_record(
     rollout: Rollout | None,
     augmentation: Augmentation | None = None,
 ) -> RolloutRecord:
-    """Return the line of one sample. `rollout` is None only on channel A.
+    """Return the line of the rollout log for one sample. `rollout` is None only on channel A.
 
-    `weights_L`: float32 [L], `TextWeights.of(target)`.
+    `weights_L` are the token weights of the target, float32 [L] (`TextWeights.of`).
     """
     reading = target.reading
     assert (rollout is None) == (reading is None), "a target has a reading if it has a rollout"
@@ -233,7 +239,10 @@ _RECORD = TypeAdapter(RolloutRecord)
 
 
 def read_step(path: Path) -> list[RolloutRecord]:
-    """Read the lines of one step from all ranks. Raises as `writer.read_lines` does."""
+    """Read a step's lines of the rollout log, of all ranks. `path` is the file of rank 0.
+
+    Raises as `writer.read_lines` does.
+    """
     return read_lines(path, _RECORD)
 
 

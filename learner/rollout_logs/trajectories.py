@@ -43,16 +43,16 @@ def _messages(value: Any) -> Any:
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation with any keys in its messages, or a text if the environment completes text."""
+"""A conversation as messages with any keys; a text if the environment does not use messages."""
 
 
 class ExampleEntry(TypedDict):
-    """One training example: the token sequence of one or more model calls."""
+    """One training example of a rollout: the token sequence of one or more model calls."""
 
     token_ids: Sequence[_Count]
-    """[L], the engine's token ids."""
+    """[L]: the token ids of the example's model calls, as the engine read and sampled them."""
     mask: Sequence[Annotated[int, Field(ge=0, le=1)]]
-    """[L]: 1 for learned tokens."""
+    """[L]: 1 for learned tokens, 0 for other tokens."""
     logprobs: Sequence[_AnyFloat]
     """[L]: the engine's log-probabilities of sampled tokens, 0 for other tokens."""
     reward: _AnyFloat
@@ -60,96 +60,99 @@ class ExampleEntry(TypedDict):
     """The environment's own advantage, or the reward minus the group's mean, not divided by the
     group's deviation. Null if the group was not scored."""
     token_advantages: Sequence[_AnyFloat] | None
-    """[L], 0 outside the mask. Null: every token has `advantage`."""
+    """[L]: each token's advantage, 0 if it is not learned. Null: every token has `advantage`."""
     weight_version: int | None
-    """The oldest, if there were several. Null if the endpoint does not report it."""
+    """Version of the weights that generated it, the oldest if there were several. Null if the
+    endpoint does not report it."""
     engine: Text | None
-    """Null if the endpoint does not report it, or if there were several engines."""
+    """The engine that generated it. Null if the endpoint does not report it, or if there were
+    several engines."""
     turns: Sequence[_Count]
-    """The rollout's calls in this example, from 0, ascending."""
+    """Numbers of the rollout's model calls in this example, from 0, ascending."""
     images: Sequence[Text]
-    """SHA-256 of the image files, in the order of their placeholders."""
+    """SHA-256 of the image files in the prompts, in the order of their placeholders."""
     turn_ends: NotRequired[Sequence[_Count]]
-    """[turns], ascending to L: the end of each call's tokens. May be empty for a single call."""
+    """For each of `turns` the end of its tokens, ascending to L. May be empty for a single call."""
     token_is_relative: NotRequired[Sequence[Annotated[int, Field(ge=0, le=1)]] | None]
     """[L]: 1 if the learner computes the advantage from `group_rewards`, 0 if the environment set
     it. Null: 1 everywhere if there are `group_rewards`, else 0."""
     group_rewards: NotRequired[Sequence[_AnyFloat]]
-    """Rewards of the example's rollouts that did not fail. Advantages may be divided by their
-    deviation. Empty if one was not scored."""
+    """Rewards of the rollouts of the same dataset row that did not fail. Advantages may be divided
+    by their deviation. Empty if one was not scored."""
     teacher_logprobs: NotRequired[Sequence[_AnyFloat]]
-    """[L]: the teacher's log-probabilities of learned tokens, 0 for others. Absent without one."""
+    """[L]: a teacher model's log-probabilities of learned tokens, 0 for others. Absent without a
+    teacher."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class CallEntry(TypedDict):
-    """A model call: one request to an engine."""
+    """A model call: one request of the environment to an engine."""
 
     path: Text
     """The nested rollout that made the call; empty for the outer rollout."""
     turn: _Count
-    """From 0 in each path."""
+    """Number of the call, from 0 in each path."""
     seed: _Count
     engine: Text | None
-    """The engine that answered. Null: no engine answered."""
+    """The engine that answered; null if no engine answered."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class TrajectoryRecord(TypedDict):
-    """One rollout."""
+    """One line of the rollout log: a rollout of an environment."""
 
     step: _Count | None
-    """From 1. In a held-out report: the number of steps before it, or null if the checkpoint does
-    not record it."""
+    """Number of the step, from 1. In a held-out report: the number of steps before it, or null if
+    the checkpoint does not record it."""
     position: _Count
     """Position in the step, from 0. In a held-out report: the position of its example."""
     example: _Count
-    """The row of the environment's dataset."""
+    """Number of the row in the environment's dataset."""
     reward: float
-    """0 if the rollout failed."""
+    """The rollout's reward; 0 if the rollout failed."""
     metrics: Mapping[Text, _AnyFloat]
-    """Values of the reward functions, by name."""
+    """The value that each reward function returned, by the function's name."""
     reward_errors: Mapping[Text, Text]
-    """Errors of failed reward functions, by name."""
+    """The error of each reward function that failed, by the function's name."""
     error: Text | None
-    """Why the rollout failed. Failed rollouts are not trained."""
+    """Why the rollout failed; null if it did not. Failed rollouts are not trained."""
     is_truncated: bool
-    """An answer or the conversation (`is_overlong`) was cut by length."""
+    """Whether an answer or the conversation (`is_overlong`) was cut by length."""
     is_overlong: NotRequired[bool]
-    """The rollout ended because its next prompt would have been too long."""
+    """Whether the rollout ended because its next prompt would have been too long."""
     task: NotRequired[Text | None]
     """Name of the environment, if it belongs to an environment group."""
     num_turns: _Count
     """Number of model calls."""
     num_splits: _Count
-    """Calls whose prompt does not extend the tokens of the call before."""
+    """Number of model calls whose prompt does not extend the tokens of the call before."""
     num_tokens: NotRequired[_Count]
     """Number of sampled tokens."""
     num_length_limited: NotRequired[_Count]
-    """Calls whose answer the engine cut by length."""
+    """Number of model calls whose answer the engine cut by length."""
     num_tool_calls: NotRequired[_Count | None]
-    """Null if the model has no tools."""
+    """Number of the model's tool calls. Null if the model has no tools."""
     given_up: NotRequired[Sequence[Text]]
-    """Synchronous tools and reward functions that were abandoned at a time limit."""
+    """Names of synchronous tools and reward functions that were abandoned at a time limit."""
     calls: Sequence[CallEntry]
-    """Ordered by path and turn, including calls without an answer."""
+    """The model calls, ordered by path and turn, including those without an answer."""
     actor: str
-    """The actor whose process ran the environment."""
+    """The Ray actor in whose process the environment ran."""
     generate_s: float
     """Seconds from the rollout's start to its end, including scoring."""
     prompt: LoggedMessages | None
-    """Null if the rollout ended before it had a prompt."""
+    """The prompt. Null if the rollout ended before it had one."""
     completion: LoggedMessages | None
     """Everything after the prompt. Null as for `prompt`."""
     examples: Sequence[ExampleEntry]
-    """In order. Empty for failed rollouts and for held-out rollouts."""
+    """The training examples, in order. Empty for failed and for held-out rollouts."""
 
 
 _RECORD = TypeAdapter(TrajectoryRecord)
 
 
 def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
-    """Return the line of one rollout."""
+    """Return the line of the rollout log for one rollout. `step` counts from 1."""
     examples = [
         log_entry(
             ExampleEntry,
@@ -175,12 +178,17 @@ def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> Trajecto
 
 
 def read_step(path: Path) -> list[TrajectoryRecord]:
-    """Read the lines of one step from all ranks. Raises as `writer.read_lines` does."""
+    """Read a step's lines of the rollout log, of all ranks. `path` is the file of rank 0.
+
+    Raises as `writer.read_lines` does.
+    """
     return read_lines(path, _RECORD)
 
 
 def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
-    """Return the rollout of a line in `folder`, with everything that training needs.
+    """Return the rollout that a line of the rollout log describes, to train on it again.
+
+    `folder` contains the log and its images.
 
     The log does not contain Unix times, or the row ids that error messages name.
 

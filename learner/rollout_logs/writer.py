@@ -27,11 +27,13 @@ Text = InstanceOf[str]
 """A model's text. It may contain half of a surrogate pair, which pydantic's `str` refuses."""
 
 RecordT = TypeVar("RecordT")
-"""The TypedDict of a line."""
+"""The type of a line of the rollout log, a TypedDict."""
 
 
 class StepLog:
-    """Writes one file per step. When `write` returns, the line has left this process.
+    """The rollout log of one learner rank: writes one file per step, one line per rollout.
+
+    When `write` returns, the line has left this process.
 
     Example:
         >>> log = StepLog(Path("rollouts"), rank=1)
@@ -40,9 +42,9 @@ class StepLog:
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, patience: Patience | None = None) -> None:
-        """Create `folder` if it is missing. Raises StorageError.
+        """Open the log in `folder`, which is created if it is missing. Raises StorageError.
 
-        `patience` repeats failed writes of files and lines. None: failed writes raise immediately.
+        `patience` says how long a failed write is repeated; None: it raises immediately.
         """
         self._folder = folder
         self._patience = patience or Patience()
@@ -57,7 +59,10 @@ class StepLog:
     def of_run(
         cls, telemetry: TelemetrySection, timeouts: TimeoutsSection, rank: int
     ) -> StepLog | None:
-        """Return a rank's log, or None without `telemetry.rollouts`. Raises StorageError."""
+        """Return the rollout log of a rank; None if `telemetry.rollouts` is off.
+
+        Raises StorageError.
+        """
         if not telemetry.rollouts:
             return None
         # The driver waits `learn_s` for the rank, so the rank must wait less for the disk.
@@ -65,18 +70,21 @@ class StepLog:
         return cls(telemetry.run_dir / "rollouts", rank=rank, patience=patience)
 
     def begin(self, step: int) -> None:
-        """Open the file of a step, counted from 1. Raises StorageError."""
+        """Open the file for the lines of a step, counted from 1. Raises StorageError."""
         self.close()
         path = step_path(self._folder, step, self._rank)
         self._file = self._patience(lambda: RunFile(path, patience=self._patience))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line. Raises StorageError."""
+        """Append one line, as JSON, to the file of the current step. Raises StorageError."""
         assert self._file is not None, "begin comes before write"
         self._file.write(json.dumps(line) + "\n")
 
     def keep_picture(self, image: ImageRef) -> None:
-        """Write an encoded image if it does not exist yet. Raises StorageError."""
+        """Write an image's bytes into the log's folder, if the file does not exist yet.
+
+        Raises StorageError.
+        """
         path = picture_path(self._folder, image.sha256)
         # Another rank may write the same image.
         partial = path.with_name(f"{path.name}.rank{self._rank}.partial")
@@ -109,7 +117,7 @@ def picture_path(folder: Path, sha256: str) -> Path:
 
 
 def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:
-    """Return a TypedDict of `kind` with `fields`, and the other keys copied from `value`.
+    """Return a log entry of the TypedDict `kind`: `fields`, and other keys copied from `value`.
 
     Example:
         `log_entry(DroppedEntry, dropped)` is `{"key": dropped.key, "reason": dropped.reason}`.
@@ -119,7 +127,9 @@ def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:
 
 
 def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
-    """Read the lines of a step from `path` and the other ranks' files, in the order of positions.
+    """Read all lines that the learner ranks logged of a step, in the order of positions.
+
+    `path` is the file of rank 0; the files of the other ranks are found next to it.
 
     An incomplete last line, which a crashed run can leave, is ignored.
 

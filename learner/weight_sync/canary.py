@@ -1,4 +1,4 @@
-"""The learner's side of the canary: log-probabilities of a fixed sequence (decision 38)."""
+"""The learner's side of the canary, a fixed prompt that tests every weight sync (decision 38)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from shared.weight_sync.phases import SyncPhase
 class Canary:
     """A prompt and the beginning of a response, with which every weight sync is verified.
 
+    Learner and engines compute its log-probabilities with the new weights, and these must agree.
     Raises ConfigError if the noise file in `run_dir` is damaged.
     """
 
@@ -33,12 +34,14 @@ class Canary:
     response_ids: tuple[int, ...]
     _: KW_ONLY
     tolerance: float | None
-    """Limit per token, used in float32; None: the limits follow from the noise."""
+    """Permitted difference of a token's log-probability in float32, in nats; None in bfloat16: the
+    limits follow from `noise`."""
     proves_adapter: bool
-    """Whether engines receive only the adapter, so that its effect is compared too."""
+    """Whether engines receive only the adapter, so that the adapter's effect is compared too."""
     run_dir: InitVar[Path]
     noise: Differences | None = field(init=False, default=None)
-    """The rounding noise of bfloat16; None until the first sync has measured it."""
+    """How far log-probabilities of learner and engine differ by rounding in bfloat16; None until
+    the first sync has measured it."""
     _base_logprobs: Logprobs | None = field(init=False, default=None)
 
     def __post_init__(self, run_dir: Path) -> None:
@@ -47,7 +50,10 @@ class Canary:
             self.noise = Differences.load(run_dir)
 
     def question(self) -> CanaryProbe:
-        """Return the probe without log-probabilities. Does not run a forward."""
+        """Return what engines get to compute the canary, without expected log-probabilities.
+
+        Does not run a forward.
+        """
         is_placeholder = self.prompt.modality_P.bool().tolist()
         return CanaryProbe(
             token_ids=(*self.prompt.request_token_ids, *self.response_ids),
@@ -62,10 +68,11 @@ class Canary:
     def probe(
         self, forward: Callable[[Callable[[], Logprobs]], Logprobs] = lambda score: score()
     ) -> CanaryProbe:
-        """Return the probe with log-probabilities, and the base model's if only adapters are sent.
+        """Return what engines get to compute the canary, with the learner's log-probabilities.
 
-        `forward` calls a function that runs one forward (`Parallel.forward`). If the model is
-        sharded, `probe` is a collective.
+        If only adapters are sent, it also contains those without the adapter. `forward` calls a
+        function that runs one forward (`Parallel.forward`). If the model is sharded, this is a
+        collective.
         """
         # Computed only the first time: the weights under an adapter never change.
         if self.proves_adapter and self._base_logprobs is None:
@@ -78,7 +85,7 @@ class Canary:
         )
 
     def logprobs(self) -> Logprobs:
-        """Return the log-probability of each token except the first, under the current weights.
+        """Return the log-probability of each canary token except the first, with current weights.
 
         Raises LearnerError if a value is not finite, because no engine could agree with it.
         """

@@ -1,4 +1,4 @@
-"""Publishes the learner's weights: to the engines, version by version, and to disk.
+"""Sends the learner's weights to the engines, version by version, and saves them to disk.
 
     offer -> send (only rank 0) -> done
 
@@ -41,23 +41,26 @@ from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
 CANARY_TOKENS = 32
-"""Tokens of the canary's response: enough to test every layer and the head at low cost."""
+"""Number of response tokens of the canary: enough to test every layer and the head cheaply."""
 
 
 @dataclass(eq=False, repr=False)
 class WeightPublisher:
-    """One rank's part of publishing. Weights must not change between `offer` and `done`."""
+    """One learner rank's part of weight syncs to the engines and of checkpoints.
+
+    Weights must not change between `offer` and `done`.
+    """
 
     ranks: Ranks
     device: LearnerDevice
     loaded: LoadedModel
     parallel: Parallel
     sender: WeightSender | None
-    """Set on rank 0; None on the other ranks."""
+    """Sends full weights to the engines, from rank 0; None on the other ranks."""
     canary: Canary
     _: KW_ONLY
     offers_adapter: bool = False
-    """Whether only the adapter is offered, until `fall_back_to_full`."""
+    """Whether a weight sync sends only the adapter, until `fall_back_to_full` is called."""
     version: int = field(init=False, default=0)
     """The weight version that the engines serve; 0 before the first sync."""
     _is_again: bool = field(init=False, default=False)
@@ -75,7 +78,10 @@ class WeightPublisher:
         fixed: Segment,
         images: tuple[ImageRef, ...],
     ) -> WeightPublisher:
-        """Create a publisher whose canary is the segment `fixed` with its `images`."""
+        """Create the publisher of a run. Every weight sync is tested with the segment `fixed`.
+
+        `images` are the images of its prompt.
+        """
         offers_adapter = config.sync_mode == "adapter"
         canary = Canary(
             loaded,
@@ -93,9 +99,9 @@ class WeightPublisher:
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
     def offer(self, again: bool = False) -> WeightOffer | None:
-        """Return an offer of the next version with a canary probe on rank 0; None on other ranks.
+        """Begin a weight sync: return, on rank 0, what engines need to receive the next version.
 
-        `again` offers the current version, whose weights have not changed.
+        Other ranks return None. `again` offers the current version, whose weights have not changed.
 
         Raises:
             ConfigError: a configured port is in use.
@@ -131,17 +137,23 @@ class WeightPublisher:
             return WeightOffer(version, TransportKind.ADAPTER, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights. Raises like `WeightSender.send`."""
+        """Send the offered weights to the engines. Raises like `WeightSender.send`."""
         assert self.sender is not None, "only rank 0 sends"
         return self.sender.send(offer)
 
     def fall_back_to_full(self) -> None:
-        """Offer full merged weights from now on, because the sync of an adapter failed."""
+        """Send full weights, with the adapter merged, from the next weight sync on.
+
+        The caller does this if engines could not use the adapter.
+        """
         assert self.offers_adapter, "full weights are already offered"
         self.offers_adapter = False
 
     def done(self, noise: Differences | None = None) -> None:
-        """Record that engines serve the offered weights. Later offers contain the given `noise`."""
+        """End a weight sync: record that the engines now serve the offered weights.
+
+        Later offers contain the rounding `noise` of the canary, if it is given.
+        """
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()
         self.parallel.release()
@@ -157,11 +169,13 @@ class WeightPublisher:
         write_more: Write | None = None,
         finish: Write | None = None,
     ) -> CheckpointSave:
-        """Return a `CheckpointSave` that writes a checkpoint of the current weights. A collective.
+        """Return a `CheckpointSave` that writes a checkpoint of the current weights to `folder`.
+
+        A collective: all ranks call it together.
 
         Args:
             copies: write copies of the weights, which later updates do not change; existing copies
-                are reused.
+                are reused. None: write the weights themselves.
             write_more: writes this rank's additional files.
             finish: as in `CheckpointSave`.
         """
@@ -192,9 +206,9 @@ class WeightPublisher:
         return CheckpointSave(self.ranks, folder, write=write, finish=finish)
 
     def try_save(self, folder: Path) -> None:
-        """Test that a checkpoint can be saved, before the run starts. A collective.
+        """Test before training that a checkpoint can be saved to the run folder.
 
-        Everything except the weights is written to a temporary folder in `folder`.
+        A collective. Everything except the weights is written to a temporary folder in `folder`.
 
         Raises:
             ConfigError: the written configuration differs from the initial checkpoint's.
@@ -227,7 +241,7 @@ class WeightPublisher:
         return CheckpointContent(loaded.model, loaded.base, weights, adapter, loaded.fresh_tokens)
 
     def close(self) -> None:
-        """Close the process groups of the weight sync."""
+        """Close the process groups that send weights to engines."""
         if self.sender is not None:
             self.sender.close()
 
@@ -235,7 +249,10 @@ class WeightPublisher:
 def make_sender(
     weights: WeightSource, place: RankTopology, rollouts: RolloutMatchingSection, timeout_s: float
 ) -> WeightSender:
-    """Return rank 0's sender of full weights. `timeout_s` limits each phase."""
+    """Return the sender of full weights to the engines, for learner rank 0.
+
+    `timeout_s` limits each phase of a weight sync.
+    """
     return WeightSender(
         weights,
         transport=place.transport,

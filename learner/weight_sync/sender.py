@@ -1,4 +1,4 @@
-"""The learner's side of a weight sync of full weights (decision 38).
+"""The learner's side of a weight sync that sends full weights (decision 38).
 
 vllm is imported only when an NCCL group is opened: the learner's step does not need it.
 """
@@ -35,14 +35,17 @@ T = TypeVar("T")
 
 
 class NcclSender:
-    """Sends weights from GPU to GPU, with vLLM's `nccl` transfer engine and packing.
+    """Sends weights from the learner's GPU to the engines' GPUs, through NCCL and vLLM's packing.
 
     NCCL has no timeout: if a broadcast is late, `WeightSender` closes the groups. A receiver that
     hangs in a broadcast stays there until its process ends. Not tested on a GPU.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """Open every group as its rank 0. The sockets `listening` reserve the offered ports."""
+        """Open the process group of every receiver group of the offer `terms`, as its rank 0.
+
+        The sockets `listening` hold the offered ports, one per group.
+        """
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
         from vllm.utils.nccl import unpinned_nccl_env
@@ -67,7 +70,10 @@ class NcclSender:
             self._communicators.append(communicator)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the order of `terms`, and wait until it is sent."""
+        """Send every tensor to all receiver groups, and return when all tensors are sent.
+
+        `tensors` are in the order of the offer `terms`.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -80,7 +86,7 @@ class NcclSender:
         )
 
     def close(self) -> None:
-        """Close the groups. Receivers that wait for this rank get a closed connection."""
+        """Close the process groups. Receivers that wait for tensors get a closed connection."""
         for communicator in self._communicators:
             communicator.destroy()
         self._communicators = []
@@ -100,21 +106,22 @@ class _BroadcastToAll:
 
 @dataclass(eq=False, repr=False)
 class WeightSender:
-    """Sends the weights of one source in every sync, and opens new groups after a failure.
+    """Sends the learner's full weights to the engines, in every weight sync of a run.
 
-    It holds a listening socket for each group from the first offer to the first send, and then the
-    open groups. It is not thread-safe: only one sync at a time.
+    It holds a listening socket per receiver group from the first offer to the first send, and then
+    the open process groups. After a failure it opens new ones. It is not thread-safe: only one
+    weight sync at a time.
     """
 
     source: WeightSource
     _: KW_ONLY
     transport: str
     receivers: tuple[ReceiverGroup, ...]
-    """The engines' workers, group by group."""
+    """The engine workers that receive the weights, by process group."""
     timeout_s: float
-    """Limit of each phase, in seconds."""
+    """Limit of each phase of a weight sync, in seconds."""
     join: Timeout | None = None
-    """Limit of the rendezvous phase; None: `timeout_s`."""
+    """Limit of the phase in which receivers join the process groups; None: `timeout_s`."""
     host: str = "127.0.0.1"
     """Address of this node that the receivers can reach."""
     bucket_bytes: int = 16 << 20
@@ -132,10 +139,11 @@ class WeightSender:
     def offer(
         self, version: int, probe: CanaryProbe, score: Callable[[], Logprobs] | None = None
     ) -> WeightOffer:
-        """Return the offer of the source's weights, which must not change before the sync ends.
+        """Return what engines need to receive the weights: tensor names, ports and the canary.
 
-        `score` computes the probe's missing log-probabilities: with a wire during `send`, while the
-        engines load, otherwise here.
+        The weights must not change before the sync ends. `score` computes the log-probabilities
+        that `probe` lacks. With gloo or NCCL it runs during `send`, while the engines load,
+        otherwise here.
 
         Raises:
             ConfigError: a configured port is in use.
@@ -162,9 +170,10 @@ class WeightSender:
         return WeightOffer(version, self._transport, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights if there is a wire. The receivers verify them afterwards.
+        """Send the offered weights to the engines, which verify them afterwards.
 
-        Raises WeightSyncError, and LearnerError if the learner's canary fails.
+        If an engine in this process reads the weights directly, nothing is sent. Raises
+        WeightSyncError, and LearnerError if the learner's canary fails.
         """
         if not self._has_wire or not isinstance(offer.terms, FullOffer):
             return SendReport(phase_s={})
@@ -211,11 +220,17 @@ class WeightSender:
     def outgoing(
         self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
     ) -> ChecksummedWeights:
-        """Return the weights with checksums for sending. `logprobs` waits for the canary."""
+        """Return the weights with their checksums, in the form in which they are sent.
+
+        `logprobs` returns the canary's log-probabilities as soon as they are computed.
+        """
         return ChecksummedWeights(self.source.tensors(), terms, logprobs)
 
     def close(self) -> None:
-        """Close the groups, for example if the receivers change. The next offer opens new ones."""
+        """Close the process groups, for example if the receivers change.
+
+        The next offer opens new ones.
+        """
         if self._wire is not None:
             self._wire.close()
         for listening in self._listening:
