@@ -166,7 +166,7 @@ class State(dict[str, Any]):
         return f"State({dict(self)!r})"
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several keys. A value of the key `input` is copied, so the original never changes."""
+        """Write several keys. A value of the key `input` is copied, so it never changes itself."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
 

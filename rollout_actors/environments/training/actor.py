@@ -140,7 +140,7 @@ class EnvironmentActor:
     ) -> tuple[list[SentRollouts], int]:
         """Play and score the rollouts of these requests.
 
-        `objects`, `places` and `attempt` are as in `EngineActor.generate`.
+        `objects` and `places` are as in `EngineActor.generate`; `attempt` has no effect.
 
         Returns:
             The rollouts of each request, which the driver passes on unread, and their number.

@@ -55,8 +55,7 @@ class RunnerSettings:
     model_path: str
     """Checkpoint with the tokenizer and chat template of the engines."""
     max_model_len: int
-    """Limit of a prompt and its answer together, in tokens; a rollout that needs more is truncated.
-    """
+    """Largest number of tokens of prompt and answer; a rollout that needs more is truncated."""
     max_under_way: int
     """Limit of concurrent requests of one process's environment to one engine."""
     env_args: Arguments = field(default_factory=dict)
