@@ -124,9 +124,9 @@ class SeenTokens:
         self._prompt_length = max(len(prompt) for prompt in prompts)
 
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Return bool [B, V]: whether a token occurs in a row, without the padding.
+        """Return bool [B, V]: whether each token of the vocabulary occurs in prompt or answer.
 
-        Each prompt has one row per beam.
+        Padding does not count. Each prompt has one row of the batch per beam.
         """
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
@@ -169,12 +169,12 @@ def processed_logits(
 
 
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """Draw a token for each row: the first whose cumulative probability exceeds its random number.
+    """Draw a random token for each sequence, from its log-probabilities. Return int64 [B].
 
-    `uniforms` are the random numbers in [0, 1). Returns int64 [B].
+    It is the first token whose cumulative probability exceeds the sequence's number in [0, 1).
 
     Example:
-        probabilities 0.2, 0.5, 0.3 and random number 0.6 -> token 1
+        probabilities 0.2, 0.5, 0.3 and `uniforms` 0.6 -> token 1
     """
     # In fp64, so that the sum over a large vocabulary is accurate enough.
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
@@ -200,10 +200,11 @@ class _LogprobProcessor(LogitsProcessor):
 
 
 class Chooser(_LogprobProcessor):
-    """A logits processor that chooses each row's next token and keeps its log-probability.
+    """A logits processor that chooses each sequence's next token and keeps its log-probability.
 
-    It chooses greedily or by the row's seed, and leaves one possible token per row. So results do
-    not depend on other rows or a global random state. It must be the last processor of `generate`.
+    It chooses greedily or by the request's seed, and leaves one possible token per sequence. So
+    results depend neither on other sequences nor on a global random state. It must be the last
+    processor of `generate`.
     """
 
     def __init__(

@@ -42,12 +42,12 @@ STILL_LOADING = (502, 503, 504)
 """HTTP statuses of a server that is loading, or of a proxy in front of it."""
 STARTED_AGAIN = "was restarted during the run, so it has the checkpoint's weights"
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
-"""Settings of a run that needs no servers, for messages."""
+"""Configuration of a run that needs no rollout servers, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One entry of `rollout_matching.vllm.server.servers`, with the section's settings."""
+    """How to reach a rollout server: its URL, and the time limits and the token of calls to it."""
 
     key: str
     """Path of the entry in the configuration, for messages."""

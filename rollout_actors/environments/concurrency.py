@@ -322,7 +322,7 @@ class _Call:
 
 
 class Threads:
-    """Runs plain functions of environments in daemon threads, a limited number at a time.
+    """Runs plain (not asynchronous) functions in daemon threads, a limited number at a time.
 
     The pools of anyio and asyncio wait for their threads when the process ends, so one function
     that hangs would keep the process alive.
@@ -331,7 +331,7 @@ class Threads:
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
         """
         Args:
-            most: number of functions that may run at a time per event loop. Functions that were
+            most: largest number of functions that run at a time per event loop. Functions that were
                 given up at a time limit or a cancellation do not count.
             most_given_up: with more given-up functions that still run, calls are refused.
         """

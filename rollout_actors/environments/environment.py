@@ -279,7 +279,10 @@ class Environment(ABC):
         return state
 
     async def setup_state(self, state: State) -> State:
-        """Add this environment's own fields to the state, before the first model call."""
+        """Add an environment's own fields to a rollout's state, before the first model call.
+
+        Override it; the default returns the state unchanged.
+        """
         return state
 
     @abstractmethod

@@ -47,11 +47,11 @@ class Event(StrEnum):
     """When an environment's decorated methods are called."""
 
     STOP = "stop"
-    """In each turn of a rollout, to decide whether it is over."""
+    """`@stop` methods are called in each turn of a rollout, to decide whether it is over."""
     CLEANUP = "cleanup"
-    """Once at the end of each rollout, also of a failed one."""
+    """`@cleanup` methods are called once at the end of each rollout, also of a failed one."""
     TEARDOWN = "teardown"
-    """Once for each environment, when it is closed, or else when the process ends."""
+    """`@teardown` methods are called once, when the environment is closed or the process ends."""
 
 
 class _Mark:

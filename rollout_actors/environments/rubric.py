@@ -132,7 +132,7 @@ class Rubric:
         return self.parser or _PARSER.get() or self._default_parser or Parser()
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
-        """Return the rubric that scores rollouts of this task."""
+        """Return the rubric that scores rollouts of this task: itself, or a group member's."""
         return self
 
     @property

@@ -26,7 +26,7 @@ from shared.weight_sync.transports import TransportKind
 IMAGE_PIXELS = 50_000_000
 """Default limit for the pixels of one image in a call."""
 MAX_PROBLEMS = 20
-"""Most errors of an invalid call that the server's answer lists."""
+"""Largest number of errors that the server's answer to an invalid call lists."""
 MAX_LISTED = 1000
 """With more errors, an invalid call is answered only with their number, because pydantic would
 write a thousand bytes for each."""
@@ -238,9 +238,9 @@ class ServerInfo(WireMessage):
 
     name: str
     model: str
-    """The model as named on the server's command line."""
+    """The model's name on the server's command line."""
     model_type: str
-    """From the checkpoint's config.json."""
+    """Model type in the checkpoint's config.json."""
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -254,7 +254,7 @@ class ServerInfo(WireMessage):
     process: str
     """Unique id of this start of the server. It shows whether two addresses are the same server."""
     taken: str = ""
-    """Reason why the server refuses weights of the training run that calls; empty: it accepts."""
+    """Reason why the server refuses weights of the training run that calls; empty: it does not."""
 
 
 class ErrorKind(StrEnum):

@@ -42,7 +42,7 @@ class PreviousCall:
     text: str
     """The answer as text, including special tokens."""
     stop_token_id: int | None
-    """The last of `token_ids`, if it was sampled and ended the answer."""
+    """The sampled stop token that ended the answer, last in `token_ids`; None: there is none."""
     stop_text: str
     answer: Message
     """The answer as the message that the environment received."""
@@ -104,7 +104,9 @@ class ChatTemplate:
         messages: Sequence[GivenMessage],
         tools: Sequence[Fields] | None,
     ) -> tuple[int, ...] | None:
-        """Return the token ids of a prompt with these messages that begins with the last call's.
+        """Return the token ids of these messages as a prompt that continues the last model call.
+
+        It begins with the exact tokens of that call.
 
         Args:
             rendered: the messages as text, from `render`.
@@ -125,7 +127,7 @@ class ChatTemplate:
         return last.token_ids + self.encode(added)
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """Return the token ids of a plain-text prompt that begins with the last call's.
+        """Return the token ids of a plain text as a prompt that continues the last model call.
 
         Return None if the text does not begin with the last prompt, its answer and its stop text.
         """

@@ -52,8 +52,7 @@ REASONING = ("reasoning", "reasoning_content")
 LONGEST_PAUSE_S = 600.0
 """Longest wait before another attempt, even if an endpoint asks for more by Retry-After."""
 _LIMIT_NAMES: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
-"""The name of the limit that an endpoint accepts, by client and model, once it refused the other.
-"""
+"""By client and model, the argument name for the limit of new tokens that the endpoint accepts."""
 _NO_REASONING: WeakKeyDictionary[openai.AsyncOpenAI, set[str]] = WeakKeyDictionary()
 """Models whose endpoint refused a prompt because of the reasoning in it, by client."""
 

@@ -165,9 +165,9 @@ class Bridge:
 
 
 def has_own(environment: object, dataset: str) -> bool:
-    """Return whether an environment has the dataset `dataset`, or `eval_dataset`, of its own.
+    """Return whether an environment has rows of its own in `dataset`, or in `eval_dataset`.
 
-    From `verifiers` 0.1.10 on, it may be a function that makes the dataset.
+    From `verifiers` 0.1.10 on, the environment may have a function that makes the rows.
     """
     made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
     return any(one is not None for one in made)
@@ -215,7 +215,7 @@ def tools_of(environment: object) -> list[JsonObject]:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error and its causes: `ModelError: , for BadRequestError: ...`."""
+    """Return a text about an error and its causes: `ModelError: , for BadRequestError: ...`."""
     text = f"{type(error).__name__}: {error}"
     return text if error.__cause__ is None else f"{text}, for {described(error.__cause__)}"
 
