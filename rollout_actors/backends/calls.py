@@ -60,9 +60,9 @@ class Asker:
 
 
 ASKERS: ContextVar[list[Asker] | None] = ContextVar("askers", default=None)
-"""The list to which an environment adds each rollout that it begins; None: none is added."""
+"""An environment adds each rollout that it begins to this list; None: none is added."""
 ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
-"""The environment's rollout to which the current task belongs; None: it is not tracked."""
+"""The environment's rollout that the current task works for; None: it is not tracked."""
 
 
 @dataclass(eq=False, slots=True)

@@ -117,7 +117,7 @@ class StopTexts(StoppingCriteria):
 
 
 class SeenTokens:
-    """The tokens to which the repetition penalty applies: those in each prompt and its answer."""
+    """The tokens in each prompt and its answer, because the repetition penalty applies to them."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompts = prompts
@@ -258,7 +258,7 @@ class BeamScores(_LogprobProcessor):
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a finished answer.
 
-        `beams` are the rows of the batch to which the search added each token.
+        `beams` has for each token the row of the batch that the search added it to.
         """
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(

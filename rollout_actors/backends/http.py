@@ -233,7 +233,7 @@ class ServerFacts:
 
 
 class HttpEngine(WatchedEngine, ABC):
-    """The client of a rollout server. Each subclass implements one kind of server."""
+    """The client of a rollout server, used like an engine. A subclass is for one kind of server."""
 
     process = ""
     # Never true: this process continues if the server ends.

@@ -218,7 +218,7 @@ class StockRoutes:
 
 
 class StockClient(HttpEngine):
-    """The client of one `vllm serve` server. It refuses rollouts of unverified or other weights."""
+    """The client of one `vllm serve` server. It generates only with this run's verified weights."""
 
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings

@@ -31,7 +31,7 @@ class EngineInfo:
     version: int
     """Weight version that samples the rollouts."""
     rule: RepeatRule | None
-    """Rule by which the engine ends repeating answers; None: it does not end them."""
+    """Says which repeating answers the engine ends; None: it ends none."""
     started: StartTime
 
 

@@ -100,7 +100,7 @@ def write_failures_down() -> None:
 
 
 class EngineFailures:
-    """Finds out why an engine's processes ended, from the file to which they write their errors.
+    """Finds out why an engine's processes ended, from a file with the errors that they logged.
 
     The parent starts the processes with the variables of `environment`.
     """

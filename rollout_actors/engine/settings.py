@@ -32,7 +32,7 @@ vLLM does not start if this fraction of the memory is not free."""
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings with which every vLLM engine of a run starts."""
+    """The settings of every vLLM engine of a run, fixed at its start."""
 
     model_path: str
     """A checkpoint folder of transformers, with tokenizer and processor files."""

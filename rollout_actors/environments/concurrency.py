@@ -204,7 +204,7 @@ class Stopwatch:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Exclude the `with` block, in which the rollout waits in a queue, from its `timing`."""
+    """Exclude the time of the `with` block, a wait in a queue, from the rollout's `timing`."""
     watch = QUEUE_TIME.get()
     return nullcontext() if watch is None else watch.running()
 

@@ -1,4 +1,4 @@
-"""The context of a running rollout, by which its model calls find their client and their seeds."""
+"""The context of a running rollout: its model calls find their client and their seeds there."""
 
 from __future__ import annotations
 

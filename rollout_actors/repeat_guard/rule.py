@@ -31,7 +31,7 @@ class ActiveGuard(TypedDict):
 def repeat_rule(
     settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> RepeatRule | None:
-    """Build the rule by which repeating answers are ended; None: none are ended.
+    """Build the rule that says which repeating answers are ended; None: no answers are ended.
 
     `load_tokenizer` is called only if the settings limit the number of JSON keys in an answer.
     """
@@ -46,7 +46,7 @@ def repeat_rule(
 
 
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
-    """Build the rule by which an engine of this checkpoint ends repeating answers; None: never."""
+    """Build the rule that says which repeating answers an engine of this checkpoint ends."""
 
     def load_tokenizer() -> PreTrainedTokenizerBase:
         # Imported here, because the import takes seconds. Every client of a server imports this

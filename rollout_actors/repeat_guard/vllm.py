@@ -311,7 +311,7 @@ class _DeviceKeys:
 def stop_token(params: SamplingParams) -> int | None:
     """Return the token that ends an answer: the request's first stop token, else the tokenizer's.
 
-    Return None if the request ignores both.
+    Return None if the request has no stop token and ignores the tokenizer's.
     """
     if params.stop_token_ids:
         return params.stop_token_ids[0]

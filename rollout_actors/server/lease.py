@@ -1,4 +1,4 @@
-"""The lease of a rollout server, by which it accepts weights from one training run at a time."""
+"""The lease of a rollout server: it accepts weights from one training run at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEASE_S = 60.0
 rollout server. A live run calls more often (`HEARTBEAT_S`).
 """
 HEARTBEAT_S = 10.0
-"""Seconds between two calls with which an otherwise idle training run renews its lease."""
+"""Seconds between two calls of an otherwise idle training run, which renew its lease."""
 OWNER_FILE = "owner.txt"
 """File in a run folder: the user and machine that started the run, and a random identifier."""
 RUN_HEADER = "X-Rollmatch-Run"
@@ -28,7 +28,7 @@ RUN_HEADER = "X-Rollmatch-Run"
 
 
 def run_name(folder: Path, *, is_start: bool = False) -> str:
-    """Return the name by which rollout servers know the training run of this run folder.
+    """Return the name of the training run in this run folder, as rollout servers know it.
 
     A restarted run has the same name, also on another machine that has the folder.
 

@@ -26,7 +26,7 @@ class AdapterEngine(Protocol):
 
 @dataclass(eq=False, repr=False)
 class AdapterLoader:
-    """Loads, verifies and removes the LoRA adapter with which an engine generates."""
+    """Loads, verifies and removes the LoRA adapter that an engine uses for its rollouts."""
 
     llm: AdapterEngine
     _: KW_ONLY

@@ -109,7 +109,7 @@ class UpdatedEngine(Protocol):
 
 
 class GroupedEngine(Protocol):
-    """The methods of vLLM's `AsyncLLM` with which an engine joins and leaves a process group."""
+    """The methods of vLLM's `AsyncLLM` for joining and leaving a process group."""
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
     async def shutdown_weight_transfer_engine(self) -> None: ...
@@ -117,7 +117,7 @@ class GroupedEngine(Protocol):
 
 @dataclass(slots=True)
 class TransferGroup:
-    """An engine's membership in the process group over which the learner sends weights.
+    """An engine's membership in the learner's process group for weight syncs.
 
     It lasts from one weight sync to the next.
     """

@@ -47,7 +47,7 @@ class Parser:
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function for the format.
 
-        Its value is the share of the model's messages in which the parser finds an answer.
+        Its value is the share of the model's messages that contain an answer for this parser.
         """
 
         def format_reward(completion: Messages) -> float:

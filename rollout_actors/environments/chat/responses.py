@@ -29,7 +29,7 @@ RETURNS_TOKENS: Arguments = {
     "logprobs": True,
     "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
 }
-"""Sampling arguments with which vLLM returns token ids and log-probabilities in chat responses."""
+"""Sampling arguments that make vLLM return token ids and log-probabilities in chat responses."""
 
 
 def is_cut(response: object) -> bool:

@@ -42,7 +42,7 @@ class Engines(Protocol):
 
 
 class EngineClient:
-    """The client by which rollouts of one training step send model calls to the run's engines.
+    """The client that sends the model calls of one training step's rollouts to the run's engines.
 
     All calls of a rollout go to the engine `position % len(engines)`, which has its earlier turns
     in the prefix cache. If an engine cannot be reached, the next one gets the request, with the

@@ -28,7 +28,7 @@ def load_environment(
     base: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Return the environment, in which the model repeats the first and the last digit of a number.
+    """Return the environment. The model repeats the first and then the last digit of a number.
 
     Numbers have `num_digits` (at least 2) digits below `base` (2 to 10) and are distinct. Held-out
     numbers are not among the training numbers.

@@ -165,7 +165,7 @@ class Bridge:
 
 
 def has_own(environment: object, dataset: str) -> bool:
-    """Return whether an environment has rows of its own in `dataset`, or in `eval_dataset`.
+    """Return whether an environment has rows of this kind: `dataset` is an attribute's name.
 
     From `verifiers` 0.1.10 on, the environment may have a function that makes the rows.
     """

@@ -71,7 +71,7 @@ class EnvironmentBackend:
         self._is_closed = False
 
     def start(self) -> None:
-        """Load the environment, without a time limit of its own. Raises RolloutError."""
+        """Load the environment; the driver limits the time for this. Raises RolloutError."""
         from rollout_actors.backends.process_isolation import random_state_kept
 
         self._thread.start()

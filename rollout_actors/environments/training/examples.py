@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class MergedExamples(NamedTuple):
-    """Training examples of rollouts, in which successive model calls are merged where possible."""
+    """Training examples of rollouts. Model calls that continue each other share an example."""
 
     examples: list[TrainingExample]
     """In the order of the rollouts, and within a rollout in the order of their first model call."""

@@ -24,8 +24,8 @@ from shared.trajectory import EnvironmentRequest
 _LOGGER = logging.getLogger(__name__)
 
 CLEANUP_S = CLOSED_S / 2
-"""Seconds in which running rollouts can clean up when the run ends. The rest of the driver's wait
-is for `@teardown`.
+"""Seconds that running rollouts have for `@cleanup` when the run ends. The rest of the driver's
+wait is for `@teardown`.
 """
 
 

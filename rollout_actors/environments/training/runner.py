@@ -67,7 +67,7 @@ class RunnerSettings:
     rollout_timeout_s: float | None = None
     scoring_timeout_s: float | None = None
     max_images: int = 0
-    """Limit of images in one prompt, with which the engines were started."""
+    """The engines' limit of images in one prompt."""
     tool_parser: str | None = None
     chat_template_args: Arguments = field(default_factory=dict)
     """Further arguments of the chat template, such as `enable_thinking`."""
