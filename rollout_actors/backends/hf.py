@@ -1,4 +1,4 @@
-"""A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
+"""Generation of rollouts with the learner's own model (`rollout_backend: hf`): no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
 padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates.
@@ -56,7 +56,7 @@ NO_STOP_TOKEN = -1
 
 
 class StopCheck(LogitsProcessor):
-    """Ends `generate` before its next token when the run is ending."""
+    """A logits processor that ends `generate` before its next token when the run is ending."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
         self._raise_if_stopping = raise_if_stopping
@@ -284,7 +284,7 @@ class HFBackend:
         decode_batch_size: int,
         repeat_guard: RepeatGuardSettings | None = None,
     ) -> None:
-        """Decode at most `decode_batch_size` sequences at a time. Each beam counts as one."""
+        """`decode_batch_size`: largest number of sequences decoded at a time; each beam counts."""
         self._host = host
         self._name = host.name
         self._decode_batch_size = decode_batch_size

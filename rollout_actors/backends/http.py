@@ -50,7 +50,7 @@ class ServerAddress:
     """How to reach a rollout server: its URL, and the time limits and the token of calls to it."""
 
     key: str
-    """Path of the entry in the configuration, for messages."""
+    """Path of the server's entry in the configuration, for error messages."""
     base_url: str
     timeout_s: float
     infer_timeout_s: float | None
@@ -63,7 +63,7 @@ class ServerAddress:
 
     @property
     def health_route(self) -> str:
-        """The route that a running server answers without a token."""
+        """HTTP route that a running server answers without a token."""
         # A stock server would redirect from `/health/`.
         return "/health" if self.kind == "vllm" else "/health/"
 

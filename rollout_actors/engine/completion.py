@@ -48,7 +48,7 @@ class Completion:
     token_ids: Sequence[int]
     """Generated tokens, including the stop token if there is one."""
     logprobs: Sequence[float] | None
-    """One per token of `token_ids`; None: they were not requested."""
+    """One log-probability per token of `token_ids`; None: they were not requested."""
     finish_reason: FinishReason
     """STOP: the last token is a stop token (sampled, or forced by the repeat guard), or the text
     ends with a stop text (`DecodeSettings.stop`)."""

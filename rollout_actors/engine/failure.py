@@ -54,12 +54,12 @@ class Failure:
     """One error that one of an engine's processes has logged."""
 
     process: str
-    """vLLM's name of the process, for example EngineCore."""
+    """vLLM's name of the process that logged the error, for example EngineCore."""
     error: str
     """Type and message of the exception."""
     traceback: str
     logged_s: float
-    """Unix time."""
+    """Unix time of the error."""
 
 
 class FailureLog(logging.Handler):

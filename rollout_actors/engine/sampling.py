@@ -83,7 +83,7 @@ def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> Fi
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """Decode a sample's images. Raises RolloutError that names sample and image."""
+    """Decode the images of a prompt, in order. Raises RolloutError that names sample and image."""
     # In the order of the prompt's placeholders.
     images = []
     for i, ref in enumerate(refs):

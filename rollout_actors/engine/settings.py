@@ -39,9 +39,9 @@ class EngineSettings:
     dtype: str
     """Name of a `torch` dtype. The engine converts the learner's weights to it."""
     max_model_len: int
-    """Tokens of expanded prompt and response together."""
+    """Largest number of tokens of prompt (with its images) and response together."""
     max_num_seqs: int
-    """Most sequences decoded at a time: decode_batch_size times the number of devices."""
+    """Largest number of sequences decoded at a time: decode_batch_size times number of devices."""
     seed: int
     """Seed of the engine. Every request has its own seed."""
     transport: TransportKind
@@ -69,7 +69,7 @@ class EngineSettings:
 
     @property
     def sequences_per_device(self) -> int:
-        """Most sequences decoded at a time by each device: decode_batch_size."""
+        """Largest number of sequences decoded at a time per device: decode_batch_size."""
         return self.max_num_seqs // self.tensor_parallel_size
 
 
@@ -199,7 +199,7 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the variables that must be set before an engine's process imports torch or vllm."""
+    """Return the environment variables to set before an engine's process imports torch or vllm."""
     common = {
         "VLLM_PLUGINS": "rollmatch",  # only this plugin
         "VLLM_NO_USAGE_STATS": "1",

@@ -176,7 +176,10 @@ class VllmEngine:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start, by vLLM's last report. Safe to read from any thread."""
+        """Number of tokens sampled since the start, by vLLM's last report.
+
+        Safe to read from any thread.
+        """
         num_tokens = self._num_finished_tokens
         if self._llm is not None:
             # An atomic copy, because the engine's thread adds and removes entries.

@@ -84,7 +84,7 @@ class Concurrency:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """The arguments of one call of `Environment.generate`."""
+    """The arguments of one call of `Environment.generate`, with defaults filled in."""
 
     client: Client
     model: str

@@ -83,7 +83,7 @@ cleanup = _Mark(Event.CLEANUP)
 It is called once per rollout, also after an exception or a cancellation.
 """
 teardown = _Mark(Event.TEARDOWN)
-"""Marks a method `(self)` that releases the resources of the environment.
+"""Marks a method `(self)` of an environment that releases the environment's resources.
 
 It is called once, by `aclose` or at the end of the process.
 """

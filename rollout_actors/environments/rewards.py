@@ -259,9 +259,9 @@ def settle(states: Sequence[State], rubric: object) -> None:
 
 
 def check_figures(states: Sequence[State], rubric: object) -> None:
-    """Mark rollouts as failed if a reward, metric or advantage is not finite, or too large.
+    """Mark rollouts as failed if their reward, metric or advantage is not finite, or too large.
 
-    Values of many rollouts are added and squared, which must not overflow.
+    Values of many rollouts are added and squared, which must not overflow. `rubric` gave them.
     """
     for state in states:
         if state.get("error") is not None:

@@ -57,7 +57,10 @@ class ToolEnv(MultiTurnEnv):
         self._add(Tool.of(tool))
 
     def remove_tool(self, tool: Callable[..., object]) -> None:
-        """Remove a tool from rollouts that begin from now on. ValueError: unknown tool."""
+        """Remove a tool from rollouts that begin from now on.
+
+        Raises ValueError if the environment does not have it.
+        """
         name = name_of(tool)
         # The function is compared too: another one may have this name.
         if self.tool_map.get(name) != tool:
@@ -200,7 +203,7 @@ def num_tool_errors(state: State) -> int:
 
 
 def calls_of(message: Message) -> list[Message]:
-    """Return the tool calls of a message."""
+    """Return the tool calls in a model's message; an empty list if there are none."""
     return list(message.get("tool_calls") or ())
 
 

@@ -19,11 +19,11 @@ JsonObject = dict[str, Any]
 Fields = Mapping[str, Any]
 """Read-only values by name: a row of a dataset, a state, arguments of an environment."""
 Arguments = dict[str, Any]
-"""Arguments of a call by name, as Python values."""
+"""Keyword arguments of a function, a tool or a model call, as Python values."""
 Message = JsonObject
 """A message of the OpenAI API: `role`, `content`, and `tool_calls` or `tool_call_id` if any."""
 Messages = list[Message] | str
-"""A conversation, or plain text if `message_type` is `completion`."""
+"""A list of messages, or a plain text if the environment's `message_type` is `completion`."""
 MessageType = Literal["chat", "completion"]
 """Whether the prompts of an environment are messages (`chat`) or plain text (`completion`)."""
 ModelResponse = ChatCompletion | Completion
@@ -48,7 +48,7 @@ class RolloutInput(BaseRolloutInput, total=False):
     """One row of a dataset, as the input of a rollout."""
 
     id: Any
-    """The row's own id, if it has one; also `state["id"]`."""
+    """The dataset row's own id, if it has one; also in `state["id"]`."""
     answer: str
     info: Info
     position: int
@@ -226,8 +226,9 @@ def _state(kind: type[State], items: Fields) -> State:
 
 
 class EndpointClient(Protocol):
-    """`openai.AsyncOpenAI`, or an object with the same two calls: `chat.completions.create` for
-    messages and `completions.create` for plain text.
+    """A client for model calls: `openai.AsyncOpenAI`, or an object with the same two methods.
+
+    They are `chat.completions.create` for messages and `completions.create` for plain text.
     """
 
     @property
@@ -237,7 +238,7 @@ class EndpointClient(Protocol):
 
 
 class ConversationClient(Protocol):
-    """A client that must know which calls belong to one rollout (`EngineClient`)."""
+    """A client that has a separate conversation for each rollout (`EngineClient`)."""
 
     def conversation(
         self, state: State, *, of: Fields | None = None, path: str = ""

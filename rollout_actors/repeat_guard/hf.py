@@ -18,7 +18,7 @@ class HFRepeatGuard(LogitsProcessor):
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
-        """`rule` says which answers are ended; `prompt_length` is the length of padded prompts."""
+        """`rule`: which answers are ended; `prompt_length`: number of tokens of padded prompts."""
         self._rule = rule
         self._prompt_length = prompt_length
         self._stop_token_id = stop_token_id

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 FORCED_LOGIT = 1e9
-"""So high that the stop token's probability is exactly 1 for any temperature, penalty, top-k and
-top-p; and finite, so that no NaN occurs.
+"""Logit of the stop token that ends a repeating answer. Its probability is then exactly 1 for any
+temperature, penalty, top-k and top-p. It is finite, so that no NaN occurs.
 """
 
 

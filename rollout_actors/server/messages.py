@@ -106,7 +106,7 @@ def problem_lines(error: ValidationError) -> str:
 def read(form: type[M], body: bytes) -> M:
     """Parse the JSON body of a call or answer as a message of class `form`.
 
-    Raises ValueError with at most `MAX_PROBLEMS` lines, each about one error.
+    Raises ValueError with at most `MAX_PROBLEMS` lines, each about one error; a list has only one.
     """
     try:
         message: M = brief_validator(form).validate_json(body)
@@ -120,7 +120,7 @@ class InferCall(WireMessage):
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Seed of the first request, as in the run's plan; every request has its own seed."""
+    """Seed of the first request. It is only for information: every request has its own seed."""
     run: str | None = None
     """Name of the training run that calls; null: no run. See `SyncCall.run`."""
     version: int | None = None
@@ -150,7 +150,7 @@ class InferCall(WireMessage):
 
 class InferAnswer(WireMessage):
     rollouts: tuple[Rollout, ...]
-    """One per request, in order."""
+    """One rollout per request, in order."""
 
 
 class SyncCall(WireMessage):
@@ -158,9 +158,10 @@ class SyncCall(WireMessage):
 
     version: int
     offer: WeightOffer | None
-    """Set in the first phase, and for full weights again at the rendezvous; else null (unchanged).
+    """What the learner offers; null: as in an earlier phase of this weight sync.
 
-    It names the group that sends full weights, or contains an adapter.
+    It names the process group that sends full weights, or contains a LoRA adapter. It is set in the
+    first phase, and for full weights again in the phase `rendezvous`.
     """
     run: str | None = None
     """The training run that sends the weights; null: no run. After the weight sync the server
@@ -221,7 +222,7 @@ class CallLimits:
     max_request_bytes: int
     max_requests: int
     max_image_pixels: int
-    """Pixels of one decoded image."""
+    """Largest number of pixels of one decoded image."""
 
     def pixel_problem(self, width: int, height: int) -> str:
         """Return what is wrong with an image of this size; empty if it is accepted."""
@@ -259,11 +260,11 @@ class ServerInfo(WireMessage):
 
 class ErrorKind(StrEnum):
     ROLLOUT = "rollout"
-    """A RolloutError of the engine."""
+    """The engine raised a RolloutError."""
     WEIGHT_SYNC = "weight_sync"
-    """A WeightSyncError of the engine."""
+    """The engine raised a WeightSyncError."""
     REFUSED = "refused"
-    """An error that the caller can correct."""
+    """The server refused the call; the caller can correct it."""
     FAILED = "failed"
     """Any other failure in the server."""
 

@@ -40,16 +40,16 @@ class LoadReport:
     unexpected: list[str]
     """Names of received tensors that the engine has no parameter for."""
     load_s: float
-    """Seconds of loading tensors into the model."""
+    """Seconds that the worker spent on loading tensors into the model."""
     verify_s: float
-    """Seconds of computing checksums."""
+    """Seconds that the worker spent on computing checksums."""
     logprobs: list[str]
     """The learner's log-probabilities of the canary; empty if the offer has them. As text, because
     the JSON of a stock server has no NaN."""
 
 
 def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
-    """Raise WeightSyncError unless every worker loaded all parameters unchanged."""
+    """Raise WeightSyncError unless every vLLM worker has loaded all parameters unchanged."""
 
     def error(message: str, quantity: str, size: int | None = None) -> WeightSyncError:
         return WeightSyncError(

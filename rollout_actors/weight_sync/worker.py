@@ -173,7 +173,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    """Rank of this engine's first worker; it differs between engines."""
+    """Rank of this engine's first worker in the process group; it differs between engines."""
     world_size: int
     packed_buffer_size_bytes: int
     join_s: float
@@ -290,7 +290,7 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):
     """The weights of one weight sync as the learner's own tensors, followed by their checksums."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """A layer's tensors must not change until the next layer's have arrived."""
+    """Names and tensors. A layer's tensors must not change until the next layer's have arrived."""
 
 
 class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):

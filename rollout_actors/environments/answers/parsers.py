@@ -174,7 +174,7 @@ def _between(tag: str, text: str) -> list[str]:
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message, joined from its parts."""
+    """Return the text of a chat message, whose content may be a list of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)

@@ -105,7 +105,7 @@ class ConversationSettings:
     decode: DecodeSettings
     """Decode settings of every model call. A call may only lower the number of new tokens."""
     max_model_len: int
-    """Limit of a prompt and its answer together, in tokens, as the engines have it."""
+    """Largest number of tokens of a prompt and its answer together in the run's engines."""
     tool_calls: ToolCallReader | None = None
     """Parses the tool calls in the model's answers; None: they stay text."""
 

@@ -171,7 +171,7 @@ def without_reasoning(prompt: Messages) -> Messages:
 
 
 def retry_after_s(error: BaseException) -> float:
-    """Return the seconds that an endpoint asks to wait; 0 if it does not ask.
+    """Return how many seconds an endpoint asks to wait before another attempt; 0 if it does not.
 
     Retry-After is a number of seconds or a date (RFC 9110). The rollout's own timeout ends a wait
     that is too long.
