@@ -1,4 +1,4 @@
-"""Calls of an environment to the engine in another thread of its process, and their answers.
+"""Model calls of an environment to the engine in another thread of its process.
 
     rollouts, on an event loop  -- generate -->  EngineCalls  -- take -->  the learner's thread
                                 <-------------- answer -----------------   with the engine
@@ -24,16 +24,18 @@ from shared.protocols import RolloutBackend
 from shared.rollouts import Rollout, RolloutRequest
 
 POLL_S = 0.02
-"""Longest wait for a call before the engine's thread checks whether the run is ending."""
+"""Longest wait for a model call before the engine's thread checks whether the run is ending."""
 QUIET_S = 1.0
-"""Seconds without a new call after which waiting calls are answered, even if others may come."""
+"""Seconds without a new model call after which the waiting calls are answered together."""
 
 
 class ServingBackend(RolloutBackend, Protocol):
-    """A backend in the learner's process that also answers single calls as they arrive."""
+    """A backend in a learner rank's process that also answers an environment's model calls."""
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer calls while `calls` is open. Raises the host's errors, and RolloutError.
+        """Answer model calls until the environment's round ends.
+
+        Raises RolloutError, and the host's exception if the run is ending.
 
         Args:
             begin: called once, when the backend is ready to answer calls.
@@ -43,13 +45,13 @@ class ServingBackend(RolloutBackend, Protocol):
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """The state of a rollout that may call the model. `EngineCalls.take_together` waits for it.
+    """Says whether an environment's rollout may still make a model call in this round.
 
     Example: a rollout that awaits two calls at once has `num_waiting` 2, and is not at work.
     """
 
     num_waiting: int = 0
-    """Number of its calls that have no answer yet."""
+    """Number of the rollout's model calls that have no answer yet."""
     is_done: bool = False
 
     @property
@@ -58,32 +60,32 @@ class Asker:
 
 
 ASKERS: ContextVar[list[Asker] | None] = ContextVar("askers", default=None)
-"""The list to which `generate` adds the rollouts that it begins; None: they are not tracked."""
+"""An environment adds each rollout that it begins to this list; None: none is added."""
 ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
-"""The tracked rollout that a task belongs to, also inside nested rollouts."""
+"""The environment's rollout that the current task works for; None: it is not tracked."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request that waits for its rollout."""
+    """One model call of an environment: a request that waits for its answer."""
 
     request: RolloutRequest
     answer: asyncio.Future[Rollout]
     asker: Asker | None
     started: StartTime = field(default_factory=StartTime.now)
     is_counted: bool = False
-    """Whether the call is counted in its asker's `num_waiting`."""
+    """Whether `asker.num_waiting` counts this call."""
 
     @property
     def is_given_up(self) -> bool:
-        """Whether its rollout was cancelled, so that the answer is not needed."""
+        """Whether the environment's rollout was cancelled, so that no answer is needed."""
         return self.answer.cancelled()
 
 
 class EngineCalls:
-    """The queue of an environment's calls to the engine of its process, round by round.
+    """The queue of an environment's model calls to the engine in its process, round by round.
 
-    An environment uses it as the `Engines` of the run. It has one engine.
+    An environment's thread calls `generate`, and the engine's thread takes and answers the calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -99,13 +101,13 @@ class EngineCalls:
         """The rollouts of the round, tracked if its task has set `ASKERS` to this list."""
 
     def open(self) -> None:
-        """Start a round."""
+        """Start a round: from now on, calls are accepted."""
         self.askers = []
         self.take()  # drop what an earlier round left
         self.is_open = True
 
     def close(self) -> None:
-        """End the round. A second call has no effect."""
+        """End the round: new calls are refused. A second call has no effect."""
         self.is_open = False
 
     # Methods for the event loop
@@ -114,7 +116,7 @@ class EngineCalls:
         return 1
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:  # noqa: ARG002
-        """Send a request to the engine, without a time limit except the driver's for the round.
+        """Queue a request for the engine and wait for its rollout, without a time limit.
 
         Raises the engine's RolloutError, or a RolloutError if no round is running.
         """
@@ -145,7 +147,7 @@ class EngineCalls:
     # Methods for the engine
 
     def take(self, *, wait_s: float = 0.0) -> list[Call]:
-        """Return the calls that have arrived. Wait at most `wait_s` seconds for the first one."""
+        """Return the queued calls. Wait at most `wait_s` seconds for the first one."""
         calls: list[Call] = []
         with suppress(Empty):
             if wait_s:
@@ -155,10 +157,10 @@ class EngineCalls:
         return calls
 
     def take_together(self, raise_if_stopping: Callable[[], None]) -> list[Call]:
-        """Wait until no rollout can add a call, and return all; an empty list: the round has ended.
+        """Wait until no rollout of the environment can add a call, and return all queued calls.
 
-        They are sorted by position, so a round has the same batches however long its rollouts
-        work. After `QUIET_S` without a new call, rollouts that still work are not waited for.
+        Return an empty list if the round has ended. The calls are sorted by position, so a round
+        always has the same batches. The wait also ends after `QUIET_S` without a new call.
         """
         calls: list[Call] = []
         changed_s = time.monotonic()
@@ -177,7 +179,7 @@ class EngineCalls:
         return []
 
     def answer(self, answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
-        """Give each call its rollout, or the error that it gets instead."""
+        """Return to each waiting call its rollout, or raise the given error in it."""
         # Counted here and not at delivery, because the next batch waits for the next calls of these
         # rollouts. All at once: when the first rollout calls again, the others are at work.
         self._waits_no_more([call for call, _ in answers])

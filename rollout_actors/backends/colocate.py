@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
-    """Return `given`, or the largest of 4, 2, 1 that a rank has devices for. Raises ConfigError."""
+    """Return the number of devices of the engine in each learner rank's process.
+
+    It is `given`, or the largest of 4, 2 and 1 that `visible_devices` permits. Raises ConfigError
+    if `given` is larger than `visible_devices`.
+    """
     available = max(visible_devices, 1)
     if given is None:
         # Powers of two, because they divide the number of attention heads.
@@ -39,17 +43,18 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
 
 
 class ColocatedBackend:
-    """A `RolloutBackend` whose engine shares process and device with its host.
+    """Generates rollouts with a vLLM engine in the process and on the device of a learner rank.
 
-    The host is offloaded (`rollout_matching.offload`) while the engine loads, generates, or
-    receives an adapter. A sync of full weights reads the host's model, so it stays on the device.
-    The engine sleeps after each sync, `generate` and `serve`, because the host may learn then.
+    The rank is the `host`. It is offloaded (`rollout_matching.offload`) while the engine loads,
+    generates, or receives an adapter. A weight sync of full weights reads the host's model, so it
+    stays on the device. The engine releases its memory after each call, as the host may learn then.
     """
 
     def __init__(self, host: BackendHost, settings: EngineSettings, *, sleep: bool = True) -> None:
         """Load the engine. Raises RolloutError.
 
-        `settings.transport` is `inproc` on CPU and `ipc` on a GPU.
+        `settings.transport` is `inproc` on CPU and `ipc` on a GPU. `sleep`: whether the engine
+        releases its memory between calls.
         """
         # Imported here because the driver imports this module too and should not pay for torch.
         from rollout_actors.backends.process_isolation import EngineContext
@@ -78,9 +83,9 @@ class ColocatedBackend:
             raise
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order, or raise RolloutError.
+        """Generate one rollout per request, in order. Raises RolloutError.
 
-        The host may stop it by an exception between two engine steps.
+        If the run is ending, the host raises an exception between two engine steps.
         """
         if not requests:
             return []
@@ -89,13 +94,19 @@ class ColocatedBackend:
             return self._engine.generate(requests, started)
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer calls as they arrive (`ServingBackend`), until the host raises."""
+        """Answer an environment's calls as they arrive, until the round ends or the host raises.
+
+        `begin` is called once, when the engine is ready.
+        """
         with self._awake():
             begin()
             self._engine.serve(calls)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Receive weights. After a WeightSyncError, rollouts require a successful sync first."""
+        """Load new weights into the engine, and verify them.
+
+        Raises WeightSyncError. Then the engine generates nothing until a sync has succeeded.
+        """
         if self._ended:
             why = f"the engine takes no weights: {self._ended}"
             raise WeightSyncError(why, actor=self._name, phase=SyncPhase.PAUSE)

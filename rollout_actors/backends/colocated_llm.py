@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights"
 CACHE = "kv_cache"
-"""vLLM's tags of the memory that a sleeping engine releases."""
+"""vLLM's names of the two parts of memory that a sleeping engine releases."""
 
 
 class UpdatedLLM:
-    """An adapter of `LLM` to the interface `UpdatedEngine`, for syncs without a network.
+    """Gives vLLM's `LLM` the methods of a weight sync (`UpdatedEngine`) within one process.
 
-    The weights are a reference on CPU, and a CUDA handle on a GPU. Every method blocks until its
-    work is done, so a time limit cannot interrupt it.
+    On CPU the engine gets the learner's tensors, on a GPU a CUDA handle of their memory. Every
+    method blocks until its work is done, so a time limit cannot interrupt it.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class UpdatedLLM:
     ) -> None:
         """
         Args:
-            devices: the engine's devices if the transport is `ipc`; empty for `inproc`.
-            wake: restores memory that the canary needs and the update does not.
+            devices: the engine's GPUs if the transport is `ipc`; empty for `inproc`.
+            wake: restores all memory of the engine. The canary needs it; loading does not.
         """
         self._llm = llm
         self._transport = transport
@@ -89,7 +89,7 @@ class UpdatedLLM:
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """Provide these weights for the updates inside the block, and drop them after it."""
+        """In the `with` block, use these weights of the learner as the weights to load."""
         self._weights = weights
         try:
             yield
@@ -154,12 +154,12 @@ class UpdatedLLM:
 
 
 class BeamLLM(LLM):
-    """`LLM` whose beam search also applies bans, repetition penalty and several stop tokens."""
+    """vLLM's `LLM`, whose beam search also applies bans, repetition penalty and all stop tokens."""
 
     beam_decode: DecodeSettings | None = None
-    """Settings of the current search."""
+    """Decode settings of the current beam search."""
     raise_if_stopping: Callable[[], None]
-    """Called before each step of a search; an exception ends the search."""
+    """Called before each step of a beam search; an exception ends the search."""
 
     def _beam_search_step(
         self,
@@ -191,7 +191,10 @@ class BeamLLM(LLM):
 
 
 class ColocatedLLM:
-    """One engine. Call it inside its `EngineContext`, from one thread at a time."""
+    """The vLLM engine in a learner's process, which generates rollouts and loads new weights.
+
+    Call it only inside its `EngineContext`, from one thread at a time.
+    """
 
     def __init__(
         self,
@@ -204,8 +207,8 @@ class ColocatedLLM:
         """Load the checkpoint, for 5 to 20 s. Raises RolloutError if the repeat guard is missing.
 
         Args:
-            sleep: whether the engine sleeps between calls, if the platform supports it.
-            raise_if_stopping: called before each step of a generation; may raise to end it.
+            sleep: whether `fall_asleep` releases memory, if the platform supports it.
+            raise_if_stopping: called before each engine step; may raise to end the generation.
         """
         self._name = name
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
@@ -249,7 +252,10 @@ class ColocatedLLM:
     def take_weights(
         self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> SyncReport:
-        """Load and verify the offered full weights or adapter. Raises WeightSyncError."""
+        """Load and verify the offered weights: all `weights`, or the offer's adapter.
+
+        Raises WeightSyncError.
+        """
         if isinstance(offer.terms, AdapterOffer):
             return asyncio.run(self.intake.run_all_phases(offer))
         checksummed = ChecksummedWeights(weights, offer.terms)
@@ -257,7 +263,7 @@ class ColocatedLLM:
             return asyncio.run(self.intake.run_all_phases(offer, checksummed))
 
     def fall_asleep(self) -> None:
-        """Release the device's memory: weights move to host memory, the cache is dropped."""
+        """Release the device's memory: move weights to host memory, drop the key-value cache."""
         if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
             self._sleeping = (WEIGHTS, CACHE)
@@ -268,7 +274,7 @@ class ColocatedLLM:
             self._sleeping = ()
 
     def wake_for(self, offer: WeightOffer) -> None:
-        """Restore the memory that the first part of a sync of this offer needs."""
+        """Restore the memory that a weight sync with this offer needs before its canary."""
         # That is the memory of the weights: a part of them exists twice while they arrive, and the
         # cache is not used. The first sync of a run scores the canary before that, which needs all
         # memory. Without it vLLM schedules nothing, and `LLM.generate` would never return.
@@ -286,7 +292,10 @@ class ColocatedLLM:
         gc.collect()
 
     def serve(self, calls: EngineCalls) -> None:
-        """Answer calls while they are open. A new call joins the calls that are being decoded."""
+        """Answer an environment's calls until its round ends.
+
+        A new call is decoded together with the earlier ones.
+        """
         engine = self._llm.llm_engine
         under_way: dict[str, tuple[str, Call]] = {}
         """Maps the external id of a request to vLLM's internal id and the call."""

@@ -1,4 +1,4 @@
-"""A rollout backend on the learner's own model, by transformers' `generate`: no sync, but slow.
+"""Generation of rollouts with the learner's own model (`rollout_backend: hf`): no sync, but slow.
 
 Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
 padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates.
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     )
 
 NO_STOP_TOKEN = -1
-"""Stop token if a request has none. Otherwise transformers would use the checkpoint's."""
+"""Stop token for a request without stop tokens, or transformers would use the checkpoint's."""
 
 
 class StopCheck(LogitsProcessor):
-    """Ends `generate` before its next token when the run is ending."""
+    """A logits processor that ends `generate` before its next token when the run is ending."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
         self._raise_if_stopping = raise_if_stopping
@@ -67,7 +67,7 @@ class StopCheck(LogitsProcessor):
 
 
 class StopTexts(StoppingCriteria):
-    """Ends rows when they contain a stop text, for one call of `generate`."""
+    """Ends an answer when it contains a stop text. One object serves one call of `generate`."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, prompt_length: int
@@ -79,7 +79,7 @@ class StopTexts(StoppingCriteria):
         # because the first character of the window may be incomplete.
         self._window = max((len(text.encode()) for text in stop), default=0) + 3
         self.lengths: dict[int, int] = {}
-        """Number of tokens up to the end of the first stop text, by row."""
+        """For each ended row of the batch, the number of tokens up to the end of the stop text."""
 
     def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
         """[B, L] -> bool [B]"""
@@ -98,7 +98,10 @@ class StopTexts(StoppingCriteria):
         return any(stop in text for stop in self._stop)
 
     def cut(self, row: int, answer: Completion) -> Completion:
-        """Return a row's answer, cut after its stop text if that ended the answer first."""
+        """Return the answer of one row of the batch, cut after its first stop text.
+
+        An answer that ended earlier, for example with a stop token, is returned unchanged.
+        """
         length = self.lengths.get(row)
         if length is None or length > len(answer.token_ids):
             return answer
@@ -114,14 +117,17 @@ class StopTexts(StoppingCriteria):
 
 
 class SeenTokens:
-    """The ids that occur in each row, including the prompt, for the repetition penalty."""
+    """The tokens in each prompt and its answer, because the repetition penalty applies to them."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompts = prompts
         self._prompt_length = max(len(prompt) for prompt in prompts)
 
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Return bool [B, V], ignoring padding. Each prompt has one row per beam."""
+        """Return bool [B, V]: whether each token of the vocabulary occurs in prompt or answer.
+
+        Padding does not count. Each prompt has one row of the batch per beam.
+        """
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
         for row in range(len(ids_BL)):
@@ -132,9 +138,9 @@ class SeenTokens:
 def processed_logits(
     logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the fp32 logits that a token is drawn from. Does not change `logits_BV`.
+    """Return the fp32 logits after bans, repetition penalty, temperature, top-k and top-p.
 
-    `seen_BV` is None if the request has no repetition penalty.
+    Does not change `logits_BV`. `seen_BV` marks the tokens in prompt and answer; None: no penalty.
     """
     # vLLM's order: bans, repetition penalty, temperature, top-k, top-p.
     logits_BV = logits_BV.float().clone()
@@ -163,10 +169,12 @@ def processed_logits(
 
 
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """Return int64 [B]: the first token whose cumulative probability exceeds the row's number.
+    """Draw a random token for each sequence, from its log-probabilities. Return int64 [B].
+
+    It is the first token whose cumulative probability exceeds the sequence's number in [0, 1).
 
     Example:
-        probabilities 0.2, 0.5, 0.3 and the number 0.6 of [0, 1) -> token 1
+        probabilities 0.2, 0.5, 0.3 and `uniforms` 0.6 -> token 1
     """
     # In fp64, so that the sum over a large vocabulary is accurate enough.
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
@@ -192,10 +200,11 @@ class _LogprobProcessor(LogitsProcessor):
 
 
 class Chooser(_LogprobProcessor):
-    """Chooses each row's next token, greedily or by the row's seed, and keeps its log-probability.
+    """A logits processor that chooses each sequence's next token and keeps its log-probability.
 
-    It must be the last processor of a greedy `generate`, because it leaves one possible token per
-    row. So results depend neither on a row's neighbours nor on any global random state.
+    It chooses greedily or by the request's seed, and leaves one possible token per sequence. So
+    results depend neither on other sequences nor on a global random state. It must be the last
+    processor of `generate`.
     """
 
     def __init__(
@@ -206,7 +215,7 @@ class Chooser(_LogprobProcessor):
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
-        """`time.perf_counter` when each step's tokens were chosen; on a GPU up to a step early."""
+        """Time of each token position's choice by `time.perf_counter`; on a GPU up to one early."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs_BV = self._logprobs(input_ids, scores)
@@ -220,12 +229,15 @@ class Chooser(_LogprobProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:
-        """Return [B][T]: log-probabilities of the chosen tokens, also after a row's end."""
+        """Return [B][T]: log-probabilities of the chosen tokens, also of those after an answer."""
         return torch.stack(self._chosen, dim=1).tolist()
 
 
 class BeamScores(_LogprobProcessor):
-    """Scores a beam search by the same settings, and keeps candidates for the next tokens."""
+    """A logits processor for beam search that applies the request's settings.
+
+    It keeps the log-probabilities of the likeliest next tokens of each beam.
+    """
 
     # transformers passes log-probabilities, so a repetition penalty multiplies those of all seen
     # tokens. In vLLM it divides positive logits instead.
@@ -244,7 +256,10 @@ class BeamScores(_LogprobProcessor):
         return logprobs_BV
 
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Return one value per token; `beams` are the rows that each token was added to."""
+        """Return the log-probability of each token of a finished answer.
+
+        `beams` has for each token the row of the batch that the search added it to.
+        """
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(
             self._candidates, beams, token_ids, strict=False
@@ -255,9 +270,10 @@ class BeamScores(_LogprobProcessor):
 
 
 class HFBackend:
-    """A `RolloutBackend` on its host's model, which may be in training mode or have an adapter.
+    """Generates rollouts with the model of a learner rank (`host`) by transformers' `generate`.
 
-    A response depends only on its request and seed. In fp32 the log-probabilities in a padded
+    The model may be in training mode or have an adapter. A response depends only on its request and
+    seed. In fp32 the log-probabilities in a padded
     batch differ from an unpadded prompt's by rounding of the sums (under 1e-5).
     """
 
@@ -268,7 +284,7 @@ class HFBackend:
         decode_batch_size: int,
         repeat_guard: RepeatGuardSettings | None = None,
     ) -> None:
-        """Decode at most `decode_batch_size` sequences at a time. Each beam counts as one."""
+        """`decode_batch_size`: largest number of sequences decoded at a time; each beam counts."""
         self._host = host
         self._name = host.name
         self._decode_batch_size = decode_batch_size
@@ -282,9 +298,10 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts in order, or raise RolloutError if a request cannot be decoded.
+        """Generate one rollout per request, in order.
 
-        The host may stop it by an exception between two tokens.
+        Raises RolloutError if a request cannot be decoded. If the run is ending, the host raises an
+        exception between two tokens.
         """
         if not requests:
             return []
@@ -296,7 +313,10 @@ class HFBackend:
         return rollouts
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer calls in the batches of `EngineCalls.take_together` (`ServingBackend`)."""
+        """Answer an environment's calls in batches until its round ends.
+
+        `EngineCalls.take_together` forms the batches. `begin` is called once, before the first.
+        """
         with self._evaluating():
             begin()
             while together := calls.take_together(self._host.raise_if_stopping):
@@ -325,7 +345,7 @@ class HFBackend:
             yield
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Set only the version, because the weights are the learner's own."""
+        """Set the new weight version. The weights are the learner's own, so nothing is loaded."""
         # There is no transfer that a canary could check.
         self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
@@ -452,7 +472,7 @@ class HFBackend:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode for the block, then restore the mode of every module."""
+    """Put the model in evaluation mode in the `with` block, then restore every module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,7 @@
-"""The HTTP client of a rollout server: the part that both kinds of server share.
+"""The part of a rollout server's HTTP client that both kinds of server share.
 
-`rollmatch_server` and `stock_server` implement the two kinds (spec: server mode).
+A rollout server is an engine that runs outside of the training run: `rollmatch serve`
+(`rollmatch_server`) or vLLM's `vllm serve` (`stock_server`).
 """
 
 from __future__ import annotations
@@ -32,48 +33,48 @@ Call = Callable[[], Coroutine[object, None, T]]
 
 SECTION = "rollout_matching.vllm.server"
 POLL_S = 0.5
-"""Interval between two checks whether a starting server is up."""
+"""Seconds between two checks whether a starting server answers."""
 WATCH_S = 10.0
-"""Interval between two checks whether a working server answers and makes progress."""
+"""Seconds between two checks whether a server that generates still answers and makes progress."""
 CONNECT_S = 10.0
 TELL_S = 2.0
 STILL_LOADING = (502, 503, 504)
-"""Statuses of a server that is loading, or of a proxy in front of it."""
+"""HTTP statuses of a server that is loading, or of a proxy in front of it."""
 STARTED_AGAIN = "was restarted during the run, so it has the checkpoint's weights"
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
-"""Settings of a run that needs no servers, for messages."""
+"""Configuration of a run that needs no rollout servers, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One entry of `rollout_matching.vllm.server.servers`, with the section's settings."""
+    """How to reach a rollout server: its URL, and the time limits and the token of calls to it."""
 
     key: str
-    """Path of the entry in the configuration, for messages."""
+    """Path of the server's entry in the configuration, for error messages."""
     base_url: str
     timeout_s: float
     infer_timeout_s: float | None
-    """None: no limit. Then the server's progress is checked instead."""
+    """Time limit of a call that generates; None: no limit, the server's progress is checked."""
     kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
-    """None: the token in the server's token file, if it has one."""
+    """Bearer token of each call; None: the token in the server's token file, if it has one."""
     run: str = ""
-    """Name of the run, from `lease.run_name`; empty: no run."""
+    """Name of the training run that uses the server, from `lease.run_name`; empty: no run."""
 
     @property
     def health_route(self) -> str:
-        """The route that a running server answers without a token."""
+        """HTTP route that a running server answers without a token."""
         # A stock server would redirect from `/health/`.
         return "/health" if self.kind == "vllm" else "/health/"
 
 
 def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddress, ...]:
-    """Return the servers in order, with the token from this process's environment.
+    """Return the addresses of the configured rollout servers, with their bearer token.
 
     Args:
-        run: name of the run that uses the servers.
+        run: name of the training run that uses the servers.
 
-    Raises ConfigError if the token's variable is not set.
+    Raises ConfigError if the environment variable of the token is not set.
     """
     token = token_in(section.token_env, f"{SECTION}.token_env")
     limit_s = section.infer_timeout_s
@@ -95,9 +96,9 @@ def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddre
 
 
 def token_in(variable: str | None, key: str) -> str | None:
-    """Return the bearer token in the environment variable that `key` names; None: no variable.
+    """Return the bearer token in an environment variable; `variable` None: return None.
 
-    Raises ConfigError if the variable is not set.
+    Raises ConfigError that names the configuration's `key` if the variable is not set.
     """
     if variable is None:
         return None
@@ -111,15 +112,15 @@ def token_in(variable: str | None, key: str) -> str | None:
 
 
 class UnansweredError(Exception):
-    """No connection, a broken connection, or no answer in time. The call may be retried."""
+    """A server gave no answer: no or a broken connection, or too late. The call may be retried."""
 
 
 class LateError(UnansweredError):
-    """No answer in time."""
+    """A server gave no answer within the time limit."""
 
 
 class HttpStatusError(Exception):
-    """An answer with an error status. A 5xx may be retried; a 4xx would be the same again."""
+    """A server answered with an HTTP error. A 5xx may be retried; a 4xx would be the same again."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self.status = answer.status_code
@@ -140,7 +141,7 @@ def _error_message(answer: httpx.Response) -> str:
 
 
 class HttpClient:
-    """Calls one server, which is the rollout actor `name`.
+    """Sends HTTP calls to one rollout server. Errors name it as the rollout actor `name`.
 
     `get` and `post` return the body of the answer. They raise UnansweredError and HttpStatusError.
     """
@@ -153,11 +154,11 @@ class HttpClient:
         self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
 
     async def get(self, route: str, *, timeout_s: float | None = None) -> bytes:
-        """Send a GET request. The limit is `timeout_s`, or else the address's `timeout_s`."""
+        """Send a GET request. `timeout_s` None: the time limit of the server's address."""
         return await self._call("GET", route, None, timeout_s or self.address.timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
-        """POST JSON; `timeout_s` None: no limit. Cancelling the call closes the connection."""
+        """POST a JSON body; `timeout_s` None: no limit. Cancelling closes the connection."""
         return await self._call("POST", route, body, timeout_s)
 
     def error(self, message: str, phase: str) -> RolloutError:
@@ -170,7 +171,7 @@ class HttpClient:
         return message if self.name == url else f"{url} {message}"
 
     def tell(self, route: str) -> None:
-        """Call a route and wait at most `TELL_S`. Ignore errors, as the server may have ended."""
+        """POST to a route and ignore all errors, because the server may have ended."""
         with suppress(httpx.HTTPError):
             httpx.post(
                 self.address.base_url + route,
@@ -224,15 +225,15 @@ class ServerFacts:
     world_size: int
     """Number of rollout devices."""
     version: int
-    """Weight version; 0: the checkpoint's weights, or not reported."""
+    """Version of its weights; 0: the checkpoint's, or not reported."""
     process: str
-    """As `WatchedEngine.process`."""
+    """Id of the server's process, which is the same at all its addresses; empty: unknown."""
     problems: tuple[str, ...]
-    """Settings that are unsuitable for the run, each with its remedy."""
+    """Settings of the server that are unsuitable for the run, each with its remedy."""
 
 
 class HttpEngine(WatchedEngine, ABC):
-    """A rollout engine that is reached over HTTP. Each subclass implements one kind of server."""
+    """The client of a rollout server, used like an engine. A subclass is for one kind of server."""
 
     process = ""
     # Never true: this process continues if the server ends.
@@ -249,7 +250,7 @@ class HttpEngine(WatchedEngine, ABC):
     ) -> None:
         """
         Args:
-            index: index of the server in the run, and so of its group in a weight sync.
+            index: index of the server in the run, and of its receiver group in a weight sync.
             expected: the settings of an engine that suits the run.
             command: command that starts a suitable server, for messages.
         """
@@ -274,22 +275,22 @@ class HttpEngine(WatchedEngine, ABC):
 
     @abstractmethod
     async def inspect(self) -> ServerFacts:
-        """Query a running server without changing it. Raises RolloutError."""
+        """Return what a running server reports, without changing it. Raises RolloutError."""
 
     async def _claim(self) -> None:
         """Take over a suitable server for this run."""
 
     async def progress(self) -> int | None:
-        """Return the number of sampled tokens; None: the server is idle, or it has no count.
+        """Return the number of tokens that the server has sampled since its start.
 
-        Raises UnreachableError.
+        Return None if it is idle or does not count tokens. Raises UnreachableError.
         """
         return await self._look(self._num_tokens)
 
     async def check_alive(self) -> None:
-        """Return if the server answers and is still the process that this client started with.
+        """Raise UnreachableError if the server does not answer or was restarted.
 
-        Raises UnreachableError.
+        A restarted server has the checkpoint's weights.
         """
         if await self._look(self._was_started_again):
             raise self._unreachable(STARTED_AGAIN)
@@ -318,7 +319,7 @@ class HttpEngine(WatchedEngine, ABC):
         return UnreachableError(message, actor=self._http.name, phase="generate")
 
     def close(self) -> None:
-        """Do nothing: the server is launched separately, and each call has its own connection."""
+        """Do nothing: the server continues to run, and each call has its own connection."""
 
     async def _wait_until_up(self) -> None:
         address = self._http.address
@@ -418,7 +419,10 @@ class HttpEngine(WatchedEngine, ABC):
 
 
 async def all_answers(calls: Sequence[Coroutine[object, None, T]]) -> list[T]:
-    """Return all answers in order, or raise the first error and cancel the other calls."""
+    """Run the coroutines concurrently and return their results in order.
+
+    If one raises, cancel the others and raise its error.
+    """
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,6 +1,7 @@
-"""Weight transfer on GPUs to the engine of the learner's process, by vLLM's packed IPC.
+"""Weight transfer from a learner rank to the vLLM engine on its own GPUs, by shared GPU memory.
 
-Each GPU has one buffer, which is shared once per sync. The buckets are copied to it in turn.
+Each GPU has one buffer, which is shared once per weight sync. The weights are copied into it in
+parts (buckets), one after another, in the format of vLLM's packed `ipc` transport.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shared.weight_sync.offer import buckets
 
 
 class CudaDevice:
-    """A GPU of the engine, which belongs to the learner rank. Not tested on a GPU."""
+    """A GPU that a learner rank and its engine use together. Not tested on a GPU."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -22,7 +23,7 @@ class CudaDevice:
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[object, ...]]:
-        """Return a new uint8 buffer, and the arguments to open it in another process."""
+        """Return a new uint8 buffer on this GPU, and arguments to open it in another process."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -31,26 +32,26 @@ class CudaDevice:
         return buffer, arguments
 
     def synchronize(self) -> None:
-        """Wait for all copies to this device, because readers use other streams."""
+        """Wait until all copies to this GPU are done, because readers use other CUDA streams."""
         torch.cuda.synchronize(self._device)
 
     def collect(self) -> None:
-        """Free shared buffers that have no references left, here and in the engine."""
+        """Free shared buffers that neither this process nor the engine refers to any more."""
         torch.cuda.ipc_collect()
 
 
 def cuda_devices(tensor_parallel_size: int) -> tuple[CudaDevice, ...]:
-    """Return the first visible GPUs. vLLM assigns the same ones to its workers."""
+    """Return the first `tensor_parallel_size` visible GPUs, which vLLM's workers use too."""
     return tuple(CudaDevice(index) for index in range(tensor_parallel_size))
 
 
 def packed_buckets(
     weights: ChecksummedWeights, devices: Sequence[CudaDevice]
 ) -> Generator[dict[str, object]]:
-    """Yield the update info of vLLM's packed `ipc` engine for each bucket, including checksums.
+    """Copy the weights bucket by bucket into shared GPU memory, and yield how to read each bucket.
 
-    Each is valid until the next one is requested. The buffers exist until the iterator ends or is
-    closed.
+    Each item is the argument of vLLM's weight update for one bucket, valid until the next item is
+    requested. The buffers exist until the iterator ends or is closed.
     """
     cut = list(buckets(weights.terms.sent, weights.terms.bucket_bytes))
     largest = max(sum(spec.num_bytes for spec in bucket) for bucket in cut)

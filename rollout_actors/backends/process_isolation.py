@@ -1,4 +1,4 @@
-"""Isolation of an engine inside another process: each side gets its own process state.
+"""Isolation of a vLLM engine inside a learner's process: each gets its own process-wide state.
 
 In-process vLLM seeds every random generator, opens a default process group, replaces
 `torch.set_num_threads` by a function without effect, reads environment variables at any time, and
@@ -23,15 +23,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 NUM_THREADS = 1
-"""Threads of a CPU engine: with more, log-probabilities depend on the batch (decision 23)."""
+"""Threads of an engine on CPU. With more, log-probabilities depend on the batch (decision 23)."""
 
 
 class GeneratorStates(NamedTuple):
-    """The states of the random generators of python, numpy and torch, on every device."""
+    """The states of the global random generators of Python, numpy and torch, on every device."""
 
     python: tuple[object, ...]
     numpy: Any
-    """A mapping, or a tuple in the older form."""
+    """numpy's state: a mapping, or a tuple in older versions."""
     torch: Tensor
     devices: Sequence[Tensor]
 
@@ -50,7 +50,7 @@ class GeneratorStates(NamedTuple):
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the states of all random generators after the block."""
+    """After the `with` block, restore all global random generators to their state before it."""
     states = GeneratorStates.now()
     try:
         yield
@@ -59,10 +59,10 @@ def random_state_kept() -> Iterator[None]:
 
 
 class EngineContext:
-    """The engine's process state: use the engine only inside `entered()`.
+    """The process-wide state of a vLLM engine in a learner's process.
 
-    Not reentrant. Inside it, only the engine may use the process. `environment` is set for the
-    engine and its children.
+    Use the engine only inside `entered()`. There, only the engine may use the process. Not
+    reentrant. `environment` are variables for the engine and its child processes.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class EngineContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Install the engine's process state for the block, then restore the host's."""
+        """Install the engine's process-wide state in the `with` block, then the learner's again."""
         import torch._dynamo.config as dynamo
 
         environment = dict(os.environ)
@@ -109,9 +109,9 @@ class EngineContext:
                 os.environ.update(environment)
 
     def forget_default_group(self) -> None:
-        """Shut down the engine's group. Call it inside `entered()`, before the engine ends.
+        """Shut down the engine's process group. Call it inside `entered()`, before the engine ends.
 
-        Otherwise the engine ends by destroying "all" groups, including the learner's.
+        Otherwise the engine ends by destroying all process groups, including the learner's.
         """
         self._world.end_default_group()
 
@@ -122,7 +122,7 @@ def _engine_map(name: str) -> property:
 
 
 class EngineWorld(c10d._World):
-    """The engine's process groups, separate from the learner's.
+    """torch's record of the engine's process groups, separate from the learner's.
 
     Replacing `distributed_c10d._world` is torch's own extension point for this. torch's `_World`
     holds the default group itself, but its other properties use module variables of torch. With
@@ -135,17 +135,17 @@ class EngineWorld(c10d._World):
     FIRST_GROUP = 1_000_000
 
     pg_map = _engine_map("pg_map")
-    """Group -> backend and store. `destroy_process_group()` ends all groups in it."""
+    """Process group -> backend and store. `destroy_process_group()` ends all groups in it."""
     pg_names = _engine_map("pg_names")
-    """Group -> name."""
+    """Process group -> name."""
     pg_group_ranks = _engine_map("pg_group_ranks")
-    """Group -> its ranks by global rank."""
+    """Process group -> its ranks by global rank."""
     pg_backend_config = _engine_map("pg_backend_config")
-    """Group -> backend for each device type."""
+    """Process group -> backend for each device type."""
     tags_to_pg = _engine_map("tags_to_pg")
-    """Tag -> groups."""
+    """Tag -> process groups."""
     pg_to_tag = _engine_map("pg_to_tag")
-    """Group -> tag."""
+    """Process group -> tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class EngineWorld(c10d._World):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make these the process's groups for the block."""
+        """Make these torch's process groups in the `with` block, in place of the learner's."""
         host = c10d._world
         c10d._world = self
         _set_global_rank(self.default_pg)

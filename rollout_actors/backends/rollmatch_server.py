@@ -1,4 +1,4 @@
-"""The client of `rollmatch serve` (spec: server mode), and the command that starts a server."""
+"""The client of a `rollmatch serve` server, and the command that starts the server."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def infer_calls(
     version: int | None,
     guard: RepeatGuardSettings | None = None,
 ) -> list[InferCall]:
-    """Split a share into as few calls as the server's limits allow, in order.
+    """Split rollout requests into as few HTTP calls as the server's limits allow, in order.
 
     Raises ValueError that names a sample too large for one call.
 
     Example:
-        7 requests and max_requests 3 -> calls of 3, 3 and 1.
+        7 requests and max_requests 3 -> calls with 3, 3 and 1 requests.
     """
     parts: list[list[RolloutRequest]] = [[]]
     room = limits.max_request_bytes
@@ -76,13 +76,16 @@ def _body_bytes(call: InferCall) -> int:
 
 
 def serve_command(settings: EngineSettings, base_url: str) -> str:
-    """Return the command of a server that suits a run. The run sends its own repeat guard."""
+    """Return the `rollmatch serve` command that starts a server with these settings.
+
+    The settings of the repeat guard are not in it, because the run sends them with each call.
+    """
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
     return shlex.join(["rollmatch", "serve", *arguments])
 
 
 def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
-    """Return `key=value` for every setting that differs from the default of `rollmatch serve`."""
+    """Return the arguments (`key=value`) of a `rollmatch serve` command with these settings."""
     values = {
         "model": settings.model_path,
         "port": port,
@@ -110,10 +113,10 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
 
 
 class ServerClient(HttpEngine):
-    """The client of one `rollmatch serve`. The server itself refuses unsuitable requests."""
+    """The client of one `rollmatch serve` server, which itself refuses unsuitable requests."""
 
     version = 0
-    """Weight version known to this client; 0: the checkpoint."""
+    """Version of the server's weights as this client knows it; 0: the checkpoint's."""
 
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
@@ -137,7 +140,7 @@ class ServerClient(HttpEngine):
         return ServerFacts(info.world_size, info.version, info.process, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Send one `/infer/` call, or as many at a time as the server's limits require."""
+        """Generate one rollout per request, by one call of `/infer/` or several concurrent ones."""
         if not requests:
             return []
         try:
@@ -170,7 +173,10 @@ class ServerClient(HttpEngine):
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Make one HTTP call without retry, because an attempted phase has changed the server."""
+        """Run one phase of a weight sync by one HTTP call. The last phase returns the report.
+
+        The call is not retried, because an attempted phase has changed the server.
+        """
         # The server enforces the phase's limit itself, and its error says more.
         limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
         route = "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/"
@@ -199,7 +205,7 @@ class ServerClient(HttpEngine):
                 await self._http.get(self._http.address.health_route)
 
     def close(self) -> None:
-        """End the run's lease on the server."""
+        """End the run's lease, so that the server accepts weights from another run."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._http.address.run:
@@ -240,7 +246,7 @@ class ServerClient(HttpEngine):
 
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
-    """Yield each setting of the server that is unsuitable for the run, with the remedy."""
+    """Yield a text for each setting of the server that is unsuitable for the run, with a remedy."""
     if info.taken:
         yield info.taken
     family = model_type(expected.model_path)

@@ -1,4 +1,4 @@
-"""JSON of a stock `vllm serve` (vLLM 0.32): its token-in/token-out route and `/server_info`."""
+"""JSON messages of `vllm serve` (vLLM 0.32): its route for token ids, and `/server_info`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.rollouts import RolloutRequest
 from shared.weight_sync.canary import CanaryProbe
 
 NO_LOGPROB = -9999.0
-"""The route's value for a log-probability that is NaN, minus infinity or missing."""
+"""Value that vLLM sends for a log-probability that is NaN, minus infinity or missing."""
 
 
 class TokenSpan(BaseModel):
@@ -45,7 +45,7 @@ class Choice(BaseModel):
     token_ids: list[int]
     logprobs: Logprobs | None = None
     weight_versions: list[TokenSpan] | None = None
-    """Labels of the weights that sampled these tokens, in order."""
+    """Spans of the answer, each with the label of the weights that sampled it."""
 
 
 class PromptToken(BaseModel):
@@ -53,10 +53,10 @@ class PromptToken(BaseModel):
 
 
 class Generated(BaseModel):
-    """One answer, with only the fields of vLLM that a rollout needs."""
+    """A server's answer to one request, with only those of vLLM's fields that a rollout needs."""
 
     prompt_token_ids: list[int]
-    """With expanded image placeholders."""
+    """The prompt, with expanded image placeholders."""
     prompt_logprobs: list[dict[int, PromptToken] | None] | None = None
     choices: tuple[Choice]
 
@@ -66,7 +66,7 @@ def _setting(*path: str, **default: Any) -> Any:
 
 
 class StockInfo(BaseModel):
-    """The settings in `/server_info` that a run depends on."""
+    """The settings of a `vllm serve` server that a run depends on, from its `/server_info`."""
 
     dtype: str = _setting("model_config", "dtype")
     """For example `torch.float32`."""
@@ -77,24 +77,27 @@ class StockInfo(BaseModel):
     max_images_per_prompt: int | None = _setting(
         "model_config", "multimodal_config", "limit_per_prompt", "image", "count", default=None
     )
-    """None: no limit."""
+    """None: no limit of the images in a prompt."""
     max_num_seqs: int = _setting("scheduler_config", "max_num_seqs")
     data_parallel_size: int = _setting("parallel_config", "data_parallel_size")
     pipeline_parallel_size: int = _setting("parallel_config", "pipeline_parallel_size")
     worker_extension: str = _setting("parallel_config", "worker_extension_cls")
     weight_transfer: dict[str, object] | None = _setting("weight_transfer_config")
     transport: str | None = _setting("weight_transfer_config", "backend", default=None)
-    """None: the server does not accept weights."""
+    """How the server receives weights, for example `nccl`; None: it does not accept weights."""
 
 
 def rollout_body(request: RolloutRequest, actor: str) -> bytes:
-    """Encode a request. Raises RolloutError if an image cannot be decoded."""
+    """Return the JSON body that requests this rollout from `vllm serve`.
+
+    Raises RolloutError if an image cannot be decoded.
+    """
     fields = sampling_fields(request.decode, request.seed)
     return _body(request.prompt_token_ids, request.images, request.sample_id, actor, fields)
 
 
 def probe_body(probe: CanaryProbe, actor: str) -> bytes:
-    """Encode the request that scores a canary."""
+    """Return the JSON body that requests the log-probabilities of a canary prompt's tokens."""
     return _body(probe.token_ids, probe.images, "canary", actor, PROBE_FIELDS)
 
 
@@ -146,9 +149,9 @@ def _plain_format(data: bytes) -> str | None:
 
 
 def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
-    """Return the canary's expanded token ids, and the log-probability of each except the first.
+    """Return the canary prompt's token ids, and the log-probability of each except the first.
 
-    Raises ValueError if the server did not score the prompt.
+    The token ids have expanded image placeholders. Raises ValueError if log-probabilities lack.
     """
     token_ids = answer.prompt_token_ids
     entries = answer.prompt_logprobs
@@ -163,7 +166,10 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
 def read_answer(
     answer: Generated, request: RolloutRequest, *, actor: str, label: str
 ) -> Completion:
-    """Convert a finished request. Raises RolloutError, also for weights with another label."""
+    """Convert a server's answer to a `Completion`.
+
+    Raises RolloutError if it is incomplete, or was sampled by weights with another label.
+    """
 
     def refuse(message: str) -> RolloutError:
         return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")

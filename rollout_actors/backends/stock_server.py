@@ -1,4 +1,4 @@
-"""The client of a stock `vllm serve` with this package installed: `server.kind: vllm`.
+"""The client of a stock server: `vllm serve` with this package installed (`server.kind: vllm`).
 
 It uses only vLLM's own routes (vLLM 0.32; docs/how_to/servers.md). The server's command line loads
 this package's transport, load reports and repeat guard.
@@ -58,11 +58,11 @@ WEIGHT_LABEL = "/weight_info"
 TOKEN_COUNTER = "vllm:generation_tokens_total{"
 """Prefix of the lines of `/metrics` that count sampled tokens."""
 UNVERIFIED = "rollmatch-unverified"
-"""Label of the weights from the start of an update to its canary. No rollouts have this label."""
+"""Label of a server's weights from the start of a weight sync until they are verified."""
 FRESH = "default"
-"""vLLM's own label. A server has it until a client sends weights or a label."""
+"""vLLM's own label of its weights. A server has it until a client sends weights or a label."""
 CHECKPOINT = (FRESH, "-0")
-"""Suffixes of labels of the checkpoint's weights: vLLM's own label, or version 0 of a run."""
+"""Ends of labels of the checkpoint's weights: vLLM's own label, or version 0 of a run."""
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
 """Engine arguments that are not flags of `vllm serve` here. The model is the first argument, the
 server chooses its executor, and a run needs the counters in /metrics.
@@ -71,9 +71,9 @@ server chooses its executor, and a run needs the counters in /metrics.
 
 @dataclass(frozen=True, slots=True)
 class ServerEngineSpec:
-    """A factory of the client of either kind of server: `EngineActor(ServerEngineSpec(...))`.
+    """Arguments of a rollout server's client (`HttpEngine`). A call of the spec makes the client.
 
-    Its fields are the arguments of `HttpEngine`.
+    Example: `EngineActor(ServerEngineSpec(...))` is a rollout actor that uses a server.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ServerEngineSpec:
 
 
 def stock_command(settings: EngineSettings, base_url: str) -> str:
-    """Return the command that starts a server, with the environment variables that it needs."""
+    """Return the `vllm serve` command of a server with these settings, with its variables."""
     url = urlsplit(base_url)
     variables = stock_environment(settings)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -97,12 +97,12 @@ def stock_command(settings: EngineSettings, base_url: str) -> str:
 
 
 def stock_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the environment variables of the server, except its API key."""
+    """Return the environment variables that `vllm serve` needs for a run, except its API key."""
     return {"VLLM_SERVER_DEV_MODE": "1"} | engine_environment(settings)
 
 
 def stock_arguments(settings: EngineSettings) -> list[str]:
-    """Return the arguments of `vllm serve` that follow model and address."""
+    """Return the arguments of `vllm serve` for these settings, except model and address."""
     arguments = ["--enable-scale-out"]
     for name, value in engine_arguments(settings).items():
         flag = f"--{name.replace('_', '-')}"
@@ -121,10 +121,10 @@ def stock_arguments(settings: EngineSettings) -> list[str]:
 
 
 class StockRoutes:
-    """The state and weight-sync routes of a stock server, as an `UpdatedEngine`.
+    """Calls the HTTP routes of `vllm serve` for weight syncs and for its state.
 
-    They require `VLLM_SERVER_DEV_MODE=1`, and `--api-key` does not protect them. A failing route
-    raises RolloutError. `run` labels this run's weights, to distinguish them from other runs'.
+    The server opens them if `VLLM_SERVER_DEV_MODE=1`; `--api-key` does not protect them. A failing
+    route raises RolloutError. `run` is part of the label of the weights that this run sends.
     """
 
     def __init__(self, http: HttpClient, run: str) -> None:
@@ -174,7 +174,7 @@ class StockRoutes:
         await self._post("/update_weight_version", new_version=self.label(new_version))
 
     async def weight_label(self) -> str:
-        """Return the server's label of its weights: `default` if no client has set one."""
+        """Return the label of the server's weights: `default` if no client has set one."""
         return read_label(await self._get(WEIGHT_LABEL))
 
     async def world_size(self) -> int:
@@ -184,7 +184,10 @@ class StockRoutes:
         return await self._get("/server_info?config_format=json")
 
     async def num_tokens(self) -> int | None:
-        """Return the number of sampled tokens; None: not counted. Raises UnansweredError."""
+        """Return the number of tokens that the server has sampled since its start.
+
+        Return None if the server does not count them. Raises UnansweredError.
+        """
         try:
             metrics = await self._http.get("/metrics")
         except HttpStatusError:
@@ -215,7 +218,7 @@ class StockRoutes:
 
 
 class StockClient(HttpEngine):
-    """The client of one stock server. Serves only this run's verified weights."""
+    """The client of one `vllm serve` server. It generates only with this run's verified weights."""
 
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
@@ -244,7 +247,10 @@ class StockClient(HttpEngine):
         return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Send all requests at once. Closing a call ends its request in the server."""
+        """Generate one rollout per request, by concurrent HTTP calls.
+
+        If this is cancelled, the server ends the requests.
+        """
         if not requests:
             return []
         if reason := self._intake.unavailable_reason:
@@ -267,7 +273,10 @@ class StockClient(HttpEngine):
         return rollouts
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase, without retries: a repeated phase would find the server changed."""
+        """Run one phase of a weight sync, without retries. The last phase returns the report.
+
+        A repeated phase would find the server changed.
+        """
         if phase is SyncPhase.RENDEZVOUS:
             # The guard is set here, because the pause has waited for requests of other runs. Those
             # runs refuse answers to their later requests, which have this run's label.
@@ -279,7 +288,7 @@ class StockClient(HttpEngine):
 
     @property
     def version(self) -> int:
-        """Weight version known to this client; 0: the checkpoint."""
+        """Version of the server's weights as this client knows it; 0: the checkpoint's."""
         return self._intake.version
 
     async def _check_token_route(self) -> None:
@@ -363,7 +372,10 @@ class StockClient(HttpEngine):
 
 
 def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
-    """Yield each setting that is unsuitable for the run, with the argument that corrects it."""
+    """Yield a text for each setting of the server that is unsuitable for the run.
+
+    It ends with the argument of `vllm serve` that corrects the setting.
+    """
     dtype = info.dtype.removeprefix("torch.")
     if dtype != expected.dtype:
         yield f"dtype is {dtype}, the run's is {expected.dtype}: --dtype {expected.dtype}"

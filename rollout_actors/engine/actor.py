@@ -32,19 +32,19 @@ The answers of all pending calls must arrive in this time.
 """
 
 MakeEngine = Callable[[], WatchedEngine]
-"""Makes the engine. It is sent to the actor's process and called there, so it is picklable."""
+"""A picklable function that makes an engine. The rollout actor calls it in its own process."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmEngineSpec:
-    """A factory that makes a vLLM engine in the calling process."""
+    """Arguments of a `VllmEngine`. A call of the spec makes the engine in the calling process."""
 
     name: str
     settings: EngineSettings
     index: int
-    """Number of the engine among the engines of the run."""
+    """Number of the engine among the engines of the run, from 0."""
     place: str | None = None
-    """Id of the engine's place in the run. A replacement engine gets the same id. None: no id."""
+    """Id that the engine shares with the engine that replaces it after a failure; None: no id."""
 
     def __call__(self) -> WatchedEngine:
         # Imported here because the driver imports this module and should not pay for vllm.
@@ -56,7 +56,7 @@ class VllmEngineSpec:
 
 
 class EngineActor:
-    """A Ray actor that runs an engine in its own process and event loop.
+    """The rollout actor: a Ray actor that runs one engine in its own process and event loop.
 
     The process exits soon after the engine has died. Otherwise Ray would continue to send it work.
     """
@@ -74,9 +74,9 @@ class EngineActor:
             self._failure = error
 
     async def start(self) -> tuple[int, str]:
-        """Start the engine. Return its number of devices, and `WatchedEngine.process`.
+        """Start the engine. Return its number of devices and the id of the server that it uses.
 
-        Raises RolloutError, also if the engine could not be made.
+        The id is `WatchedEngine.process`. Raises RolloutError, also if no engine could be made.
         """
         if self._failure is not None:
             raise self._failure
@@ -88,8 +88,8 @@ class EngineActor:
         """Generate one rollout per request. Return the rollouts and their number.
 
         Args:
-            objects: the requests, passed as references that Ray resolves here.
-            places: indices of the requests to generate, counted over all objects; None: all.
+            objects: lists of requests, passed as Ray object references that Ray resolves here.
+            places: indices of the requests to generate, counted over all lists; None: all.
             attempt: number of other engines that failed to answer these requests.
         """
         chosen = SentRequests.chosen(objects, places)
@@ -106,8 +106,9 @@ class EngineActor:
         return rollouts, len(rollouts)
 
     async def progress(self) -> int | None:
-        """Return the number of tokens sampled since the start. Return None if no call of `generate`
-        is pending, or if the engine does not count tokens.
+        """Return the number of tokens that the engine has sampled since its start.
+
+        Return None if no call of `generate` is pending, or if the engine does not count tokens.
 
         Raises EngineEndedError or UnreachableError if the engine is lost.
         """
@@ -115,14 +116,14 @@ class EngineActor:
         return num_tokens if self._num_owed else None
 
     async def check_alive(self) -> None:
-        """Return when the engine has answered a call. Raises as `progress` does."""
+        """Wait until the engine has answered a test call. Raises the same errors as `progress`."""
         await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))
 
     async def close(self) -> None:
-        """Shut down the engine's processes in order. Pending requests fail."""
+        """Shut down the engine and its processes. Pending calls of `generate` fail."""
         self._engine.close()
 
     async def _or_exit(self, work: Awaitable[T]) -> T:

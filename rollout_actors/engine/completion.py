@@ -1,4 +1,4 @@
-"""A backend's answer to one request, and its conversion to a rollout, for every backend."""
+"""An engine's answer to one request, and its conversion to a rollout, for every backend."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shared.tokens.repeat_guard import RepeatRule, mark_forced
 
 @dataclass(frozen=True, slots=True)
 class StartTime:
-    """The time when an engine received its share of a round."""
+    """The time when an engine received its requests of a round, by two clocks."""
 
     unix_s: float
     counter_s: float
-    """Seconds of `time.perf_counter`."""
+    """The same time by `time.perf_counter`."""
 
     @classmethod
     def now(cls) -> StartTime:
@@ -25,19 +25,19 @@ class StartTime:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts that all rollouts of one share have in common."""
+    """The facts that all rollouts of one call of an engine have in common."""
 
     actor: str
     version: int
-    """Weight version."""
+    """Weight version that samples the rollouts."""
     rule: RepeatRule | None
-    """Rule of the repeat guard; None: the engine has no guard."""
+    """Says which repeating answers the engine ends; None: it ends none."""
     started: StartTime
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An engine's answer to one request.
+    """An engine's answer to one request, before it becomes a `Rollout`.
 
     Example: `Completion((1, 2, 2), (5, 6, 9), (-0.1, -0.2, -0.3), FinishReason.STOP)` is the
     response 5, 6 with the stop token 9.
@@ -46,9 +46,9 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     """Prompt as the engine used it, with expanded image placeholders."""
     token_ids: Sequence[int]
-    """Generated tokens, including a stop token."""
+    """Generated tokens, including the stop token if there is one."""
     logprobs: Sequence[float] | None
-    """One per token of `token_ids`; None: they were not requested."""
+    """One log-probability per token of `token_ids`; None: they were not requested."""
     finish_reason: FinishReason
     """STOP: the last token is a stop token (sampled, or forced by the repeat guard), or the text
     ends with a stop text (`DecodeSettings.stop`)."""
@@ -61,7 +61,10 @@ class Completion:
         logprobs: Sequence[float],
         decode: DecodeSettings,
     ) -> Completion:
-        """Build a completion of an engine without finish reasons: cut it after a stop token."""
+        """Build the answer of an engine that gives no finish reason (`hf`, beam search).
+
+        The answer is cut after its first stop token.
+        """
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         return cls(
@@ -72,7 +75,7 @@ class Completion:
         )
 
     def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
-        """Build the request's rollout. `end_s` is the end of decoding, by `time.perf_counter`.
+        """Convert this answer to a rollout. `end_s` is the end of decoding, by `time.perf_counter`.
 
         Raises RolloutError if the repeat guard should have ended the response and did not.
         """
@@ -107,7 +110,7 @@ class Completion:
 
 
 def cut_behind_stop(token_ids: Sequence[int], decode: DecodeSettings) -> list[int]:
-    """Return the tokens up to the first stop token, and that token."""
+    """Return the tokens up to the first stop token, including it."""
     for index, token_id in enumerate(token_ids):
         if token_id in decode.stop_token_ids:
             return list(token_ids[: index + 1])

@@ -1,4 +1,4 @@
-"""The reason why an engine's process ended. That process writes it, and its parent reads it.
+"""The reason why an engine's process ended: written by that process, read by its parent.
 
 When one of its processes ends (EngineCore, or a worker for each of several devices), vLLM logs the
 exception only in that process's output. The other process raises an error that only says to look
@@ -23,7 +23,7 @@ from multiprocessing import current_process
 from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
-"""Environment variable with the path of the file for the errors of an engine's processes."""
+"""Environment variable: path of the file to which an engine's processes write their errors."""
 # A file larger than this is emptied before the next error, because the latest matter most.
 MAX_BYTES = 1 << 20
 # An error older than this did not end the process, because the engine has survived it.
@@ -42,28 +42,28 @@ KEYS = {
     "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length if that is null",
     "max_num_seqs": "rollout_matching.decode_batch_size",
 }
-"""Keys of the configuration for the options that vLLM's errors recommend to change."""
+"""Maps options that vLLM's errors recommend to change to keys of this project's configuration."""
 
 
 class EngineEndedError(RuntimeError):
-    """The engine's process has ended. The message is the reason."""
+    """The engine's process has ended. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One error of one process."""
+    """One error that one of an engine's processes has logged."""
 
     process: str
-    """vLLM's name of the process, for example EngineCore."""
+    """vLLM's name of the process that logged the error, for example EngineCore."""
     error: str
     """Type and message of the exception."""
     traceback: str
     logged_s: float
-    """Unix time."""
+    """Unix time of the error."""
 
 
 class FailureLog(logging.Handler):
-    """A logging handler that writes every logged exception to a file, with the process's name."""
+    """A logging handler that writes every logged exception to a file as a `Failure`."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(logging.ERROR)
@@ -91,20 +91,29 @@ class FailureLog(logging.Handler):
 
 
 def write_failures_down() -> None:
-    """Record the errors that this vLLM process logs in the file named by FILE, if FILE is set."""
+    """From now on, write this vLLM process's errors to the file that the variable FILE names.
+
+    Does nothing if the variable is not set.
+    """
     if FILE in os.environ:
         logging.getLogger("vllm").addHandler(FailureLog(Path(os.environ[FILE])))
 
 
 class EngineFailures:
-    """The errors of one engine's processes, which the parent starts with `environment`."""
+    """Finds out why an engine's processes ended, from a file with the errors that they logged.
+
+    The parent starts the processes with the variables of `environment`.
+    """
 
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{uuid.uuid4().hex}.jsonl"
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the latest recent error that names a cause, else the latest; None: no errors."""
+        """Return the error that probably ended the engine; None: no error of the last hour.
+
+        It is the latest error that names a cause, or else the latest error.
+        """
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
@@ -123,7 +132,7 @@ class EngineFailures:
         return recent[-1] if recent else None
 
     def of_error(self, error: Exception) -> tuple[str, str]:
-        """Return the reason for an error that vLLM raised in this process, and the traceback."""
+        """Return the reason for an error that vLLM raised in the parent, and a traceback or ""."""
         text = str(error)
         points_to_process = POINTS_ELSEWHERE.search(text) is not None
         if points_to_process and (PROCESS_ENDED in text or self.first_cause()):
@@ -131,7 +140,10 @@ class EngineFailures:
         return f"{type(error).__name__}: {error}", ""
 
     def was_killed(self, error: Exception) -> bool:
-        """Return whether a process was killed from outside in this failed start."""
+        """Return whether the start failed because something else killed an engine's process.
+
+        `error` is the error that vLLM raised in the parent.
+        """
         text = str(error)
         codes = [int(code) for _, code in EXIT_CODES.findall(text)]
         from_outside = (-signal.SIGKILL, -signal.SIGTERM)  # a crash would happen again
@@ -142,7 +154,7 @@ class EngineFailures:
         )
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
-        """Return why the engine's process has ended, and its traceback.
+        """Return the reason why an engine's process has ended, and its traceback or "".
 
         `exit_codes` maps process names to exit codes; None: the process has not ended yet.
         """
@@ -166,5 +178,5 @@ class EngineFailures:
         return f"{reason} ({meant})" if meant else reason, cause.traceback
 
     def remove(self) -> None:
-        """Delete the file. A second call has no effect."""
+        """Delete the file with the errors. A second call has no effect."""
         self._file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A file with the process ids of an engine, read by the engine that replaces it.
+"""The process ids of an engine in a file. The engine that replaces it reads them, and kills them.
 
 A vLLM process ends with its parent (`rollout_actors.engine.vllm_plugin`), unless it is stopped or
 so stuck that none of its threads runs. Such a process keeps its device's memory, and the
@@ -19,13 +19,13 @@ from pathlib import Path
 _LOGGER = logging.getLogger(__name__)
 
 FILE = "ROLLMATCH_ENGINE_PROCESSES"
-"""Environment variable with the path of the file that lists an engine's processes."""
+"""Environment variable: path of the file to which an engine's processes write their ids."""
 END_S = 10.0
-"""Seconds that a killed process has to free its memory."""
+"""Longest wait for the end of a killed process, in seconds."""
 
 
 def write_process_down() -> None:
-    """Add this vLLM process to the file named by FILE, if FILE is set."""
+    """Add this vLLM process's id to the file that the environment variable FILE names, if set."""
     if FILE not in os.environ:
         return
     line = json.dumps([os.getpid(), _started(os.getpid())]) + "\n"
@@ -36,15 +36,15 @@ def write_process_down() -> None:
 
 
 class EngineProcesses:
-    """The processes of the engines that successively occupy one place in a run."""
+    """The recorded processes of an engine, which the engine that replaces it can kill."""
 
     def __init__(self, place: str) -> None:
-        """`place` is the place's id, unique among all runs."""
+        """`place` is an id that both engines share, unique among all runs."""
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{place}.processes"
         self.environment = {FILE: str(self._file)}
 
     def end_left(self) -> None:
-        """Kill what a previous engine left on this machine, and wait until it has ended."""
+        """Kill the previous engine's processes on this machine, and wait until they have ended."""
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class EngineProcesses:
         self.remove()
 
     def remove(self) -> None:
-        """Delete the file. A second call has no effect."""
+        """Delete the file with the process ids. A second call has no effect."""
         self._file.unlink(missing_ok=True)
 
 

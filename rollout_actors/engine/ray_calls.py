@@ -1,4 +1,4 @@
-"""Waiting for Ray actors with a time limit, and translation of Ray's errors."""
+"""Calls of Ray actors (rollout actors, learner ranks) with a time limit and readable errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
 
 @dataclass(frozen=True, slots=True)
 class RayCall:
-    """A call to several actors: its time limit, and how its failures are reported.
+    """The time limit of one call to several Ray actors, and how its failures are reported.
 
     Example:
         `RayCall("generate", Timeout(600.0, "timeouts.generate_s"), "the engine's log",
@@ -45,18 +45,18 @@ class RayCall:
 
     phase: str
     limit: Timeout | None
-    """None: the actors enforce a limit themselves."""
+    """Longest wait for the answers; None: the actors enforce a limit themselves."""
     check: str
     """What the user should look at if an answer is late."""
     error: Callable[..., Exception]
-    """Builds the exception from a message, `actor` and `phase`."""
+    """Class of the raised exception. It is called with a message, `actor` and `phase`."""
     gone: Callable[..., Exception] | None = None
-    """Replaces `error` if the actor's process has ended; None: `error`."""
+    """Class of the raised exception if the actor's process has ended; None: `error`."""
     margin_s: float = 0.0
-    """Additional seconds, if the actor enforces the same limit and knows more about the failure."""
+    """Seconds added to `limit`, if the actor enforces the same limit and reports more details."""
 
     def deadline(self) -> float:
-        """Return the deadline of a call that is sent now, by the monotonic clock."""
+        """Return the time of `time.monotonic` until which a call that is sent now may take."""
         if self.limit is None:
             return math.inf
         return time.monotonic() + self.limit.seconds + self.margin_s
@@ -68,7 +68,10 @@ class RayCall:
         return self.error(message, actor=names[0], phase=self.phase)
 
     def translate_error(self, name: str, error: RayError) -> Exception:
-        """Return the error to raise in place of Ray's: the actor's own, or one that names it."""
+        """Return the exception to raise in place of Ray's error of the actor `name`.
+
+        It is the exception that the actor raised, or else an exception that names the actor.
+        """
         # A RayTaskError wraps the exception of the actor's method. Others are Ray's own errors.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
@@ -92,16 +95,16 @@ class RayCall:
         return self.error(message, actor=name, phase=self.phase)
 
     def blames_peer(self, error: Exception) -> bool:
-        """Return whether another actor's error probably explains this one."""
+        """Return whether this error is a broken connection, which another actor has caused."""
         return any(sign in str(error) for sign in BROKEN_CONNECTION)
 
 
 def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[Any]:
-    """Return the answers of all actors, in order; `answers` are pairs of name and reference.
+    """Wait for the answers of all called actors and return them in order.
 
-    The first failure ends the wait, unless it blames a peer. Then the peer has
-    `PEER_ERROR_GRACE_S` to report its own error. Raises `call.translate_error` of the failure that
-    explains most, or `call.timeout_error`.
+    `answers` are pairs of an actor's name and the Ray reference of its answer. The first failure
+    ends the wait. If it is a broken connection, the other actors have `PEER_ERROR_GRACE_S` to
+    report the cause. Raises the cause, or `call.timeout_error`.
     """
     names = {answer: name for name, answer in answers}
     # One deadline for all, because the calls were sent at the same time.
@@ -130,9 +133,10 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, object]]) -> list[A
 
 
 def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) -> RefT | None:
-    """Return the first reference that is ready; `waiting` maps references to deadlines.
+    """Return the first Ray reference whose answer is ready.
 
-    Return None if the first deadline, or `within_s`, passes before. Clock: monotonic.
+    `waiting` maps references to deadlines by `time.monotonic`. Return None when the earliest
+    deadline, or `within_s` seconds, have passed.
     """
     # The earliest deadline: the first late answer ends the wait.
     deadline = min(waiting.values())
@@ -145,7 +149,7 @@ def next_ready(waiting: Mapping[RefT, float], *, within_s: float | None = None) 
 
 
 def result_of(call: RayCall, name: str, answer: ObjectRef) -> Any:
-    """Return the answer of the actor `name`. Raises `call.translate_error`."""
+    """Return the actor's answer, which is ready. Raises the result of `call.translate_error`."""
     try:
         return ray.get(answer)
     except RayError as error:

@@ -1,4 +1,4 @@
-"""Sampling parameters, finish reasons and images for vLLM, without importing vllm."""
+"""Conversion of rollout requests to vLLM's parameters and images, without importing vllm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FINISH_REASONS = {
     "repetition": FinishReason.REPETITION,
 }
 BAN = -100.0
-"""Logit bias of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
+"""Logit bias of a banned token: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
 # Parameters that score a prompt. vLLM must sample one token; it is ignored.
 PROBE_FIELDS: dict[str, object] = {
     "temperature": 0.0,
@@ -36,7 +36,10 @@ PROBE_FIELDS: dict[str, object] = {
 
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
-    """Return the `SamplingParams` of a request, with every field that has a server default."""
+    """Return the arguments of vLLM's `SamplingParams` for a request with these settings.
+
+    They include every parameter that a server could otherwise replace by its own default.
+    """
     assert decode.mode is not DecodeMode.BEAM, "vLLM has a separate method for beam search"
     fields: dict[str, object] = {
         "temperature": decode.temperature,
@@ -66,7 +69,10 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, object]:
 
 
 def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:
-    """Translate vLLM's finish reason. Raises RolloutError for others, such as `abort`."""
+    """Return the `FinishReason` for vLLM's finish reason of an answer.
+
+    Raises RolloutError if the answer is incomplete, for example for the reason `abort`.
+    """
     if reason not in FINISH_REASONS:
         message = (
             f"sample {request.sample_id} was ended with {reason!r}, so its answer is incomplete;"
@@ -77,7 +83,7 @@ def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> Fi
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """Decode a sample's images. Raises RolloutError that names sample and image."""
+    """Decode the images of a prompt, in order. Raises RolloutError that names sample and image."""
     # In the order of the prompt's placeholders.
     images = []
     for i, ref in enumerate(refs):
@@ -92,10 +98,10 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
 
 
 class PromptInputs(NamedTuple):
-    """A prompt in the form that the model takes."""
+    """A prompt as inputs of the model's forward pass."""
 
     token_ids: tuple[int, ...]
-    """[P], without padding."""
+    """[P] token ids, with expanded image placeholders and without padding."""
     features: dict[str, torch.Tensor]
     """The image arguments of the model's forward pass; empty without images."""
 
@@ -132,7 +138,7 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode to upright RGB, on white if transparent. Raises ValueError with the reason."""
+    """Decode an image file to upright RGB, on white if transparent. Raises ValueError."""
     image = _read(lambda: on_white(open_picture(data)))
     # Otherwise vLLM would rotate the image again by the orientation in `info`.
     image.info = {}

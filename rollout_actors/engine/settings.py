@@ -1,4 +1,4 @@
-"""The settings of one vLLM engine. No import of vllm, because the driver makes the settings."""
+"""The settings of a vLLM engine, without importing vllm, because the driver makes them."""
 
 from __future__ import annotations
 
@@ -23,51 +23,53 @@ from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device, TransportKind
 
 GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
-"""Path of the repeat guard for vLLM, which loads it as a logits processor."""
+"""Import path of the logits processor for vLLM that ends repeating answers (repeat guard)."""
 
 LEAST_UTILIZATION = 0.01
-"""The `gpu_memory_utilization` if the cache has a size in bytes. vLLM requires it to be free."""
+"""The `gpu_memory_utilization` if `kv_cache_memory_bytes` sets the size of the key-value cache.
+vLLM does not start if this fraction of the memory is not free."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings of every engine of a run."""
+    """The settings of every vLLM engine of a run, fixed at its start."""
 
     model_path: str
     """A checkpoint folder of transformers, with tokenizer and processor files."""
     dtype: str
     """Name of a `torch` dtype. The engine converts the learner's weights to it."""
     max_model_len: int
-    """Tokens of expanded prompt and response together."""
+    """Largest number of tokens of prompt (with its images) and response together."""
     max_num_seqs: int
-    """Most sequences decoded at a time: decode_batch_size times the number of devices."""
+    """Largest number of sequences decoded at a time: decode_batch_size times number of devices."""
     seed: int
     """Seed of the engine. Every request has its own seed."""
     transport: TransportKind
-    """nccl between GPUs, rollmatch_gloo between CPUs; in the learner's process ipc or inproc."""
+    """How new weights reach the engine: nccl between GPUs, rollmatch_gloo between CPUs; ipc (GPU)
+    or inproc (CPU) if the engine is in the learner's process."""
     device: Device
     gpu_memory_utilization: float
     """Fraction of the GPU's (or machine's) memory for vLLM, if `kv_cache_memory_bytes` is None."""
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
-    """Size of the largest image in the requests; 0: unknown. Only servers enforce a limit."""
+    """Pixels of the largest image in the requests; 0: unknown. Only servers enforce a limit."""
     kv_cache_memory_bytes: int | None = None
-    """None: determined by `gpu_memory_utilization`. On CPU set it, or the engine may refuse to
-    start while other processes use memory."""
+    """Size of the key-value cache; None: determined by `gpu_memory_utilization`. On CPU set it, or
+    the engine may refuse to start while other processes use memory."""
     enforce_eager: bool = True
     worker_extension: str = "rollout_actors.weight_sync.worker.VerifyingWorker"
     """Class mixed into vLLM's worker, as `module.Class`: the default or a subclass of it."""
     repeat_guard: RepeatGuardSettings | None = None
-    """None: repeating sequences are not ended."""
+    """When a repeating answer is ended; None: never."""
     enable_lora: bool = False
-    """Whether a sync may send only an adapter."""
+    """Whether a weight sync may send only a LoRA adapter."""
     max_lora_rank: int = 16
-    """Largest rank of such an adapter."""
+    """Largest rank of such a LoRA adapter."""
 
     @property
     def sequences_per_device(self) -> int:
-        """Most sequences decoded at a time by each device: decode_batch_size."""
+        """Largest number of sequences decoded at a time per device: decode_batch_size."""
         return self.max_num_seqs // self.tensor_parallel_size
 
 
@@ -76,7 +78,7 @@ def family_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield the settings that vLLM does not support for a checkpoint's model family.
 
-    Each is a pair of "dtype" or "enable_lora", and a text: what is wrong, and what to do.
+    Each item is a pair: "dtype" or "enable_lora", and a text with the problem and the remedy.
     """
     kind = model_type(model_path)
     if device is not Device.CPU:
@@ -113,7 +115,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Return the arguments of vLLM's `EngineArgs`, which `LLM` and `AsyncEngineArgs` share."""
+    """Return the arguments of vLLM's `LLM` or `AsyncEngineArgs` for an engine of these settings."""
     utilization = settings.gpu_memory_utilization
     if settings.kv_cache_memory_bytes is not None:
         # vLLM would still refuse a GPU that has less than this fraction free.
@@ -172,16 +174,16 @@ def _cpu_arguments(kind: str) -> dict[str, bool]:
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
-    """Return the Ray `runtime_env` of an engine's actor, with additional environment variables."""
+    """Return the Ray `runtime_env` of a rollout actor; `variables` are added to its environment."""
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
-    """Return the Ray `runtime_env` of an actor that uses the warm server of the run's CPU engines.
+    """Return the Ray `runtime_env` of an actor that starts next to the run's engines.
 
-    If the engines have none (GPU, or several devices), the actor starts as an ordinary process.
-    Set `OMP_NUM_THREADS` in the variables, or torch uses a thread per core. Ray's own value comes
-    too late for a fork, which has already imported torch.
+    Next to engines on one CPU device, the actor is forked from their warm server, which has already
+    imported torch and vllm. Otherwise it starts as an ordinary process. Set `OMP_NUM_THREADS` in
+    the variables, or torch uses a thread per core: Ray's own value comes too late for a fork.
     """
     # An engine of several devices is not forked: a fork exits without freeing its modules, which
     # would leave named memory behind.
@@ -197,7 +199,7 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the variables that must be set before an engine's process imports torch or vllm."""
+    """Return the environment variables to set before an engine's process imports torch or vllm."""
     common = {
         "VLLM_PLUGINS": "rollmatch",  # only this plugin
         "VLLM_NO_USAGE_STATS": "1",

@@ -43,14 +43,14 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 WATCH_S = 1.0
-"""Interval in seconds at which a waiting call checks vLLM's process."""
+"""Interval in seconds at which a waiting call checks whether vLLM's process has died."""
 
 
 class VllmEngine:
-    """An `AsyncLLM` with a name, which serves rollouts only with verified weights."""
+    """The engine of a rollout actor: vLLM's `AsyncLLM`. It samples only with verified weights."""
 
     process = ""
-    """`WatchedEngine.process`: empty, because no other process can use this engine."""
+    """Id of the server behind the engine: empty, because there is no server."""
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class VllmEngine:
         """Store the arguments; `start` uses them.
 
         Args:
-            index: the engine's number in the run. It determines the ranks of its workers.
-            processes: record of this place's processes, from which `start` kills what a lost
-                engine left; None: no record.
+            index: the engine's number in the run. It determines the ranks of its workers in the
+                process group of a weight sync.
+            processes: the processes of the engine that this engine replaces; `start` kills those
+                that still exist. None: they are not known.
         """
         self.name = name
         self._processes = processes
@@ -77,7 +78,7 @@ class VllmEngine:
         self._ended: tuple[str, str] | None = None
         """The result of `_end`, after its first call."""
         self.intake: WeightReceiver | None = None
-        """None before the start."""
+        """Receives new weights; None before the start."""
         self._num_probes = 0
         self._num_finished_tokens = 0
         self._rule: RepeatRule | None = None
@@ -86,9 +87,9 @@ class VllmEngine:
     async def start(self) -> int:
         """Load the model and return the number of devices. Blocks the event loop for 10 s or more.
 
-        The environment must already contain `engine_environment(settings)`. Raises RolloutError
-        with vLLM's reason, or if a configured repeat guard is not active. Raises LostStartError if
-        the process was killed.
+        The process's environment must contain `engine_environment(settings)`. Raises RolloutError
+        with vLLM's reason, or if a worker lacks the configured repeat guard. Raises LostStartError
+        if something else killed vLLM's process.
         """
         # Set before vLLM starts its process, which inherits the environment.
         os.environ.update(self._failures.environment)
@@ -125,10 +126,12 @@ class VllmEngine:
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the repeat guard for new requests; None: no guard. The engine must be idle.
+        """Set when repeating answers to new requests are ended; None: never.
+
+        The engine must be idle.
 
         Raises:
-            RolloutError: a worker does not have the guard, or refuses the settings.
+            RolloutError: a worker does not have the repeat guard, or refuses the settings.
             EngineDeadError: vLLM's process has ended.
         """
         try:
@@ -144,7 +147,7 @@ class VllmEngine:
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
     async def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every worker. Return one result for each device."""
+        """Call a method of each of vLLM's workers (one per device). Return their results."""
         return await self.llm.collective_rpc(method, args=arguments)
 
     @property
@@ -163,17 +166,20 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that are served; 0: the checkpoint."""
+        """Version of the weights that sample rollouts; 0: the checkpoint's."""
         return 0 if self.intake is None else self.intake.version
 
     @property
     def shut(self) -> str:
-        """Reason why the engine serves no rollouts; empty if it does."""
+        """Reason why the engine cannot generate rollouts now; empty if it can."""
         return "it is not running" if self.intake is None else self.intake.unavailable_reason
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start, by vLLM's last report. Safe to read from any thread."""
+        """Number of tokens sampled since the start, by vLLM's last report.
+
+        Safe to read from any thread.
+        """
         num_tokens = self._num_finished_tokens
         if self._llm is not None:
             # An atomic copy, because the engine's thread adds and removes entries.
@@ -183,13 +189,16 @@ class VllmEngine:
         return num_tokens
 
     async def progress(self) -> int:
-        """Return `num_tokens`. Raises EngineEndedError if vLLM's process has ended."""
+        """Return the number of tokens sampled since the start, by vLLM's last report.
+
+        Raises EngineEndedError if vLLM's process has ended.
+        """
         if self.is_dead:
             raise EngineEndedError(self.why_dead)
         return self.num_tokens
 
     async def check_alive(self) -> None:
-        """Return when every worker has answered a call. A stopped or stuck worker does not.
+        """Wait until every worker has answered a test call. A stuck worker never answers.
 
         Raises EngineEndedError if vLLM's process has ended.
         """
@@ -199,7 +208,7 @@ class VllmEngine:
         """Generate one rollout per request, in order.
 
         Raises:
-            RolloutError: the engine serves no rollouts, or a request was refused.
+            RolloutError: the engine cannot generate now (`shut`), or a request was refused.
             EngineEndedError: vLLM's process has ended.
         """
         if not requests:
@@ -211,7 +220,7 @@ class VllmEngine:
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase of a weight sync; the phases come in order. The last returns the report.
+        """Run one phase of a weight sync. The last phase returns the report, others None.
 
         Raises:
             WeightSyncError: the phase failed; it names phase and engine.

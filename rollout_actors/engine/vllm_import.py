@@ -15,7 +15,10 @@ REMEDY = (
 
 
 def require_installed(user: str) -> None:
-    """Raise ConfigError if vLLM, which `user` needs, is not installed here. Does not import it."""
+    """Raise ConfigError if vLLM is not installed here. Does not import it.
+
+    `user` says in the message what needs vLLM.
+    """
     # The import would cost the driver 6 to 10 seconds.
     if find_spec("vllm") is None:
         raise ConfigError(
@@ -25,7 +28,7 @@ def require_installed(user: str) -> None:
 
 @contextmanager
 def explained_import(actor: str) -> Iterator[None]:
-    """Turn an error of importing vLLM in the block into a RolloutError with phase "start"."""
+    """Raise RolloutError with a remedy if an import of vLLM in the `with` block fails."""
     try:
         yield
     except Exception as error:  # compiled parts raise more than ImportError

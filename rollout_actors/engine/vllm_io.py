@@ -22,7 +22,10 @@ from shared.weight_sync.canary import CanaryProbe
 
 
 def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:
-    """Build vLLM's prompt. Raises RolloutError with the sample, if an image cannot be decoded."""
+    """Build the prompt that vLLM takes for this request.
+
+    Raises RolloutError that names the sample if an image cannot be decoded.
+    """
     return _prompt(request.prompt_token_ids, request.images, request.sample_id, actor)
 
 
@@ -51,7 +54,10 @@ def probe_params() -> SamplingParams:
 
 
 def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
-    """Return the canary's expanded token ids, and the log-probability of each except the first."""
+    """Return the canary prompt's token ids, and the log-probability of each except the first.
+
+    The token ids have expanded image placeholders.
+    """
     assert output.prompt_token_ids is not None
     assert output.prompt_logprobs is not None
     token_ids = list(output.prompt_token_ids)
@@ -66,9 +72,9 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
 def to_completion(
     output: RequestOutput, request: RolloutRequest, *, actor: str, version: int
 ) -> Completion:
-    """Convert a finished request.
+    """Convert vLLM's finished answer to a `Completion`.
 
-    Raises RolloutError if vLLM did not finish it, or sampled with other weights than `version`.
+    Raises RolloutError if it is incomplete, or was sampled with other weights than `version`.
     """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)

@@ -26,8 +26,9 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Register the weight transports. In vLLM's own processes, also record id and errors, and end
-    the process with its parent.
+    """Add the transports of a weight sync to vLLM.
+
+    In vLLM's own processes, also record process id and errors, and end the process with its parent.
 
     vLLM may call its plugins again, and refuses to register a name twice. So only the first call
     has an effect.

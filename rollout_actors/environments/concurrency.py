@@ -1,4 +1,4 @@
-"""Tasks, threads, clocks and scoring slots of rollouts, and descriptions of errors.
+"""How an environment's functions run: in tasks and threads, with time limits and error texts.
 
 Plain (not asynchronous) reward functions and tools run in threads. A thread cannot be ended from
 outside. If its caller reaches a time limit or is cancelled, the thread is given up: it runs until
@@ -36,13 +36,13 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Work = Coroutine[object, None, T]
-"""The result of calling an `async def`, with the send and yield types of asyncio.
-"""
+"""A coroutine: the result of calling an `async def`."""
 
 # Errors and cancellations
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
-"""Errors that may be one rollout's failure; `reraise_cancellation` raises those that are not."""
+"""Errors that may be the failure of one rollout. If one ends more than the rollout,
+`reraise_cancellation` raises it again."""
 
 
 _ENVIRONMENTS = f"{Path(__file__).parent}/"
@@ -52,7 +52,7 @@ _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purel
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error as `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`.
+    """Return the text about an error for `state["error"]`: `KeyError: 'nope' (my_env.py:12)`.
 
     The line is the last one in the environment's own code; an error of a client has no line. An
     error raised while another one was handled names that one too. Secrets are masked.
@@ -76,12 +76,12 @@ def describe_error(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Write an error with its traceback, for a log. Secrets are masked."""
+    """Return an error and its traceback as text for a log. Secrets are masked."""
     return redacted("".join(traceback.format_exception(error)))
 
 
 def is_cancelled() -> bool:
-    """Return whether this task is being cancelled.
+    """Return whether the current asyncio task is being cancelled.
 
     A CancelledError does not prove it, because awaiting a cancelled task raises one too.
     """
@@ -100,7 +100,10 @@ def is_process_exit(error: BaseException) -> bool:
 
 
 def reraise_cancellation(error: BaseException) -> None:
-    """Raise the error again if this task is being cancelled or the process ends."""
+    """Raise the error again if it is not one rollout's failure.
+
+    That is so if the current task is being cancelled, or if the process ends.
+    """
     if is_process_exit(error):
         raise error
     if is_cancelled():
@@ -110,10 +113,10 @@ def reraise_cancellation(error: BaseException) -> None:
 
 
 async def run_in_task(work: Work[T]) -> T:
-    """Run the work in its own task and context, and return its value.
+    """Run a coroutine in its own asyncio task and context, and return its value.
 
-    Work that cancels its own task fails only itself. If the caller is cancelled, the work is
-    cancelled and awaited.
+    A coroutine that cancels its own task does not cancel the caller. If the caller is cancelled,
+    the coroutine is cancelled and awaited.
     """
     try:
         value = await asyncio.create_task(without_exit(work))
@@ -125,8 +128,9 @@ async def run_in_task(work: Work[T]) -> T:
 
 
 async def without_exit(work: Work[T]) -> T:
-    """Await an environment's work. An error that is neither an Exception nor a cancellation would
-    end the event loop, and with it every rollout; it is raised as RuntimeError.
+    """Await a coroutine of an environment, and raise RuntimeError if it calls `exit()`.
+
+    Errors such as SystemExit would end the event loop, and with it every rollout.
     """
     try:
         return await work
@@ -147,11 +151,14 @@ def _as_failure(error: BaseException, who: str) -> RuntimeError:
 # Clocks
 
 QUEUE_TIME: ContextVar[Stopwatch | None] = ContextVar("queue_time", default=None)
-"""Stopwatch of the current rollout's queueing time, set by `generate`."""
+"""Measures how long the current rollout waits in queues; set by `Environment.generate`."""
 
 
 class Stopwatch:
-    """Measures the time in which at least one of several activities runs. Thread-safe."""
+    """Measures the total time in which at least one of several concurrent activities runs.
+
+    It is thread-safe.
+    """
 
     # One lock for all: there are thousands of stopwatches, and each holds it for a microsecond.
     _lock = threading.Lock()
@@ -160,7 +167,7 @@ class Stopwatch:
         self._running = 0
         self._since_s = 0.0
         self.total_s = 0.0
-        """Seconds, without activities that are running now."""
+        """Measured seconds, without the activities that are running now."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -191,21 +198,21 @@ class Stopwatch:
             self.begin()
 
     def so_far_s(self) -> float:
-        """Return the time including running activities, such as a thread that was given up."""
+        """Return the measured seconds, including the activities that are running now."""
         with self._lock:
             return self.total_s + (time.perf_counter() - self._since_s if self._running else 0.0)
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Exclude a wait from the rollout's `timing`."""
+    """Exclude the time of the `with` block, a wait in a queue, from the rollout's `timing`."""
     watch = QUEUE_TIME.get()
     return nullcontext() if watch is None else watch.running()
 
 
 class PausableTimeout:
-    """A time limit that is paused while all thread calls of its task wait for a thread.
+    """A time limit that is paused while its task waits for a free thread.
 
-    A running call keeps the clock running, because it may hang.
+    It is not paused while a function of the task runs in a thread, because the function may hang.
     """
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
@@ -217,7 +224,7 @@ class PausableTimeout:
         self.is_over = False
 
     def count(self, *, waiting: int, running: int) -> None:
-        """Update the numbers of calls that wait for a thread and that have one."""
+        """Add to the number of functions that wait for a thread, and of those that run in one."""
         self._waiting += waiting
         self._running += running
         stands_still = self._waiting > 0 and not self._running
@@ -235,7 +242,7 @@ class PausableTimeout:
 
 
 LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=())
-"""Time limits of this task and of the tasks around it, the outermost first."""
+"""Time limits of the current task and of the tasks that started it, the outermost first."""
 
 
 @contextmanager
@@ -252,7 +259,9 @@ def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
 
 
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
-    """Cancel the block at the limit and raise TimeoutError, even if it swallows the cancellation.
+    """Limit the time of the `async with` block: at the limit, cancel it and raise TimeoutError.
+
+    The error is raised even if the block swallows the cancellation.
 
     Args:
         limit_s: seconds; None: no limit.
@@ -285,10 +294,11 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
 # Threads
 
 MOST_GIVEN_UP = 256
-"""Limit of functions that were given up and may still run. Beyond it, calls are refused."""
+"""With more given-up functions that still run in threads, further calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
-"""Names of a rollout's functions that were given up; None: they are not collected."""
+"""Names of the current rollout's functions that were given up at a time limit or a cancellation.
+None: they are not collected."""
 
 
 class _Call:
@@ -312,7 +322,7 @@ class _Call:
 
 
 class Threads:
-    """Runs plain functions, each in its own daemon thread, a limited number at a time.
+    """Runs plain (not asynchronous) functions in daemon threads, a limited number at a time.
 
     The pools of anyio and asyncio wait for their threads when the process ends, so one function
     that hangs would keep the process alive.
@@ -321,9 +331,9 @@ class Threads:
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
         """
         Args:
-            most: limit of functions at a time in an event loop, not counting those given up.
-            most_given_up: limit of functions that were given up and may still run. Beyond it,
-                calls are refused.
+            most: largest number of functions that run at a time per event loop. Functions that were
+                given up at a time limit or a cancellation do not count.
+            most_given_up: with more given-up functions that still run, calls are refused.
         """
         self._most = most
         self._most_given_up = most_given_up
@@ -335,9 +345,10 @@ class Threads:
         )
 
     async def call(self, function: Callable[[], T], name: str) -> T:
-        """Run the function in a thread, in the caller's context, and return its value.
+        """Run a function in a thread, in the caller's context, and return its value.
 
-        If the caller is cancelled meanwhile, the thread is given up.
+        If the caller is cancelled meanwhile, the function is given up: it runs until it returns,
+        and no caller waits for it.
 
         Raises:
             RuntimeError: too many functions were given up and still run, or no thread can start.
@@ -353,18 +364,21 @@ class Threads:
             places.release()
 
     def running(self) -> list[str]:
-        """Return the names of the functions that run now, given up or not."""
+        """Return the names of all functions that run in threads now."""
         return sorted(call.name for call in list(self._running))
 
     def wait(self, limit_s: float) -> list[str]:
-        """Wait until no function runs, and return the names of those that still do at the limit."""
+        """Wait at most `limit_s` seconds until no function runs in a thread.
+
+        Return the names of functions that still run then.
+        """
         end_s = time.monotonic() + limit_s
         while (running := self.running()) and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(0.01, left_s))
         return running
 
     def forget(self) -> None:
-        """Forget all running functions. A forked process does not have its parent's threads."""
+        """Forget all running functions: a forked process does not have its parent's threads."""
         self._running.clear()
 
     async def _answer(self, call: _Call) -> object:
@@ -425,7 +439,7 @@ class Threads:
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
-"""This process's threads for plain functions."""
+"""This process's threads for plain (not asynchronous) reward functions and tools."""
 os.register_at_fork(after_in_child=THREADS.forget)
 
 
@@ -435,15 +449,15 @@ _SLOT: ContextVar[ScoringSlot | None] = ContextVar("scoring_slot", default=None)
 
 
 class ScoringSlot(Stopwatch):
-    """A slot for scoring one rollout, or all rollouts of an example.
+    """Limits how many rollouts are scored at a time, and measures the scoring time.
 
-    It measures the time in which any of its functions runs, without waiting for a place or a
-    thread. It holds one of the places. While it calls functions for many rollouts at once, each of
-    these calls takes a place and the slot releases its own, so that the limit always holds.
+    `async with` it around the scoring of one rollout, or of all rollouts of a dataset row. Inside,
+    it holds one of the places. While it calls functions for several rollouts, each call takes a
+    place and the slot releases its own. Waits for a place or a thread are not measured.
     """
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
-        """`places`: None: no limit. The constructor takes no place yet."""
+        """`places`: as many as rollouts may be scored at a time; None: no limit."""
         super().__init__()
         self._places: AbstractAsyncContextManager[object] = (
             nullcontext() if places is None else places
@@ -462,7 +476,7 @@ class ScoringSlot(Stopwatch):
         await self._places.__aexit__(None, None, None)
 
     async def gather(self, works: Sequence[Work[T]]) -> list[T]:
-        """Run all works, each in its own place. This slot's place is released meanwhile."""
+        """Run the coroutines concurrently, each in its own place, and return their results."""
         await self._places.__aexit__(None, None, None)
         try:
             with self.paused():
@@ -479,7 +493,7 @@ class ScoringSlot(Stopwatch):
 
 
 async def gather_all(works: Sequence[Work[T]]) -> list[T]:
-    """Run all works at once, as far as there are places. Return their results, in order.
+    """Run coroutines concurrently, within the limit of concurrent scoring. Return their results.
 
     If some fail, the first error is raised after all have ended.
     """
@@ -504,7 +518,7 @@ async def _gather(works: Sequence[Work[T]]) -> list[T]:
 async def in_thread(function: Callable[..., T], **arguments: object) -> T:
     """Run a plain function in a thread and return its value, without blocking the event loop.
 
-    If the caller is cancelled, the thread is given up (`Threads.call`).
+    If the caller is cancelled, the function continues and no caller waits for it.
 
     Raises:
         RuntimeError: the function called `exit()`, raised something that is not an Exception, or
@@ -532,14 +546,17 @@ def _in_slot(
 
 
 def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:
-    """Remove the attributes that `update_wrapper` sets on a partial: they hide bound arguments."""
+    """Return a `functools.partial` without attributes such as `__wrapped__`; others unchanged.
+
+    `update_wrapper` sets these attributes, and they hide the bound arguments.
+    """
     if not isinstance(function, partial):
         return function
     return partial(unwrap_partial(function.func), *function.args, **function.keywords)
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of a function, of the function in a partial, or of an object's class."""
+    """Return the name of a function or a partial's function, or of another object's class."""
     name: str | None = getattr(function, "__name__", None)
     if name is None:
         return name_of(function.func) if isinstance(function, partial) else type(function).__name__

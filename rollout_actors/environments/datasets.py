@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
-"""Files that `GenerateOutputs.save` writes into its folder."""
+"""Names of the files that `GenerateOutputs.save` writes into its folder."""
 COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
 
 # Rows to inputs
 
 
 class Rows(Protocol):
-    """A Hugging Face `Dataset`, or any sequence of mappings."""
+    """Rows of a dataset: a Hugging Face `Dataset`, or any sequence of mappings."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -50,7 +50,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a row's question becomes a prompt.
+    """How a dataset row becomes the input of a rollout, with a prompt for the model.
 
     Example: with the system prompt "Be brief." the row `{"question": "2 + 2?", "answer": "4"}`
     becomes an input whose prompt is a system message and a user message.
@@ -60,12 +60,12 @@ class PromptFormat:
     system_prompt: str | None = None
     few_shot: tuple[Fields, ...] = ()
     task: str = "default"
-    """Task of rows without one."""
+    """Value of `task` for rows that have none."""
 
     def prompt(self, row: Fields) -> Messages:
-        """Return the row's `prompt` or `question`, after the system prompt and examples.
+        """Return the prompt of a dataset row: its `prompt` or `question`.
 
-        A prompt that has a system message is returned unchanged.
+        The system prompt and the few-shot messages come first, unless it has a system message.
         """
         prompt = row["question"] if row.get("prompt") is None else row["prompt"]
         if self.message_type == "completion":
@@ -85,7 +85,7 @@ class PromptFormat:
         return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
     def input(self, row: Fields, index: int) -> RolloutInput:
-        """Make a rollout's input from a row. The index is the id of a row without one.
+        """Make the input of a rollout from a dataset row; `index` is the id of a row without one.
 
         The row's values are copied, so that a rollout cannot change the caller's data. `info` is
         unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
@@ -142,10 +142,10 @@ def _without_gaps(value: object) -> object:
 
 
 class Examples(Sequence[RolloutInput]):
-    """Rows of a dataset as inputs of rollouts. Each input is made on access."""
+    """A dataset as a sequence of rollout inputs. Each input is made from its row on access."""
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
-        """`order`: the numbers of the rows, in the order of the examples; None: all rows."""
+        """`order`: indices of the rows to use, in this order; None: all rows."""
         self._rows = rows
         self._form = form
         self._order: Sequence[int] = range(len(rows)) if order is None else order
@@ -175,40 +175,44 @@ class Examples(Sequence[RolloutInput]):
 
     @property
     def column_names(self) -> list[str]:
-        """The fields of the first example."""
+        """Names of the fields of the first input."""
         return list(self[0]) if self._order else []
 
     def names_group(self, index: int) -> bool:
-        """Return whether a row's `example_id` names the group that it is compared with.
+        """Return whether a row has an `example_id` that other rows may share on purpose.
 
-        An `example_id` that equals the row's `id` does not.
+        Rollouts of rows with the same `example_id` are compared. An `example_id` that equals the
+        row's own `id` does not count.
         """
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
 
     def formed(self, form: PromptFormat) -> Examples:
-        """Return the same examples with another prompt format."""
+        """Return the same dataset with another prompt format."""
         return Examples(self._rows, form, self._order)
 
     def first(self, n: int) -> Examples:
-        """Return the first `n` examples, or all if there are fewer."""
+        """Return the first `n` rows as a dataset, or all if there are fewer."""
         return self[:n]
 
     def select(self, indices: Sequence[int]) -> Examples:
-        """Return the examples at these indices."""
+        """Return the rows at these indices as a dataset, in this order."""
         return Examples(self._rows, self._form, [self._order[index] for index in indices])
 
 
 def with_positions(examples: Iterable[RolloutInput]) -> list[RolloutInput]:
-    """Give each input a `position`: the row's own, or else its index.
+    """Return the rollout inputs, each with a `position`: its own, or else its index.
 
-    Thus seeds do not depend on the order in which rollouts begin.
+    Seeds derive from positions, so they do not depend on the order in which rollouts begin.
     """
     return [{"position": index, **row} for index, row in enumerate(examples)]
 
 
 def check_positions(inputs: Sequence[RolloutInput]) -> None:
-    """Raise ValueError unless positions are distinct whole numbers. Seeds derive from them."""
+    """Raise ValueError unless the positions of the rollout inputs are distinct whole numbers.
+
+    Seeds derive from positions.
+    """
     remedy = "give every row a different position in the step, or leave the column out"
     taken: dict[int, int] = {}
     for index, row in enumerate(inputs):
@@ -227,13 +231,13 @@ def check_positions(inputs: Sequence[RolloutInput]) -> None:
 
 
 def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> None:
-    """Refuse different rows with the same id, because their rollouts would be compared.
+    """Refuse different dataset rows with the same id, because their rollouts would be compared.
 
-    The same row may occur several times, once for each of its rollouts. Rows that share an
-    `example_id` column are one group on purpose.
+    The same row may occur several times, once for each of its rollouts. Rows with a column
+    `example_id` may share its values on purpose.
 
     Args:
-        inputs: the inputs of `examples`, in order.
+        inputs: the rollout inputs of `examples`, in order.
 
     Raises:
         ValueError: two inputs of a task have the same `example_id` and different prompts, answers
@@ -267,16 +271,16 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
 
 
 Inputs = Rows | Iterable[Fields] | Fields
-"""Inputs of `Environment.generate`: a dataset, rows, one row, or a mapping of columns."""
+"""What `Environment.generate` accepts: a dataset, rows, one row, or a mapping of columns."""
 
 
 def to_rows(inputs: Inputs) -> Rows:
-    """Convert a caller's inputs to rows.
+    """Convert the `inputs` of `Environment.generate` to dataset rows.
 
     Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
 
     Raises:
-        TypeError, ValueError: they have another form.
+        TypeError, ValueError: the inputs have another form.
     """
     if not isinstance(inputs, Mapping):
         if isinstance(inputs, str) or not isinstance(inputs, Iterable):
@@ -322,7 +326,7 @@ def build_dataset_from_outputs(
     include_ids: bool = True,
     state_columns: Sequence[str] | None = None,
 ) -> Dataset:
-    """Make a Hugging Face `Dataset` with a row for each rollout, in the order of the results.
+    """Convert the results of `Environment.generate` to a Hugging Face `Dataset`, a row per rollout.
 
     Columns: `id` (if any state has one) and `example_id`, `prompt` and `completion` (as returned by
     `sanitize_messages`), `answer` and `info` if there are any, `task`, `reward`, one for each
@@ -366,7 +370,7 @@ def build_dataset_from_outputs(
 
 
 def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
-    """Return the names as a list. TypeError for a text, which is a sequence of letters too."""
+    """Return the argument `state_columns` as a list. Raises TypeError if it is a single text."""
     if isinstance(state_columns, str):
         text = f"must be a list of names, got the text {state_columns!r}; give {[state_columns]}"
         raise TypeError(f"state_columns: {text}")
@@ -374,9 +378,9 @@ def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
 
 
 def field_of(state: Fields, path: str) -> object:
-    """Return a field of the state, or of a mapping in it: `timing.total_ms`.
+    """Return a field of a rollout's state, or of a mapping in it: `timing.total_ms`.
 
-    A key that contains the dot takes precedence. KeyError lists the existing keys.
+    A key that contains the dot takes precedence. Raises KeyError that lists the existing keys.
     """
     value: object = state
     keys = path.split(".")
@@ -395,7 +399,7 @@ def field_of(state: Fields, path: str) -> object:
 
 
 def has_field(path: str, states: Sequence[Fields]) -> bool:
-    """Return whether any state has this field."""
+    """Return whether the state of any rollout has this field."""
     try:
         _state_column(states, path)
     except KeyError:
@@ -466,7 +470,7 @@ def push_dataset(dataset: Dataset, name: str) -> None:
 
 
 def digest(row: Fields) -> str:
-    """Return 16 hex digits that are the same for the same row in every process."""
+    """Return a hash of a dataset row: 16 hex digits, the same in every process."""
     text = json.dumps(plain(row), sort_keys=True)
     # Memory addresses in the text of objects are removed: they differ between processes.
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
@@ -477,7 +481,7 @@ def digest(row: Fields) -> str:
 
 @dataclass(slots=True)
 class GenerateMetadata:
-    """Counts and averages over the rollouts of one `generate` call."""
+    """Counts and averages over the rollouts of one call of `Environment.generate`."""
 
     env_id: str
     env_args: Arguments
@@ -486,29 +490,29 @@ class GenerateMetadata:
     num_examples: int
     rollouts_per_example: int
     num_errors: int
-    """Rollouts that failed; `state["error"]` says why."""
+    """Number of rollouts that failed; `state["error"]` says why."""
     num_truncated: int
     avg_reward: float
     """Mean over the rollouts that did not fail; NaN without any, or without scoring."""
     avg_metrics: dict[str, float]
-    """Means over the rollouts that have the metric."""
+    """Mean of each metric over the rollouts that have it."""
     time_ms: float = 0.0
-    """Wall time."""
+    """Wall time of the call."""
     date: str = ""
-    """ISO 8601, at the start."""
+    """Time at the start of the call, in ISO 8601."""
     state_columns: list[str] = field(default_factory=list)
     path_to_save: Path | None = None
     num_reward_errors: dict[str, int] = field(default_factory=dict)
-    """Rollouts for which a reward function failed, by its name; see `state["reward_errors"]`."""
+    """For each reward function that failed, the number of rollouts (`state["reward_errors"]`)."""
     num_given_up: dict[str, int] = field(default_factory=dict)
-    """Plain functions that were given up at a time limit, by name; see `state["given_up"]`."""
+    """For each plain function that exceeded a time limit in its thread, how often it did so."""
 
     def __getitem__(self, name: str) -> object:
         return getattr(self, name)
 
 
 class GenerateOutputs(dict[str, Any]):
-    """Results as columns, in the order of the inputs, readable by key and by attribute.
+    """The results of `Environment.generate` as columns, readable by key and by attribute.
 
     `prompt`, `completion`, `answer`, `state`, `info`, `task`, `example_id` and `reward` are lists
     with an item per rollout. `metrics` has such a list for every metric, with None for rollouts
@@ -542,10 +546,12 @@ class GenerateOutputs(dict[str, Any]):
         return results
 
     def save(self, folder: Path, dataset: Dataset) -> None:
-        """Write the dataset's rows to `results.jsonl`, and `metadata.json`, into a folder.
+        """Write the results to a folder: `results.jsonl` and `metadata.json`.
+
+        `dataset` contains the results as rows.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: a file cannot be written.
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))
@@ -563,7 +569,7 @@ class GenerateOutputs(dict[str, Any]):
 
 
 def make_folder(folder: Path | str) -> Path:
-    """Create a folder and check that it is writable. StorageError if it is not."""
+    """Create a folder and check that it is writable. Raises StorageError."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The base class of environments (spec: trajectories, orchestration)."""
+"""The base class of environments, which play and score rollouts of one or several model calls."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _require_no_loop(method: str) -> None:
 
 
 class Environment(ABC):
-    """A dataset, how a rollout of one row proceeds, and how the rollout is scored.
+    """A task for a model: a dataset, how a rollout of one row is played, and how it is scored.
 
     Subclasses implement `rollout`. Many rollouts run at once, so data of one rollout belongs in its
     state, never in attributes of the environment.
@@ -90,7 +90,7 @@ class Environment(ABC):
     model: str | None = None
 
     cleanup_timeout_s = 300.0
-    """Seconds for all `@cleanup` methods of one rollout together, and for each `@teardown`."""
+    """Time limit of all `@cleanup` methods of a rollout together, and of each `@teardown`."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,13 +188,14 @@ class Environment(ABC):
 
     @property
     def mixture(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (number of rows, weight) of the dataset's parts, in order; empty if training draws
-        rows without weights.
+        """How often training draws rows from each part of the dataset: (number of rows, weight).
+
+        Empty if rows are drawn without weights. Only a group of environments has several parts.
         """
         return ()
 
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
-        """Return the environment that plays rollouts of this task (in a group: a member)."""
+        """Return the environment that plays rollouts of this task: itself, or a group's member."""
         return self
 
     # Data
@@ -227,7 +228,7 @@ class Environment(ABC):
             self.eval_dataset = self.eval_dataset.formed(self.prompt_format)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return `n` rows to train on (-1: all): the first, or with a seed the first of a shuffle.
+        """Return `n` rows of the training dataset (-1: all), shuffled if there is a seed.
 
         Raises ValueError if the environment has no dataset.
         """
@@ -236,7 +237,10 @@ class Environment(ABC):
         return _chosen(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """Return `n` held-out rows, chosen as in `get_dataset`; without any, training rows."""
+        """Return `n` rows of the held-out dataset (-1: all), shuffled if there is a seed.
+
+        Without a held-out dataset, return training rows.
+        """
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _chosen(self.eval_dataset, n, seed)
@@ -244,7 +248,7 @@ class Environment(ABC):
     # One rollout
 
     async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:  # noqa: ARG002
-        """Make the initial state of a rollout. The input is not changed.
+        """Return the initial state of a rollout of this dataset row. The row is not changed.
 
         Raises ValueError if the row's messages, `info` or tools are invalid.
         """
@@ -276,7 +280,10 @@ class Environment(ABC):
         return state
 
     async def setup_state(self, state: State) -> State:
-        """Add this environment's own fields to the state, before the first model call."""
+        """Add an environment's own fields to a rollout's state, before the first model call.
+
+        Override it; the default returns the state unchanged.
+        """
         return state
 
     @abstractmethod
@@ -287,7 +294,10 @@ class Environment(ABC):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play one row and return its final state. Errors are raised; `generate` records them."""
+        """Play one rollout of a dataset row and return its final state.
+
+        Errors are raised; `generate` records them.
+        """
 
     async def get_model_response(
         self,
@@ -313,7 +323,10 @@ class Environment(ABC):
         )
 
     async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
-        """Return whether a stop condition holds, and record it. Overrides should call this too."""
+        """Return whether one of the `@stop` methods ends the rollout, and record which.
+
+        Overrides should call this too.
+        """
         # The first condition that holds ends the rollout; the others are not evaluated.
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
@@ -348,9 +361,10 @@ class Environment(ABC):
         await call_all(self._cleanups, state)
 
     async def aclose(self) -> None:
-        """Call every `@teardown` method, once. Leaving `async with environment` calls this too.
+        """Close the environment: call every `@teardown` method, once.
 
-        An error, or a cancellation of the running method, is raised after the others were called.
+        The end of an `async with environment` block does this too. An error, or a cancellation, is
+        raised after the other methods were called.
         """
         if self._is_closed:
             return
@@ -385,16 +399,17 @@ class Environment(ABC):
         rollout_timeout_s: float | None = None,
         scoring_timeout_s: float | None = None,
     ) -> GenerateOutputs:
-        """Play and score one rollout for each of `inputs`: a dataset, rows, or columns.
+        """Play and score one rollout for each dataset row in `inputs`: a dataset, rows, or columns.
 
         Results are in the order of the inputs. A rollout that fails raises nothing:
         `state["error"]` has the reason, and its reward is 0.
 
         Args:
-            max_concurrent: limit of rollouts generated at a time, and of those scored; -1: none.
+            max_concurrent: limit of rollouts generated at a time, and of rollouts scored at a time;
+                -1: no limit.
             max_concurrent_generation: limit for generation only; None: `max_concurrent`.
             max_concurrent_scoring: limit for scoring only; None: `max_concurrent`.
-            interleave_scoring: score a rollout as soon as it is finished (or an example's rollouts,
+            interleave_scoring: score a rollout as soon as it is finished (or all rollouts of a row,
                 if the rubric compares them). False: score after all are generated. A rubric that
                 overrides `score_rollouts` always scores after all are generated.
             state_columns: fields of the state to save too, such as `timing.total_ms`. A field that
@@ -463,9 +478,9 @@ class Environment(ABC):
         rollouts_per_example: int = 1,
         **generate_kwargs: Any,
     ) -> GenerateOutputs:
-        """Generate on the held-out rows, `rollouts_per_example` times each.
+        """Play and score `rollouts_per_example` rollouts of each held-out row.
 
-        Result i belongs to example i // rollouts_per_example.
+        Result i belongs to row i // rollouts_per_example. Further arguments are as in `generate`.
         """
         if rollouts_per_example < 1:
             raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
@@ -507,7 +522,7 @@ class Environment(ABC):
         push_to_hf_hub: bool = False,
         hub_name: str | None = None,
     ) -> Dataset:
-        """Return the results as a Hugging Face `Dataset`, a row for each rollout.
+        """Return the results of `generate` as a Hugging Face `Dataset`, one row per rollout.
 
         `hub_name`: OWNER/NAME or NAME for `push_to_hf_hub`; None: the environment's name with
         `-results`. Raises the errors of `build_dataset_from_outputs`, and StorageError.
@@ -521,7 +536,7 @@ class Environment(ABC):
 
 
 def full_name(value: object) -> str:
-    """Return a value's class name with its module: other libraries may have equal class names."""
+    """Return the name of a value's class with its module, for example `my_env.MyRubric`."""
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return prefix + kind.__qualname__

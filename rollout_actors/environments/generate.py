@@ -1,4 +1,4 @@
-"""Concurrent generation and scoring of many rollouts, each with its limit (spec: orchestration)."""
+"""Concurrent generation and scoring of an environment's rollouts, each with its own limit."""
 
 from __future__ import annotations
 
@@ -67,21 +67,24 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """Limits of rollouts that are generated and scored at a time; None: no limit."""
+    """How many rollouts are generated at a time, and how many are scored; None: no limit."""
 
     generation: int | None
     scoring: int | None
 
     @classmethod
     def from_limits(cls, both: int, generation: int | None, scoring: int | None) -> Concurrency:
-        """Use `both` for a limit that is None; a number under 1 means no limit."""
+        """Make the limits from the arguments of `Environment.generate`.
+
+        `both` replaces a limit that is None; a number under 1 means no limit.
+        """
         limits = [both if limit is None else limit for limit in (generation, scoring)]
         return cls(*(limit if limit > 0 else None for limit in limits))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """The arguments of one call of `Environment.generate`."""
+    """The arguments of one call of `Environment.generate`, with defaults filled in."""
 
     client: Client
     model: str
@@ -98,9 +101,9 @@ class GenerateCall:
 async def generate(
     environment: Environment, examples: Examples, call: GenerateCall
 ) -> GenerateOutputs:
-    """Implement `Environment.generate`.
+    """Play and score one rollout for each dataset row, as `Environment.generate` describes.
 
-    If it is cancelled, every rollout is cancelled and cleans up.
+    If it is cancelled, every rollout is cancelled and cleaned up.
     """
     started = datetime.now().astimezone()
     began_s = time.perf_counter()
@@ -326,8 +329,9 @@ class _Batch:
 
 
 class ScoredTogether:
-    """Scores the rollouts of several `generate` calls by their rubrics' `score_rollouts`, once all
-    of these calls have generated their rollouts.
+    """Scores the rollouts of several `Environment.generate` calls by one call of their rubric.
+
+    Each `generate` call waits until all of these calls have generated their rollouts.
     """
 
     def __init__(self, num_calls: int) -> None:
@@ -338,7 +342,7 @@ class ScoredTogether:
     async def score(
         self, rollouts: Sequence[tuple[Rubric, Parser, State]], bound: int | None
     ) -> None:
-        """Score a call's rollouts that have not failed, each with its rubric and parser.
+        """Wait for the other `generate` calls, and score these rollouts together with theirs.
 
         `bound`: limit of rollouts that are scored at a time; None: no limit.
         """
@@ -355,7 +359,8 @@ class ScoredTogether:
 
 
 SCORED_TOGETHER: ContextVar[ScoredTogether | None] = ContextVar("scored_together", default=None)
-"""Used by the next `generate` call in this context; None: the call is scored by itself."""
+"""Scores the next `Environment.generate` call in this context together with other calls.
+None: the call scores its own rollouts."""
 
 
 async def _score_at_once(
@@ -393,7 +398,7 @@ def _bound(limit: int | None) -> asyncio.Semaphore | None:
 def metadata_of(
     environment: Environment, model: str, sampling_args: Arguments, states: Sequence[State]
 ) -> GenerateMetadata:
-    """Compute counts and averages. The reward 0 of failed rollouts is excluded."""
+    """Return counts and averages over finished rollouts; failed ones are not in the averages."""
     sound = [state for state in states if state["error"] is None]
     metrics = dict.fromkeys(name for state in states for name in state["metrics"] or {})
     return GenerateMetadata(

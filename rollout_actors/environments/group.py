@@ -1,4 +1,4 @@
-"""Groups of environments: each rollout is played and scored by one member."""
+"""Several environments in one run: each rollout is played and scored by one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.dataset import even_order
 
 
 class EnvGroup(Environment):
-    """Several environments as one, with the rows of all, one environment after the other.
+    """Combines several environments into one, whose dataset has the rows of all of them.
 
     A row's `task` names its environment, and its `example_id` is its index among all rows. An `id`
     is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
@@ -123,12 +123,12 @@ class EnvGroup(Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play a row in its own environment."""
+        """Play one rollout of a dataset row in the environment that the row's `task` names."""
         member = self.member(input.get("task"))
         return await member.rollout(input, client, model, sampling_args)
 
     def member(self, task: str | None) -> Environment:
-        """Return the environment of this task. ValueError: no environment has it."""
+        """Return the environment that a row's `task` names. Raises ValueError if there is none."""
         if task is None or task not in self.env_map:
             _refuse_task(task, self.env_map)
         return self.env_map[task]
@@ -139,7 +139,7 @@ class EnvGroup(Environment):
         await self.member(state["task"])._render_completion(state)
 
     async def aclose(self) -> None:
-        """Call the group's own `@teardown` and close each environment, each within its own limit.
+        """Close the group and each of its environments, each within its own time limit.
 
         All are closed, even if others raise or this call is cancelled.
         """

@@ -1,10 +1,10 @@
-"""Decorators for methods at the end of rollouts and environments: stop, cleanup and teardown.
+"""Decorators for an environment's methods that end rollouts and release resources.
 
     @stop                         @stop(priority=10)
     async def solved(self, state: State) -> bool: ...
 
-Handlers may be plain functions too. They run on the event loop, so they must not block. Higher
-priority runs first; ties are ordered by name (spec: trajectories, 5).
+Decorated methods may be plain functions too. They run on the event loop, so they must not block.
+Methods of higher priority run first; ties are ordered by name.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ F = TypeVar("F", bound=Handler)
 
 
 class Event(StrEnum):
-    """When handlers are called."""
+    """When an environment's decorated methods are called."""
 
     STOP = "stop"
-    """In each turn, to decide whether the rollout is over."""
+    """`@stop` methods are called in each turn of a rollout, to decide whether it is over."""
     CLEANUP = "cleanup"
-    """Once for each rollout, however it ended."""
+    """`@cleanup` methods are called once at the end of each rollout, also of a failed one."""
     TEARDOWN = "teardown"
-    """Once for each environment, when it is closed, or else when the process ends."""
+    """`@teardown` methods are called once, when the environment is closed or the process ends."""
 
 
 class _Mark:
@@ -73,26 +73,26 @@ class _Mark:
 
 
 stop = _Mark(Event.STOP)
-"""Marks a method `(self, state) -> bool` that returns whether a rollout is over.
+"""Marks a method `(self, state) -> bool` of an environment that returns whether a rollout is over.
 
 Its name becomes the state's `stop_condition`.
 """
 cleanup = _Mark(Event.CLEANUP)
-"""Marks a method `(self, state)` that releases the resources of a rollout.
+"""Marks a method `(self, state)` of an environment that releases the resources of a rollout.
 
-It is called once, also after an exception or a cancellation.
+It is called once per rollout, also after an exception or a cancellation.
 """
 teardown = _Mark(Event.TEARDOWN)
-"""Marks a method `(self)` that releases the resources of the environment.
+"""Marks a method `(self)` of an environment that releases the environment's resources.
 
 It is called once, by `aclose` or at the end of the process.
 """
 
 
 def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
-    """List the owner's marked methods, bound, in calling order.
+    """Return the methods of `owner` that are decorated for this event, in calling order.
 
-    An override must be marked again; otherwise it is not a handler.
+    A subclass that overrides such a method must decorate it again.
     """
     # Looked up in the classes, because access on the instance would compute properties.
     members: dict[str, object] = {}
@@ -107,7 +107,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
 
 
 async def awaited(value: object) -> Any:
-    """Return a value, or the result of an awaitable, because users' methods may be either."""
+    """Return the result of a call of a user's function, which may be asynchronous or not."""
     if type(value) is CoroutineType or inspect.isawaitable(value):  # the first is found at once
         return await value
     return value
@@ -119,11 +119,11 @@ async def call_all(
     limit_s: float | None = None,
     what: str = "handler",
 ) -> None:
-    """Call each handler, even if others raise, and raise the first error at the end.
+    """Call each of the methods, even if others raise. Raise the first error at the end.
 
     Args:
-        limit_s: time limit of each handler, in seconds; None: no limit.
-        what: name of the handler in the error at the limit.
+        limit_s: time limit of each method, in seconds; None: no limit.
+        what: name of the methods in the error at the limit.
     """
     first: BaseException | None = None
     for handler in called:
@@ -147,9 +147,9 @@ async def _called(handler: Handler, arguments: Sequence[object]) -> None:
 
 
 async def finish_cleanup(work: Work[None], limit_s: float) -> None:
-    """Wait for the end of a cleanup, shielded from cancellation, then re-raise the cancellation.
+    """Run a rollout's cleanup to its end, even if this task is cancelled meanwhile.
 
-    If the task is being cancelled, an error of the cleanup is only logged.
+    A cancellation is raised after the cleanup. Then an error of the cleanup is only logged.
 
     Raises:
         TimeoutError: the cleanup is not done after `limit_s` seconds.
@@ -204,7 +204,7 @@ def close_at_exit(environment: Environment) -> None:
 
 
 def forget(environment: Environment) -> None:
-    """Remove a closed environment from the set."""
+    """Do not close this environment at the end of the process, because it is closed already."""
     with _LOCK:
         _OPEN.discard(environment)
         if not _OPEN:

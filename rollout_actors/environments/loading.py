@@ -21,12 +21,12 @@ from rollout_actors.environments.types import Fields
 from shared.config.secrets import hide
 
 ENTRY_POINTS = "rollmatch.environments"
-"""Entry point group that installed packages register environments in:
+"""Entry point group in which installed packages register their environments:
 `name = "package.module"`, or `"package.module:load_environment"`.
 """
 
 FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
-"""Prefixes of other libraries' environments (modules of `foreign`), and the text after each."""
+"""Prefixes of names of other libraries' environments, and what follows: `gym:NAME`."""
 
 Load = Callable[..., Environment]
 
@@ -45,7 +45,10 @@ def load_environment(env_id: str, **env_args: object) -> Environment:
 
 
 def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
-    """Call what `find_environment` returned: the second half of `load_environment`."""
+    """Make an environment by the function `load`, which `find_environment` returned.
+
+    Raises ValueError for wrong arguments.
+    """
     # First of all, because anything logged or raised from here on may repeat an argument.
     hide(env_args)
     _check_arguments(env_id, load, env_args)
@@ -63,12 +66,15 @@ def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
 
 
 def environment_names() -> list[str]:
-    """List the names of the examples and of installed environments."""
+    """Return the names of the example environments and of the installed ones."""
     return sorted({*_installed(), *_examples()})
 
 
 def find_environment(env_id: str) -> Load:
-    """Find the function that loads an environment: the first half of `load_environment`."""
+    """Return the function that makes the environment of this name, for `make_environment`.
+
+    Raises ValueError if the name is unknown or ambiguous.
+    """
     library, colon, name = env_id.partition(":")
     if colon and library in FOREIGN:
         _look_into_working_directory()

@@ -43,10 +43,10 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
-        """Return the environment's response to the conversation, which ends with a model message.
+        """Return the environment's messages in response to the model's last message.
 
-        It may write to the state. Messages in the state's `final_env_response` are the last of the
-        rollout and end it.
+        It may write to the state. If it writes messages to `state["final_env_response"]`, they are
+        the rollout's last messages and end it.
         """
 
     @stop
@@ -66,7 +66,7 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """Return the next call's prompt: the conversation so far and the environment's response."""
+        """Return the next model call's prompt: the conversation and the environment's response."""
         trajectory = state["trajectory"]
         if not trajectory:
             return concat_messages([state["prompt"]])
@@ -85,7 +85,7 @@ class MultiTurnEnv(Environment):
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: ModelResponse
     ) -> None:
-        """Record a model call as a step of the trajectory, unless the prompt was too long."""
+        """Append a model call to `state["trajectory"]`, unless its prompt was too long."""
         if response is not None and response.id == OVERLONG:
             state["prompt_too_long"] = True
             state["is_truncated"] = True
@@ -114,7 +114,7 @@ class MultiTurnEnv(Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Take turns until a stop condition holds."""
+        """Let model and environment take turns until a `@stop` method ends the rollout."""
         scope = current_scope()
         assert scope is not None, "Environment opens a scope around every rollout"
         scope.state = require_state(await awaited(self.init_state(input)), "init_state", self)
@@ -179,7 +179,7 @@ class SingleTurnEnv(MultiTurnEnv):
     """An environment with one question and one answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of `Environment`, by position or by name."""
+        """Accept the arguments of `Environment`, by position or by name."""
         # MultiTurnEnv takes them only by name.
         positional = inspect.signature(Environment).bind(*args).arguments
         super().__init__(max_turns=1, **positional, **kwargs)

@@ -1,9 +1,9 @@
-"""Reward functions, and the values that they give to rollouts.
+"""Calls of reward functions, and the rewards, metrics and advantages that they give to rollouts.
 
 The parameters of a reward function select its arguments: any field of the state (`prompt`,
 `completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or an entry of the rubric's
 `class_objects`; with `**kwargs`, all of them. A function with the parameter `states`, or another
-plural, is a group function: it is called once with all rollouts of one example, and returns a
+plural, is a group function: it is called once with all rollouts of one dataset row, and returns a
 reward for each. Plain (not asynchronous) functions run in threads.
 """
 
@@ -33,7 +33,8 @@ from rollout_actors.environments.types import Arguments, Fields, State
 from shared.trajectory import group_advantages
 
 RewardFunction = Callable[..., Any]
-"""Returns a number, or for a group a list with one number per rollout; may be asynchronous."""
+"""A reward function: returns a number for a rollout, or a list of numbers for several rollouts.
+It may be asynchronous."""
 
 # The time limit of reward functions
 
@@ -43,7 +44,10 @@ _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", def
 
 @contextmanager
 def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
-    """Limit each call of a reward function (None: no limit). Errors name the limit by `key`."""
+    """In the `with` block, limit the seconds of each call of a reward function; None: no limit.
+
+    The error at the limit names it by `key`.
+    """
     token = _TIME_LIMIT.set((limit_s, key))
     try:
         yield
@@ -52,7 +56,10 @@ def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
 
 
 def scoring_limit(who: str) -> AbstractAsyncContextManager[None]:
-    """Apply the current limit to a block of scoring. The TimeoutError names `who`."""
+    """Apply the time limit of reward functions to the `async with` block.
+
+    It raises TimeoutError that names `who`.
+    """
     limit_s, key = _TIME_LIMIT.get()
     remedy = "check what it waits for, or raise scoring_timeout_s"
     return within(limit_s, f"{who} is not done after {key}", remedy)
@@ -74,19 +81,19 @@ PLURALS = {
     "inputs": "input",
     "trajectories": "trajectory",
 }
-"""Parameters of a group function, and the field of each rollout that they list."""
+"""Maps parameters of a reward function for several rollouts to the field that they list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The outcome of a reward function that has no value for a rollout."""
+    """The result of a reward function that failed for a rollout, in place of a number."""
 
     text: str
-    """The error."""
+    """Description of the error."""
 
     @classmethod
     def from_error(cls, error: BaseException) -> Failed:
-        """Record the function's error. Cancellations and process exits are raised again."""
+        """Describe the function's error. Raise cancellations and process exits again."""
         reraise_cancellation(error)
         return cls(describe_error(error))
 
@@ -96,18 +103,18 @@ Figure = float | Failed
 
 @dataclass(slots=True)
 class Reward:
-    """A reward function and how it is called."""
+    """A reward function of a rubric, with its weight and how it is called."""
 
     function: RewardFunction
     name: str
     weight: float
     arguments: tuple[str, ...]
-    """Names of its parameters."""
+    """Names of the function's parameters."""
     required: tuple[str, ...]
-    """Names of its parameters without a default."""
+    """Names of the function's parameters without a default."""
     takes_all: bool
     bound: frozenset[str]
-    """Parameters that a partial has bound. They keep their values, with `**kwargs` too."""
+    """Parameters bound by a `functools.partial`. They keep their values, with `**kwargs` too."""
     is_of_group: bool
 
     @classmethod
@@ -139,7 +146,10 @@ class Reward:
         )
 
     async def of_group(self, states: Sequence[State], objects: Fields) -> list[Figure]:
-        """Return one value for each rollout."""
+        """Call the function for these rollouts of one dataset row. Return one value for each.
+
+        `objects` are further arguments (the rubric's `class_objects`).
+        """
         if not self.is_of_group:
             return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
@@ -211,7 +221,7 @@ class Reward:
 # Figures of rollouts
 
 LARGEST = 1e30
-"""Limit of rewards, metrics and advantages. Sums and squares of many such numbers stay finite."""
+"""Largest permitted size of rewards, metrics and advantages, so that their squares stay finite."""
 
 
 def _is_finite(value: Any) -> bool:
@@ -230,7 +240,7 @@ def remedy_for(value: object) -> str:
 
 
 def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
-    """Mark rollouts as failed because their rubric raised. Its earlier results are discarded."""
+    """Mark rollouts as failed because the rubric raised, and discard its earlier results."""
     for state in states:
         state["error"] = describe_error(error)
         state["metrics"] = {}
@@ -238,7 +248,10 @@ def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
 
 
 def settle(states: Sequence[State], rubric: object) -> None:
-    """Check the values that a rubric wrote, and copy them to the steps that have none."""
+    """Finish the scoring of rollouts after their rubric has written rewards.
+
+    Check the values, and copy them to the model calls of the trajectory that have none.
+    """
     check_figures(states, rubric)
     for state in states:
         if state.get("error") is None:
@@ -246,9 +259,9 @@ def settle(states: Sequence[State], rubric: object) -> None:
 
 
 def check_figures(states: Sequence[State], rubric: object) -> None:
-    """Mark rollouts as failed if a reward, metric or advantage is not finite, or too large.
+    """Mark rollouts as failed if their reward, metric or advantage is not finite, or too large.
 
-    Values of many rollouts are added and squared, which must not overflow.
+    Values of many rollouts are added and squared, which must not overflow. `rubric` gave them.
     """
     for state in states:
         if state.get("error") is not None:
@@ -277,9 +290,9 @@ def _own_figures(state: State) -> dict[str, object]:
 
 
 def set_advantages(states: Sequence[State]) -> None:
-    """Write the advantages of one example's rollouts: reward minus mean, None if failed.
+    """Write `advantage` to the rollouts of one dataset row: reward minus mean reward.
 
-    The reward 0 of a failed rollout is not measured, and is excluded from the mean.
+    A failed rollout gets None, and its reward is excluded from the mean.
     Example: rewards 1, 0 and 0.5 give the advantages 0.5, -0.5 and 0.
     """
     sound = [state for state in states if state.get("error") is None]
@@ -291,13 +304,16 @@ def set_advantages(states: Sequence[State]) -> None:
 
 
 def is_of_group(state: State) -> bool:
-    """Return whether `set_advantages` computed a rollout's advantage."""
+    """Return whether the rollout's advantage is relative to the other rollouts of its dataset row.
+
+    Otherwise a rubric or an environment has set it.
+    """
     advantage = state.get("advantage")
     return advantage is not None and advantage == state.get("_group_advantage")
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """Write the advantages of one example's rollouts, after all rewards are final.
+    """Write `advantage` to the rollouts of one dataset row, when all their rewards are final.
 
     An advantage that a rubric has set itself is kept.
     """
@@ -317,9 +333,9 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
 
 def relative_steps(state: State) -> list[int]:
-    """List the steps that inherit the rollout's advantage in its group.
+    """Return the indices of the model calls that have the rollout's own advantage.
 
-    A rubric or an environment has set the advantages of the other steps.
+    A rubric or an environment has set the advantages of the other model calls.
     """
     if not is_of_group(state):
         return []
@@ -334,10 +350,10 @@ def relative_steps(state: State) -> list[int]:
 
 
 def give_to_steps(state: State) -> None:
-    """Copy a rollout's reward and advantage to its steps that have none.
+    """Copy a rollout's reward and advantage to those of its model calls that have none.
 
-    Before this call no code of the package writes to steps, so values in them are a rubric's or an
-    environment's. It may be called again when the rollout's values have changed.
+    A rubric or an environment may have set values of single model calls; they are kept. It may be
+    called again when the rollout's values have changed.
     """
     # Not `setdefault`, which calls four methods of the state (test_turn_cost.py).
     inheriting = state.get("_inheriting")
@@ -352,7 +368,10 @@ def give_to_steps(state: State) -> None:
 
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
-    """Record failed functions by name, and `fatal` (None: none) as the rollout's error."""
+    """Write the errors of a rollout's reward functions to its state, by function name.
+
+    `fatal` is the error that fails the rollout; None: there is none.
+    """
     former = state.pop("reward_errors", None)
     if former and state.get("error") in former.values():
         state["error"] = None  # it is from an earlier scoring
@@ -363,9 +382,9 @@ def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None
 
 
 def group_indices(keys: Iterable[object]) -> list[list[int]]:
-    """Return the indices of each key: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
+    """Return the indices of equal keys together: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
 
-    The key of an example is its task and its id, because two environments may use the same ids.
+    Used to find the rollouts of one dataset row; its key is its task and its id.
     """
     groups: dict[str, list[int]] = {}
     for index, key in enumerate(keys):

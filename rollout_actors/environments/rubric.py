@@ -1,4 +1,4 @@
-"""Rubrics: weighted reward functions, which score rollouts one by one or by example.
+"""Rubrics: weighted reward functions, which score rollouts one by one or all of a row together.
 
 A function that raises, or returns no finite number, has no value: it is missing in
 `state["metrics"]`, and `state["reward_errors"]` has its error by name. If its weight is not 0, the
@@ -42,12 +42,12 @@ from rollout_actors.environments.rewards import (
 from rollout_actors.environments.types import State
 
 _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
-"""Parser of the environment whose rollouts are being scored."""
+"""Parser of answers of the environment whose rollouts are being scored."""
 
 
 @contextmanager
 def lent_parser(parser: Parser) -> Iterator[None]:
-    """Make an environment's parser available to reward functions whose rubric has none."""
+    """In the `with` block, rubrics without their own answer parser use this parser."""
     token = _PARSER.set(parser)
     try:
         yield
@@ -61,10 +61,11 @@ def _overrides(rubric: Rubric, name: str, base: type[Rubric]) -> bool:
 
 
 class Rubric:
-    """Reward functions and their weights. A function of weight 0 is only a metric.
+    """Scores rollouts: the reward is the weighted sum of the values of reward functions.
 
-    Example: functions `right` (weight 1.0) and `brief` (0.2) that return 1 and 0.5 give the reward
-    1.1 and the metrics {"right": 1.0, "brief": 0.5}.
+    Every value is also a metric; a function of weight 0 is only a metric. Example: functions
+    `right` (weight 1.0) and `brief` (0.2) that return 1 and 0.5 give the reward 1.1 and the metrics
+    {"right": 1.0, "brief": 0.5}.
     """
 
     logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Rubric:
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Add a function. Raises ValueError if there is one of its name already.
+        """Add a reward function. Raises ValueError if there is one of its name already.
 
         As a decorator, `@rubric.add_reward_func` leaves None under the function's name. Functions
         without a name (lambdas, partials) are numbered from the second of their kind.
@@ -107,7 +108,10 @@ class Rubric:
         self._has_group_function |= reward.is_of_group
 
     def set_default_parser(self, parser: Parser) -> None:
-        """Keep the first environment's parser, for scoring outside of `generate`."""
+        """Use this answer parser if the rubric has none and scores outside of `generate`.
+
+        The parser of the first environment that uses the rubric is kept.
+        """
         self._default_parser = self._default_parser or parser
 
     @property
@@ -124,40 +128,40 @@ class Rubric:
 
     @property
     def current_parser(self) -> Parser:
-        """The rubric's own parser, or else the parser of the rollouts' environment."""
+        """The answer parser for reward functions: the rubric's own, or else the environment's."""
         return self.parser or _PARSER.get() or self._default_parser or Parser()
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
-        """Return the rubric that scores rollouts of this task."""
+        """Return the rubric that scores rollouts of this task: itself, or a group member's."""
         return self
 
     @property
     def compares_rollouts(self) -> bool:
-        """True if all rollouts of an example are scored together."""
+        """True if all rollouts of one dataset row must be scored together."""
         return self._has_group_function or _overrides(self, "score_group", Rubric)
 
     @property
     def scores_all_at_once(self) -> bool:
-        """True if `score_rollouts` is overridden. Then rewards are final only after it."""
+        """True if `score_rollouts` is overridden, so that one call of it scores all rollouts."""
         return _overrides(self, "score_rollouts", Rubric)
 
     async def score_rollout(self, state: State) -> None:
-        """Write the state's `reward` and `metrics`.
+        """Score one rollout: write `reward` and `metrics` to its state.
 
-        Steps without a reward get the rollout's reward after all scoring of the rollout.
+        Model calls of the trajectory without a reward get the rollout's reward afterwards.
         """
         await self._score([state])
 
     async def score_group(self, states: Sequence[State]) -> None:
-        """Score all rollouts of one example, and write their `advantage`.
+        """Score all rollouts of one dataset row, and write `advantage` to their states too.
 
-        An advantage is the reward minus the group's mean.
+        An advantage is the rollout's reward minus the mean reward of these rollouts.
         """
         await self._score(states)
         set_advantages(states)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Score many rollouts, one by one or together with the rollouts of the same example.
+        """Score many rollouts, one by one or together with the other rollouts of their dataset row.
 
         `Environment.generate` calls an override of this method once, after all its rollouts are
         generated, whatever `interleave_scoring` is. Training calls it once per step. Without an
@@ -199,7 +203,7 @@ class Rubric:
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one. Their rewards are added.
+    """Scores rollouts by several rubrics, and adds the rewards.
 
     A metric that two of them have is the sum, and is missing if one of them fails.
     """
@@ -240,7 +244,7 @@ class RubricGroup(Rubric):
         return own or any(rubric.scores_all_at_once for rubric in self.rubrics)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Add the results of the rubrics' own `score_rollouts`, one rubric after the other.
+        """Score the rollouts by each rubric's `score_rollouts` in turn, and add the results.
 
         If a rubric raises or writes an invalid value for a rollout, the rollout has failed, and the
         next rubrics do not score it.
@@ -322,8 +326,10 @@ class _Sum:
 async def score_unit(
     rubric: Rubric, states: Sequence[State], places: asyncio.Semaphore | None
 ) -> None:
-    """Score one rollout, or an example's rollouts if they are compared, in a slot and a task. A
-    rubric that raises fails only these rollouts.
+    """Score one rollout, or all rollouts of a dataset row, in a separate task.
+
+    `places` limits how many are scored at a time; None: no limit. If the rubric raises, only these
+    rollouts fail.
     """
     given_up: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The scope of a running rollout: opened around `Environment.rollout`, used by its model calls."""
+"""The context of a running rollout: its model calls find their client and their seeds there."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RolloutScope:
-    """One running rollout, stored in a context variable.
+    """Data about one running rollout of an environment, stored in a context variable.
 
-    The seeds of its calls are derived from its path. Example: the rollout of an input has the path
-    "". Two judge rollouts that its environment starts have "/0" and "/1", and the two rollouts of a
-    `generate` call after them "/2.0" and "/2.1". Calls of a reward function append "=".
+    The seeds of its model calls derive from its path. Example: the rollout of a dataset row has the
+    path "". Two judge rollouts that its environment starts have "/0" and "/1", and two rollouts of
+    a `generate` call after them "/2.0" and "/2.1". Calls of a reward function append "=".
     """
 
     environment: Environment | None
     """The environment that plays the rollout; None during scoring."""
     input: Fields
     outermost: Fields
-    """Input of the outermost rollout. The seeds are derived from its `position`."""
+    """Input of the rollout inside which this one was started. Seeds derive from its `position`."""
     path: str = ""
     state: State | None = None
     """The last state that the environment returned. A failing rollout keeps it."""
     clients: list[tuple[Client, EndpointClient]] = field(default_factory=list)
-    """Clients that need to know the rollout, each with the conversation opened for this one."""
+    """Clients with a separate conversation for each rollout, each with this rollout's."""
     num_children: int = 0
     is_closed: bool = False
 
     def child_path(self) -> str:
-        """Return the path of the next rollout that starts inside this one."""
+        """Return a new path for a rollout that is started inside this one."""
         self.num_children += 1
         return f"{self.path}/{self.num_children - 1}"
 
     def client(self, client: Client) -> EndpointClient:
-        """Return the conversation for this rollout's calls, the same one for every call."""
+        """Return the object that sends this rollout's model calls: a conversation, or `client`.
+
+        All calls of a rollout use the same conversation.
+        """
         if not is_rollout_client(client):
             return client
         # Compared by identity, in a list, because a client may not be hashable.
@@ -66,7 +69,10 @@ class RolloutScope:
         return conversation
 
     async def close(self) -> None:
-        """Record the rollout's number of splits and call every `@cleanup` method, once."""
+        """End the rollout: call every `@cleanup` method, once.
+
+        Also count the model calls whose prompt did not continue earlier tokens (`num_splits`).
+        """
         if self.is_closed or self.state is None or self.environment is None:
             return
         # Set first, so that a cleanup that raises is not called again.
@@ -85,20 +91,20 @@ _SCOPE: ContextVar[RolloutScope | None] = ContextVar("rollout_scope", default=No
 
 
 def current_scope() -> RolloutScope | None:
-    """Return the innermost rollout of this context; None outside of rollouts."""
+    """Return the rollout that is running in this context (the innermost); None: there is none."""
     return _SCOPE.get()
 
 
 def enter_scope(scope: RolloutScope) -> None:
-    """Make a scope the current one of this task, which must have its own context."""
+    """From now on, the current task works for this rollout. The task must have its own context."""
     _SCOPE.set(scope)
 
 
 def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
-    """Wrap `Environment.rollout`: open a scope around it, and clean up at its end.
+    """Wrap `Environment.rollout`: create a `RolloutScope` for it, and clean up at its end.
 
     If the current scope is of this environment and has no state yet, the rollout uses it: it was
-    opened by `generate`, or by an override that calls `super().rollout`. Any other rollout inside a
+    made by `generate`, or by an override that calls `super().rollout`. Any other rollout inside a
     scope becomes its child.
     """
 
@@ -129,10 +135,10 @@ def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
 
 
 def bind_client(client: Client) -> EndpointClient:
-    """Return the client or conversation for a call in the current rollout.
+    """Return what sends the running rollout's model calls: its conversation, or `client` itself.
 
     Raises:
-        RuntimeError: the client must know the rollout, and no rollout is running.
+        RuntimeError: the client needs a conversation per rollout, and no rollout is running.
     """
     if not is_rollout_client(client):
         return client
@@ -146,7 +152,7 @@ def bind_client(client: Client) -> EndpointClient:
 
 
 def new_state(input: JsonObject) -> State:
-    """Make a state with every field of a rollout. The input is not copied."""
+    """Return the state of a new rollout of this input, with all fields. The input is not copied."""
     # Not `State.update`, which copies the input: `init_state` has copied the row already.
     state = State()
     dict.update(state, {"input": input, "id": input.get("id", input["example_id"]), **_fields()})
@@ -154,7 +160,7 @@ def new_state(input: JsonObject) -> State:
 
 
 def with_defaults(state: State, input: Fields) -> State:
-    """Add fields of a rollout that an environment's own `init_state` or `rollout` left out."""
+    """Add the fields to a state that a subclass's own `init_state` or `rollout` left out."""
     if not dict.__contains__(state, "input"):
         state["input"] = {key: value for key, value in input.items() if key not in state}
     for name, value in _fields().items():
@@ -165,7 +171,7 @@ def with_defaults(state: State, input: Fields) -> State:
 
 
 def require_state(result: object, method: str, environment: Environment) -> State:
-    """Return an environment's result if it is a state.
+    """Return the result of an environment's method, which must be a state.
 
     Raises:
         TypeError: it is something else, for example because a `return` was forgotten.

@@ -1,4 +1,4 @@
-"""Environments in which the model calls Python functions (spec: environment setup pattern).
+"""Environments in which the model calls Python functions as tools.
 
 In each turn the environment answers the tool calls of the model's last message.
 """
@@ -57,7 +57,10 @@ class ToolEnv(MultiTurnEnv):
         self._add(Tool.of(tool))
 
     def remove_tool(self, tool: Callable[..., object]) -> None:
-        """Remove a tool from rollouts that begin from now on. ValueError: unknown tool."""
+        """Remove a tool from rollouts that begin from now on.
+
+        Raises ValueError if the environment does not have it.
+        """
         name = name_of(tool)
         # The function is compared too: another one may have this name.
         if self.tool_map.get(name) != tool:
@@ -80,7 +83,7 @@ class ToolEnv(MultiTurnEnv):
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:
-        """Return a tool message for each call of the last message. Calls run in order."""
+        """Run the tool calls of the model's last message in order. Return a message for each."""
         last: Any = messages[-1]
         return [await self._answer(call, messages, state) for call in calls_of(last)]
 
@@ -92,7 +95,7 @@ class ToolEnv(MultiTurnEnv):
         state: State | None = None,
         **kwargs: object,
     ) -> Message:
-        """Call a tool with complete arguments, and return its tool message.
+        """Call a tool with complete arguments, and return the message that the model gets.
 
         An error of the tool becomes the message, because the model may try another way.
 
@@ -143,7 +146,7 @@ class ToolEnv(MultiTurnEnv):
         return redacted(self.error_formatter(error)) or type(error).__name__
 
     _fills_in = False
-    """True if `update_tool_args` may add arguments that the model left out."""
+    """Whether `update_tool_args` may add required arguments that the model left out."""
 
     async def update_tool_args(
         self,
@@ -152,16 +155,18 @@ class ToolEnv(MultiTurnEnv):
         messages: Messages,
         state: State,
     ) -> Arguments:
-        """Return the arguments to call a tool with, made from the model's arguments."""
+        """Return the arguments to call a tool with; `tool_args` are the model's arguments.
+
+        Override it to change or add arguments.
+        """
         return tool_args
 
 
 class StatefulToolEnv(ToolEnv):
-    """A tool environment that sets some parameters itself: data of the rollout that the model does
-    not need to see.
+    """A tool environment that sets some parameters of its tools itself, hidden from the model.
 
-    A subclass overrides `update_tool_args` to add the skipped arguments, and others that the model
-    left out. An error in it fails the rollout.
+    A subclass overrides `update_tool_args` to add these arguments, for example from the rollout's
+    state. It may add others that the model left out. An error in it fails the rollout.
     """
 
     _fills_in = True
@@ -172,10 +177,13 @@ class StatefulToolEnv(ToolEnv):
 
 
 class ToolRubric(Rubric):
-    """Metrics of weight 0: `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`."""
+    """Counts tool calls as metrics that do not change the reward.
+
+    The metrics are `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`.
+    """
 
     def __init__(self, tools: Iterable[Callable[..., object] | str] = ()) -> None:
-        """`tools`: functions or names."""
+        """`tools`: the tools whose calls are counted separately, as functions or names."""
         names = [tool if isinstance(tool, str) else name_of(tool) for tool in tools]
         functions: list[RewardFunction] = [
             num_tool_calls,
@@ -190,12 +198,12 @@ def num_tool_calls(completion: Messages) -> int:
 
 
 def num_tool_errors(state: State) -> int:
-    """Return how many calls were answered with an error."""
+    """Return how many tool calls of a rollout were answered with an error."""
     return int(state.get("num_tool_errors", 0))
 
 
 def calls_of(message: Message) -> list[Message]:
-    """Return the tool calls of a message."""
+    """Return the tool calls in a model's message; an empty list if there are none."""
     return list(message.get("tool_calls") or ())
 
 

@@ -1,4 +1,4 @@
-"""The parts of a rollout (spec: trajectories).
+"""The parts of an environment's rollout: input, state, and the trajectory of model calls.
 
 They are dictionaries because users' environments read and extend them by key.
 """
@@ -19,17 +19,17 @@ JsonObject = dict[str, Any]
 Fields = Mapping[str, Any]
 """Read-only values by name: a row of a dataset, a state, arguments of an environment."""
 Arguments = dict[str, Any]
-"""Arguments of a call by name, as Python values."""
+"""Keyword arguments of a function, a tool or a model call, as Python values."""
 Message = JsonObject
 """A message of the OpenAI API: `role`, `content`, and `tool_calls` or `tool_call_id` if any."""
 Messages = list[Message] | str
-"""A conversation, or plain text if `message_type` is `completion`."""
+"""A list of messages, or a plain text if the environment's `message_type` is `completion`."""
 MessageType = Literal["chat", "completion"]
-"""Whether prompts are messages or plain text."""
+"""Whether the prompts of an environment are messages (`chat`) or plain text (`completion`)."""
 ModelResponse = ChatCompletion | Completion
 """The response of a model call; the message type determines its class."""
 Info = JsonObject
-"""Further data of a row, besides prompt and answer."""
+"""Data of a dataset row in addition to prompt and answer, for the environment and its rubric."""
 GivenMessage = Fields | BaseModel
 """A message or a tool call that a caller passes: a mapping, or an object of `openai`."""
 SamplingArgs = Fields
@@ -37,7 +37,7 @@ SamplingArgs = Fields
 
 
 class BaseRolloutInput(TypedDict):
-    """The fields that every input of a rollout has."""
+    """The fields that the input of every rollout has."""
 
     prompt: Messages
     example_id: Any
@@ -48,18 +48,20 @@ class RolloutInput(BaseRolloutInput, total=False):
     """One row of a dataset, as the input of a rollout."""
 
     id: Any
-    """The row's own id, if it has one; also `state["id"]`."""
+    """The dataset row's own id, if it has one; also in `state["id"]`."""
     answer: str
     info: Info
     position: int
-    """Index of the rollout in its training step. The seeds of its calls are derived from it.
+    """Index of the rollout in its training step. The seeds of its model calls derive from it.
 
-    `generate` sets it to the index of the input if it is missing.
+    `Environment.generate` sets it to the index of the input if it is missing.
     """
 
 
 class TrajectoryStepTokens(TypedDict):
-    """Tokens that the engine read and sampled in one call. Masks are 1 for tokens that are trained.
+    """Tokens that the engine read and sampled in one model call.
+
+    Masks are 1 for tokens that are trained.
 
     Example: the prompt [5, 6] and the answer [7, 2] have the masks [0, 0] and [1, 1], and
     `completion_logprobs` such as [-0.1, -0.5].
@@ -68,38 +70,39 @@ class TrajectoryStepTokens(TypedDict):
     prompt_ids: list[int]
     prompt_mask: list[int]
     completion_ids: list[int]
-    """Including the stop token, if one was sampled."""
+    """The sampled tokens, including the stop token if one was sampled."""
     completion_mask: list[int]
     completion_logprobs: list[float]
     """Natural logarithms of the probabilities of the sampled tokens."""
 
 
 class TrajectoryStep(TypedDict):
-    """One model call."""
+    """One model call of a rollout: what was sent, what came back, and how it is rewarded."""
 
     prompt: Messages
     """The messages exactly as they were sent in this call."""
     completion: Messages
-    """The messages exactly as they were returned."""
+    """The model's messages, exactly as they were returned in this call."""
     # Of any type, because an environment that writes its own steps may store anything here.
     response: Any
     tokens: TrajectoryStepTokens | None
-    """None if the engine did not return tokens. Then the step cannot be trained."""
+    """The tokens of this call; None if the engine did not return them, so it cannot be trained."""
     reward: float | None
-    """None until it is scored. Then the step's own reward if one was set, else the rollout's."""
+    """Reward of this call if a rubric or an environment set one, else the rollout's; None until it
+    is scored."""
     advantage: float | None
     extras: JsonObject
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds without time in a queue for the model, the rubric or a thread; and the start."""
+    """How long a rollout took, without waits in a queue for the model, the rubric or a thread."""
 
     generation_ms: float
     scoring_ms: float
     total_ms: float
-    """The sum of both."""
+    """The sum of `generation_ms` and `scoring_ms`."""
     start_time: float
-    """Unix time in seconds."""
+    """Unix time in seconds at the start of the rollout."""
 
 
 class State(dict[str, Any]):
@@ -163,12 +166,12 @@ class State(dict[str, Any]):
         return f"State({dict(self)!r})"
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several keys. An input is copied, so writing to its fields leaves the original."""
+        """Write several keys. A value of the key `input` is copied, so it never changes itself."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
 
     def copy(self) -> State:
-        """Copy the state and its input. Writing to the copy does not change this state."""
+        """Return a copy of the state and its input. Writing to it does not change this state."""
         items = dict(dict.items(self))
         if "input" in items:
             items["input"] = dict(items["input"])
@@ -223,8 +226,9 @@ def _state(kind: type[State], items: Fields) -> State:
 
 
 class EndpointClient(Protocol):
-    """`openai.AsyncOpenAI`, or an object with the same two calls: `chat.completions.create` for
-    messages and `completions.create` for plain text.
+    """A client for model calls: `openai.AsyncOpenAI`, or an object with the same two methods.
+
+    They are `chat.completions.create` for messages and `completions.create` for plain text.
     """
 
     @property
@@ -234,7 +238,7 @@ class EndpointClient(Protocol):
 
 
 class ConversationClient(Protocol):
-    """A client that must know which calls belong to one rollout (`EngineClient`)."""
+    """A client that has a separate conversation for each rollout (`EngineClient`)."""
 
     def conversation(
         self, state: State, *, of: Fields | None = None, path: str = ""
@@ -242,4 +246,4 @@ class ConversationClient(Protocol):
 
 
 Client = EndpointClient | ConversationClient
-"""The client that rollouts send their model calls to."""
+"""The client to which the rollouts of an environment send their model calls."""

@@ -1,4 +1,4 @@
-"""The repeat guard for transformers' `generate`.
+"""The repeat guard for transformers' `generate`: ends answers that repeat themselves.
 
 Shape legend: B rows (sequences, or beams), L tokens so far, T generated ones, V vocabulary.
 """
@@ -12,12 +12,13 @@ from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 
 
 class HFRepeatGuard(LogitsProcessor):
-    """A logits processor that ends rows that exceed the rule's thresholds, for one `generate` call.
-    It must come before the processor that chooses a token.
+    """A logits processor that forces the stop token in answers that repeat themselves.
+
+    It is for one call of `generate`, and must come before the processor that chooses a token.
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
-        """`prompt_length` is the length of the padded prompts."""
+        """`rule`: which answers are ended; `prompt_length`: number of tokens of padded prompts."""
         self._rule = rule
         self._prompt_length = prompt_length
         self._stop_token_id = stop_token_id

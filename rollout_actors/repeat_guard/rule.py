@@ -1,4 +1,6 @@
-"""The rule of an engine's repeat guard, and the check that its workers use it. Without vllm."""
+"""The repeat guard's rule (which repeating answers an engine ends), and the check that each worker
+of the engine uses it. This module does not import vllm.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,23 @@ if TYPE_CHECKING:
 
 
 class ActiveGuard(TypedDict):
-    """A worker's report about its guard (`GuardedWorker.active_guard`)."""
+    """A vLLM worker's report about its repeat guard (`GuardedWorker.active_guard`)."""
 
     runner: str
-    """vLLM's model runner: "V1" or "V2"."""
+    """The worker's model runner: "V1" or "V2"."""
     is_loaded: bool
-    """Whether its sampler really has a guard."""
+    """Whether the worker has loaded the repeat guard."""
     settings: dict[str, object] | None
-    """Fields of `RepeatGuardSettings`; None: the guard is inactive."""
+    """Fields of its `RepeatGuardSettings`; None: it ends no answers."""
 
 
 def repeat_rule(
     settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> RepeatRule | None:
-    """Build the rule; None: no guard. Only the count of object keys needs the tokenizer."""
+    """Build the rule that says which repeating answers are ended; None: no answers are ended.
+
+    `load_tokenizer` is called only if the settings limit the number of JSON keys in an answer.
+    """
     if settings is None:
         return None
     if settings.max_object_keys is None:
@@ -41,7 +46,7 @@ def repeat_rule(
 
 
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
-    """Build the rule for an engine of this checkpoint."""
+    """Build the rule that says which repeating answers an engine of this checkpoint ends."""
 
     def load_tokenizer() -> PreTrainedTokenizerBase:
         # Imported here, because the import takes seconds. Every client of a server imports this
@@ -54,17 +59,20 @@ def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> Repeat
 
 
 def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, object] | None]:
-    """Return name and argument of the workers' method that sets the rule (`GuardedWorker`)."""
+    """Return name and argument of the call that sets the repeat guard's rule in vLLM's workers.
+
+    It is a method of `GuardedWorker`.
+    """
     return "guard_by", None if settings is None else asdict(settings)
 
 
 def require_guard(
     answers: Sequence[ActiveGuard], settings: RepeatGuardSettings | None, actor: str
 ) -> None:
-    """Raise RolloutError(phase="start") unless every worker of an engine uses these settings.
+    """Raise RolloutError unless the repeat guard of every worker of an engine has these settings.
 
     Args:
-        answers: results of `guard_call`, one per worker.
+        answers: results of the call that `guard_call` describes, one per worker.
     """
     asked = None if settings is None else asdict(settings)
     for rank, answer in enumerate(answers):

@@ -1,4 +1,4 @@
-"""The repeat guard for vLLM's two model runners, as a logits processor.
+"""The repeat guard for vLLM: a logits processor that ends answers that repeat themselves.
 
 The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it (`vllm serve
 --logits-processors`); requests do not select it. It is inactive until `GuardedWorker.guard_by` has
@@ -42,14 +42,16 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 FORCED_LOGIT = 1e9
-"""So high that the stop token's probability is exactly 1 for any temperature, penalty, top-k and
-top-p; and finite, so that no NaN occurs.
+"""Logit of the stop token that ends a repeating answer. Its probability is then exactly 1 for any
+temperature, penalty, top-k and top-p. It is finite, so that no NaN occurs.
 """
 
 
 class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
-    """The class that both model runners accept: each requires its own base class. Its constructor
-    returns a `GuardV1` or `GuardV2`.
+    """The logits processor that vLLM loads as the repeat guard.
+
+    Its constructor returns a `GuardV1` or `GuardV2`. Each of vLLM's two model runners requires its
+    own base class.
     """
 
     def __new__(cls, vllm_config: VllmConfig, *arguments: Any) -> GuardV1 | GuardV2:
@@ -60,8 +62,9 @@ class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
 
 
 class GuardV1(LogitsProcessorV1):
-    """The guard for the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one
-    `RepeatGuard` per request, on the host.
+    """The repeat guard for vLLM's V1 model runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`).
+
+    It has one `RepeatGuard` per request, in host memory.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -73,7 +76,10 @@ class GuardV1(LogitsProcessorV1):
         """Guarded requests by their row in the batch."""
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the rule of new requests. Running requests keep their rule."""
+        """Set when repeating answers to new requests are ended; None: never.
+
+        Running requests keep the earlier settings.
+        """
         self._rule = engine_rule(settings, self._tokenizer)
         self.settings = settings
 
@@ -85,7 +91,7 @@ class GuardV1(LogitsProcessorV1):
         process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Force the stop tokens in `logits`, [B, V]."""
+        """Force the stop token in the rows of `logits`, [B, V], whose answers repeat themselves."""
         # Not in `update_state`: with asynchronous scheduling the last token is only known here.
         ended = [(index, row.stop) for index, row in self._rows.items() if row.is_over()]
         if ended:
@@ -130,12 +136,12 @@ class _GuardedRequest:
 
 
 class GuardV2(LogitsProcessorV2):
-    """The guard for the V2 model runner (default on GPU), where tokens stay on the device and the
-    host runs ahead. It computes the same rule on the device without waiting.
+    """The repeat guard for vLLM's V2 model runner (default on GPU), computed on the device.
 
-    It reads each row's last tokens again in every step, so that repetitions need no state. Only the
-    key automaton has a state per slot. After a preemption the host sets it from the tokens
-    generated before. Not tested on a GPU; tests compare it with `RepeatGuard` on CPU tensors.
+    There the host runs ahead of the device, so this class never waits for it. It reads each row's
+    last tokens again in every step, so repetitions need no state. Only the count of JSON keys has a
+    state per slot. After a preemption the host sets that state from the tokens generated before.
+    Not tested on a GPU; tests compare it with `RepeatGuard` on CPU tensors.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
@@ -159,11 +165,12 @@ class GuardV2(LogitsProcessorV2):
         self._fewest_tokens = 0
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the rule of new requests. Requests that are already running are not guarded any
-        more.
+        """Set when repeating answers to new requests are ended; None: never.
+
+        Repeating answers to requests that are already running are not ended any more.
 
         Raises:
-            ValueError: the engine moves rows in ways that the guard cannot follow.
+            ValueError: the engine moves rows in ways that the repeat guard cannot follow.
         """
         if settings is not None and self._cannot_follow:
             raise ValueError(
@@ -203,7 +210,7 @@ class GuardV2(LogitsProcessorV2):
         self._entered = {}
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Force the stop tokens in `logits`, [B, V], in place."""
+        """Force the stop token in rows of `logits`, [B, V], whose answers repeat, in place."""
         settings = self.settings
         if settings is None:
             return logits
@@ -302,23 +309,26 @@ class _DeviceKeys:
 
 
 def stop_token(params: SamplingParams) -> int | None:
-    """Return the token that ends a request: its first stop token, or else the tokenizer's."""
+    """Return the token that ends an answer: the request's first stop token, else the tokenizer's.
+
+    Return None if the request has no stop token and ignores the tokenizer's.
+    """
     if params.stop_token_ids:
         return params.stop_token_ids[0]
     return params.eos_token_id  # None if the request ignores it
 
 
 class GuardedWorker:
-    """The guard's methods in vLLM's worker, part of the worker extension of every engine."""
+    """Methods that this project adds to vLLM's worker, to set and report its repeat guard."""
 
     model_runner: GPUModelRunnerV1 | GPUModelRunnerV2
     use_v2_model_runner: bool
 
     def guard_by(self, settings: dict[str, Any] | None) -> ActiveGuard:
-        """Set the rule of new requests, and return `active_guard`.
+        """Set when repeating answers to new requests are ended, and return `active_guard`.
 
         Args:
-            settings: fields of `RepeatGuardSettings`; None: requests are not guarded.
+            settings: fields of `RepeatGuardSettings`; None: repeating answers are not ended.
         """
         # An unchanged rule is not set again: a stock server receives it in every sync, and loading
         # a tokenizer takes seconds.

@@ -48,11 +48,11 @@ def make_app(
     token: str | None = None,
     only_from: tuple[str, ...] = ("*",),
 ) -> FastAPI:
-    """Build the HTTP application that serves these routes.
+    """Build the HTTP application of a rollout server (`rollmatch serve`).
 
     Args:
-        token: required in every call except `/health/`; None: not required.
-        only_from: accepted host names of the server. A server without a token on a
+        token: bearer token required in every call except `/health/`; None: not required.
+        only_from: host names by which callers may address the server. A server without a token on a
             loopback address accepts only that address. Otherwise a web page in this machine's
             browser could call it under another host name.
     """

@@ -1,4 +1,4 @@
-"""Checks of a call before a rollout server handles it, and while it works on it."""
+"""Checks of an HTTP call before and while a rollout server handles it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""Longest wait for the next part of a body."""
+"""Longest wait for the next part of a call's body, in seconds."""
 GONE_S = 1.0
-"""Interval of the checks whether the caller is still connected."""
+"""Seconds between two checks whether the caller is still connected."""
 
 
 def check_token(request: Request, token: str | None, *, is_needed: bool = True) -> bool:
-    """Return whether the call has the token. `token` None: no token is required.
+    """Return whether an HTTP call has the server's bearer token; `token` None: always True.
 
     Raises RefusalError if the token is missing or wrong, and `is_needed`.
     """
@@ -44,12 +44,12 @@ def check_token(request: Request, token: str | None, *, is_needed: bool = True) 
 
 
 def run_of(request: Request) -> str:
-    """Return the name of the calling run; empty: no run."""
+    """Return the name of the training run that sent an HTTP call; empty: the call names no run."""
     return decoded(request.headers.get(RUN_HEADER))
 
 
 async def read_body(request: Request, service: RolloutService) -> bytes:
-    """Read a JSON body within the server's limits. Raises RefusalError."""
+    """Return the JSON body of an HTTP call. Raises RefusalError if it exceeds a limit."""
     limit = service.limits.max_request_bytes
     # Required, because a web page can send other types to any address without asking first.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -85,7 +85,10 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`. If the caller disconnects, cancel it and raise RefusalError."""
+    """Await the work on an HTTP call.
+
+    If the caller disconnects, cancel the work and raise RefusalError.
+    """
     # Polled, because a disconnect raises no exception here.
     task = asyncio.ensure_future(work)
     try:

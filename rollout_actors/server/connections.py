@@ -1,4 +1,4 @@
-"""Limits of a rollout server's connections: idle time, size of a call's head, open files."""
+"""Limits of a rollout server's connections: idle time, size of the HTTP headers, open files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import resource
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 10.0
-"""Longest wait for the head of a call, on a new connection and after an answer."""
+"""Longest wait for the HTTP headers of a call, on a new connection and after an answer."""
 MAX_HEAD_BYTES = 1 << 16
 
 
 class PromptProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for the time and the size of a call's head.
+    """uvicorn's HTTP protocol with limits for the time and the size of a call's headers.
 
-    uvicorn would keep a silent connection, or half a head, as long as the peer does, and accept a
-    head of any size. The body has its own limit (`calls.read_body`).
+    uvicorn would wait for missing headers without limit, and accept headers of any size. The body
+    has its own limit (`calls.read_body`).
     """
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes: int | None = None
-    """None: no head has begun, or it is complete."""
+    """Bytes of the headers that are arriving; None: none have begun, or they are complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

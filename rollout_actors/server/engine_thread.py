@@ -1,6 +1,6 @@
-"""An engine with a separate event loop in its own thread.
+"""The engine of a rollout server in its own thread, with its own event loop.
 
-So the server's loop can answer `/health/` while the engine loads or decodes images.
+So the server can answer `/health/` while the engine loads or decodes images.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """A `ServedEngine` that works in a thread.
+    """A rollout server's engine (`ServedEngine`) that works in its own thread.
 
-    Call its methods from the server's loop; cancelling a call cancels the work. `start` makes the
-    engine inside the thread, because it may import vllm for seconds.
+    Call its methods from the server's event loop; cancelling a call cancels the work. `start` makes
+    the engine inside the thread, because it may import vllm for seconds.
     """
 
     def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
@@ -76,7 +76,10 @@ class EngineThread:
         return self._started.why_dead
 
     def close(self, within_s: float = CLOSED_S) -> None:
-        """End the engine and, unless it is stuck, the thread. A second call has no effect."""
+        """Shut down the engine and wait at most `within_s` seconds for the end of its thread.
+
+        A second call has no effect.
+        """
         # Cleared first, so that later calls see that the engine is not running.
         engine = self._engine
         self._engine = None

@@ -1,4 +1,4 @@
-"""Detection of a stuck engine in a server that still answers."""
+"""Detection of a stuck engine in a rollout server that still answers HTTP calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollout_actors.server.service import RolloutService
 from shared.errors import RolloutError
 
 QUIET_S = 5.0
-"""Seconds without a token until the engine is asked whether it is alive."""
+"""Seconds without a sampled token until a test call checks whether the engine is alive."""
 
 
 class EngineWatch:
-    """Detects an engine that neither samples tokens nor answers.
+    """Detects that a rollout server's engine neither samples tokens nor answers test calls.
 
-    An engine answers between two steps, so it can be asked at any time. In two phases of a sync it
-    waits for other processes. That time does not count; the offer has limits for it. An engine that
+    An engine can answer a test call between any two steps. In two phases of a weight sync it waits
+    for other processes. That time does not count; the sync has limits for it. An engine that
     answers but schedules no requests is detected only by the clients that wait for tokens.
     """
 
@@ -28,7 +28,7 @@ class EngineWatch:
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_s`: seconds without a sign of life; None: the engine is not checked."""
+        """`limit_s`: permitted seconds without a token or an answer; None: nothing is checked."""
         self._service = service
         self._limit_s = limit_s
         self._clock_s = clock_s
@@ -37,9 +37,9 @@ class EngineWatch:
         self._answer: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Check once, without waiting. Call it in the server's loop at least once per second.
+        """Raise RolloutError if the engine has been stuck for longer than the limit.
 
-        Raises RolloutError if the limit has passed.
+        Does not wait. Call it in the server's event loop at least once per second.
         """
         limit_s = self._limit_s
         if limit_s is None or not self._service.is_up:

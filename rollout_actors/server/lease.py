@@ -1,4 +1,4 @@
-"""The lease of a server: it accepts weights from one run at a time."""
+"""The lease of a rollout server: it accepts weights from one training run at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from urllib.parse import quote, unquote
 from rollout_actors.server.messages import shortened
 
 LEASE_S = 60.0
-"""Seconds without a call of a run after which another run may take its server. A live run calls
-more often (`HEARTBEAT_S`).
+"""Seconds without a call of the training run with the lease, after which another run may take the
+rollout server. A live run calls more often (`HEARTBEAT_S`).
 """
 HEARTBEAT_S = 10.0
-"""Interval of the calls with which an otherwise idle run renews its lease."""
+"""Seconds between two calls of an otherwise idle training run, which renew its lease."""
 OWNER_FILE = "owner.txt"
 """File in a run folder: the user and machine that started the run, and a random identifier."""
 RUN_HEADER = "X-Rollmatch-Run"
-"""Header that names the calling run, percent-encoded."""
+"""HTTP header with the name of the training run that sends a call, percent-encoded."""
 
 
 def run_name(folder: Path, *, is_start: bool = False) -> str:
-    """Return the name under which a run holds a lease.
+    """Return the name of the training run in this run folder, as rollout servers know it.
 
     A restarted run has the same name, also on another machine that has the folder.
 
@@ -52,19 +52,20 @@ def run_name(folder: Path, *, is_start: bool = False) -> str:
 
 
 def encoded(run: str) -> str:
-    """Return the header's value for a run."""
+    """Return the value of the header `RUN_HEADER` for this run name."""
     return quote(run)
 
 
 def decoded(header: str | None) -> str:
-    """Return the run that a header names; empty: no run."""
+    """Return the run name in a value of the header `RUN_HEADER`; empty: no run."""
     return shortened(unquote(header or ""))
 
 
 class Lease:
-    """A lease that starts with the first phase of a sync, and is renewed by every call of its run.
+    """A training run's exclusive right to send weights to a rollout server.
 
-    It ends when the run ends it, or `limit_s` after the run's last call.
+    It starts with the run's first weight sync. It ends when the run ends it, or `limit_s` seconds
+    after the run's last call.
     """
 
     def __init__(self, limit_s: float, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -77,13 +78,13 @@ class Lease:
         """Number of calls of each run that are not answered yet."""
 
     def renew(self, run: str) -> None:
-        """Record that this run has called, or that its call was answered."""
+        """Extend the lease by the full time if this run has it."""
         if run and run == self._run:
             self._called_s = self._clock_s()
 
     @contextmanager
     def call(self, run: str) -> Iterator[None]:
-        """Renew the lease at the start and end of a call. During the call it does not expire."""
+        """Keep this run's lease during the `with` block, which handles a call of the run."""
         self.renew(run)
         self._calls[run] += 1
         try:
@@ -93,12 +94,12 @@ class Lease:
             self.renew(run)
 
     def end(self, run: str) -> None:
-        """Free the lease if this run has it."""
+        """End the lease if this run has it, so that any run may take it."""
         if run == self._run:
             self._run = ""
 
     def taken(self, run: str) -> str:
-        """Return why this run cannot have the lease; empty: it can."""
+        """Return the reason why this run cannot take the lease; empty if it can."""
         quiet_s = self._clock_s() - self._called_s
         # A long call does not renew the lease while it runs, but its run is alive.
         is_quiet = quiet_s > self._limit_s and not self._calls[self._run]
@@ -112,7 +113,10 @@ class Lease:
         )
 
     def take(self, run: str) -> str:
-        """Give the lease to this run. Return an empty string, or why it cannot have the lease."""
+        """Give the lease to this run, or return the reason why it cannot have it.
+
+        Return an empty string if the run has the lease now.
+        """
         if reason := self.taken(run):
             return reason
         if run != self._run:

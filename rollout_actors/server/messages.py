@@ -1,4 +1,4 @@
-"""Messages between a rollout server and its client, as JSON without pickle.
+"""JSON messages between a rollout server (`rollmatch serve`) and its client in a training run.
 
 They contain dataclasses of `shared`. Numbers keep all bits, including NaN and infinity: a canary
 with such a value must arrive unchanged to be refused.
@@ -24,24 +24,25 @@ from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
 IMAGE_PIXELS = 50_000_000
-"""Default limit of a server for the size of one image."""
+"""Default limit for the pixels of one image in a call."""
 MAX_PROBLEMS = 20
-"""Most problems of a call that an answer lists."""
+"""Largest number of errors that the server's answer to an invalid call lists."""
 MAX_LISTED = 1000
-"""Above this, problems are only counted: pydantic would write a thousand bytes for each."""
+"""With more errors, an invalid call is answered only with their number, because pydantic would
+write a thousand bytes for each."""
 MAX_MESSAGE_CHARS = 10_000
-"""Longest error message, because parts of it are the caller's own text."""
+"""Longest error message. It is limited because parts of it are the caller's own text."""
 REMEDIES = {
     "missing": "add it",
     "unexpected_keyword_argument": "remove it",
     "extra_forbidden": "remove it",
     "json_invalid": "send JSON",
 }
-"""Remedies by pydantic's type of problem; for others: send a value of that kind."""
+"""Maps pydantic's types of errors to what the caller should do, for error messages."""
 
 
 class WireMessage(BaseModel):
-    """A strict mapping: unknown keys are refused, and values are not converted."""
+    """Base class of the JSON messages. Unknown keys are refused, and values are not converted."""
 
     # This also applies to the dataclasses in a message.
     model_config = ConfigDict(
@@ -62,7 +63,7 @@ M = TypeVar("M", bound=WireMessage)
 
 @cache
 def brief_validator(form: type[BaseModel]) -> SchemaValidator:
-    """Return a validator that stops reading a list at its first invalid item.
+    """Return a validator of a message class that stops reading a list at its first invalid item.
 
     pydantic's own validator continues: with three million invalid items in 6 MB it took 4 GiB.
     """
@@ -80,14 +81,17 @@ def brief_validator(form: type[BaseModel]) -> SchemaValidator:
 
 
 def shortened(message: str) -> str:
-    """Return an error message, shortened if it repeats much of what the caller has sent."""
+    """Return an error message, cut after `MAX_MESSAGE_CHARS` characters."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     return f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
 
 
 def problem_lines(error: ValidationError) -> str:
-    """Return a line for each of the first problems: `path: what is wrong; what to do`."""
+    """Return the lines of the error message about an invalid call.
+
+    Each line describes one error: `path: what is wrong; what to do`.
+    """
     number = error.error_count()
     if number > MAX_LISTED:
         return f"body: has {number} problems; send what docs/reference/server_api.md describes"
@@ -100,9 +104,9 @@ def problem_lines(error: ValidationError) -> str:
 
 
 def read(form: type[M], body: bytes) -> M:
-    """Parse a message.
+    """Parse the JSON body of a call or answer as a message of class `form`.
 
-    Raises ValueError with a line per problem, at most `MAX_PROBLEMS`. A list gets at most one line.
+    Raises ValueError with at most `MAX_PROBLEMS` lines, each about one error; a list has only one.
     """
     try:
         message: M = brief_validator(form).validate_json(body)
@@ -112,15 +116,15 @@ def read(form: type[M], body: bytes) -> M:
 
 
 class InferCall(WireMessage):
-    """A share of a round, or a part of one."""
+    """The body of a call of `/infer/`: requests for rollouts."""
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Seed of the first request, as in the run's plan; every request has its own seed."""
+    """Seed of the first request. It is only for information: every request has its own seed."""
     run: str | None = None
-    """The run that calls; null: no run. See `SyncCall.run`."""
+    """Name of the training run that calls; null: no run. See `SyncCall.run`."""
     version: int | None = None
-    """Weight version that must answer; null: any."""
+    """Version of the weights that must sample the rollouts; null: any."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """The run's whole `rollout_matching.repeat_terminate`: which repeating responses end."""
 
@@ -133,7 +137,7 @@ class InferCall(WireMessage):
         version: int | None = None,
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
-        """Build the call for these requests; `guard` None: they are not guarded."""
+        """Build the call for these requests; `guard` None: repeating answers are not ended."""
         rule = {} if guard is None else {"enabled": True} | asdict(guard)
         return cls(
             requests=tuple(requests),
@@ -146,21 +150,22 @@ class InferCall(WireMessage):
 
 class InferAnswer(WireMessage):
     rollouts: tuple[Rollout, ...]
-    """One per request, in order."""
+    """One rollout per request, in order."""
 
 
 class SyncCall(WireMessage):
-    """One phase of a sync."""
+    """The body of a call that runs one phase of a weight sync."""
 
     version: int
     offer: WeightOffer | None
-    """Set in the first phase, and for full weights again at the rendezvous; else null (unchanged).
+    """What the learner offers; null: as in an earlier phase of this weight sync.
 
-    It names the group that sends full weights, or contains an adapter.
+    It names the process group that sends full weights, or contains a LoRA adapter. It is set in the
+    first phase, and for full weights again in the phase `rendezvous`.
     """
     run: str | None = None
-    """The run of these weights. After the sync the server refuses requests of other runs until they
-    have sent their own weights.
+    """The training run that sends the weights; null: no run. After the weight sync the server
+    refuses requests of other runs until they have sent their own weights.
     """
 
     @model_validator(mode="after")
@@ -176,7 +181,7 @@ class SyncCall(WireMessage):
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
-        """Build the call of a phase, with the offer if the phase needs it."""
+        """Build the call that runs a phase, with the offer if the phase needs it."""
         joins = phase is SyncPhase.RENDEZVOUS and not offer.sends_adapter
         needed = offer if joins or phase is SyncPhase.PAUSE else None
         return cls(version=offer.version, offer=needed, run=run)
@@ -184,7 +189,7 @@ class SyncCall(WireMessage):
 
 class SyncAnswer(WireMessage):
     report: SyncReport | None
-    """Report of the last phase; null after the other phases."""
+    """The engine's report on the weight sync, after its last phase; null after other phases."""
 
 
 class WorldSize(WireMessage):
@@ -194,17 +199,17 @@ class WorldSize(WireMessage):
 
 class Version(WireMessage):
     version: int
-    """Version of the weights that are served; 0: the checkpoint."""
+    """Version of the server's weights; 0: the checkpoint's."""
 
 
 class Health(WireMessage):
-    """State of a running server, and progress of its engine."""
+    """The answer to `/health/`: state of a running server, and progress of its engine."""
 
     world_size: int
     num_running: int
-    """Requests that the engine has not answered yet."""
+    """Number of requests that the engine has not answered yet."""
     num_tokens: int
-    """Tokens sampled since the start.
+    """Number of tokens sampled since the server's start.
 
     If this does not change while requests run, the engine is stuck.
     """
@@ -212,12 +217,12 @@ class Health(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits for one call."""
+    """A rollout server's limits for one call of `/infer/`."""
 
     max_request_bytes: int
     max_requests: int
     max_image_pixels: int
-    """Pixels of one decoded image."""
+    """Largest number of pixels of one decoded image."""
 
     def pixel_problem(self, width: int, height: int) -> str:
         """Return what is wrong with an image of this size; empty if it is accepted."""
@@ -230,13 +235,13 @@ class CallLimits:
 
 
 class ServerInfo(WireMessage):
-    """Settings of a server that must suit the run."""
+    """The answer to `/info/`: settings of the server that must suit a training run."""
 
     name: str
     model: str
-    """The model as named on the server's command line."""
+    """The model's name on the server's command line."""
     model_type: str
-    """From the checkpoint's config.json."""
+    """Model type in the checkpoint's config.json."""
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -250,22 +255,22 @@ class ServerInfo(WireMessage):
     process: str
     """Unique id of this start of the server. It shows whether two addresses are the same server."""
     taken: str = ""
-    """Reason why the server refuses weights of the calling run; empty if it accepts them."""
+    """Reason why the server refuses weights of the training run that calls; empty: it does not."""
 
 
 class ErrorKind(StrEnum):
     ROLLOUT = "rollout"
-    """A RolloutError of the engine."""
+    """The engine raised a RolloutError."""
     WEIGHT_SYNC = "weight_sync"
-    """A WeightSyncError of the engine."""
+    """The engine raised a WeightSyncError."""
     REFUSED = "refused"
-    """An error that the caller can correct."""
+    """The server refused the call; the caller can correct it."""
     FAILED = "failed"
     """Any other failure in the server."""
 
 
 class ErrorDetail(WireMessage):
-    """The fields of an error; fields that its kind does not have are empty."""
+    """The error in an answer to a failed call; fields that its kind does not have are empty."""
 
     kind: ErrorKind
     message: str
@@ -280,7 +285,7 @@ class ErrorAnswer(WireMessage):
 
     @classmethod
     def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
-        """Build the answer that sends this error to the client."""
+        """Build the answer that reports this error of the engine to the client."""
         detail = ErrorDetail(
             kind=ErrorKind.ROLLOUT,
             message=shortened(error.message),

@@ -1,4 +1,4 @@
-"""A rollout server without its HTTP part: which calls it answers, and the order of a sync."""
+"""A rollout server without its HTTP part: which calls it accepts, and how it answers them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from shared.weight_sync.phases import SyncPhase
 
 PHASES = tuple(SyncPhase)
 MAX_INT = 2**31 - 1
-"""Largest token id and count in vLLM's processes."""
+"""Largest token id, and largest number of tokens, that vLLM's processes can hold."""
 MAX_SEED = 2**63 - 1
 """Largest seed of vLLM. There -1 means no seed."""
 MAX_PARTS = 500_000
-"""Most objects, lists and keys, and most commas, of a body, unless its requests need more. An
-invalid object or key takes 500 bytes while the body is parsed."""
+"""Most JSON objects, lists and keys, and most commas, of a call's body, unless the permitted number
+of requests needs more. An invalid object or key takes 500 bytes while the body is parsed."""
 PARTS_PER_REQUEST = 100
-"""Upper bound of the parts of one request, without the tokens of its prompt."""
+"""Upper bound of the JSON objects, lists and keys of one request."""
 OWN_SERVERS = "give every run its own servers"
 
 
 class RefusalError(Exception):
-    """A call that the caller can correct: an HTTP status, and what to do."""
+    """The server refuses a call. It has the HTTP status, and a message that says what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -55,9 +55,9 @@ class RefusalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SyncState:
-    """The phase of a sync that may come next, and the run whose weights are served.
+    """Which phase of a weight sync the server accepts next, and whose weights it has.
 
-    Every phase calls `enter` and, if it succeeds, `finish`. `pause` may always come, any other
+    Every phase calls `enter` and, if it succeeds, `finish`. `pause` is always accepted, any other
     phase only when it is due. While a phase runs, and after it failed, only `pause` is due.
 
     Example:
@@ -65,15 +65,15 @@ class SyncState:
     """
 
     run: str | None = None
-    """Run whose weights the engine serves; None: no particular run."""
+    """Training run whose weights the engine has; None: no particular run."""
     syncing: str | None = None
-    """Run of the current sync, or of the last one."""
+    """Training run of the current weight sync, or of the last one."""
     offer: WeightOffer | None = None
-    """Offer of that sync; None: there was no sync."""
+    """Offer of that weight sync; None: there was none."""
     due: SyncPhase = SyncPhase.PAUSE
 
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
-        """Return the state while the phase runs. Raises RefusalError if the phase is not due."""
+        """Return the state while this phase runs. Raises RefusalError if the phase is not due."""
         offer = call.offer
         name = f"phase {phase} of version {call.version}"
         if phase is SyncPhase.PAUSE:
@@ -93,7 +93,7 @@ class SyncState:
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
-        """Return the state after a successful phase."""
+        """Return the state after this phase has succeeded."""
         if phase is PHASES[-1]:
             return replace(self, due=SyncPhase.PAUSE, run=self.syncing)
         return replace(self, due=PHASES[PHASES.index(phase) + 1])
@@ -107,9 +107,10 @@ def _differ(run: str | None, other: str | None) -> bool:
 def request_problems(
     requests: Sequence[RolloutRequest], settings: EngineSettings, image_token_id: int | None = None
 ) -> Iterator[str]:
-    """Yield `path: what is wrong; what to do` for valid types that the engine cannot process.
+    """Yield a text for each value in rollout requests that the engine cannot process.
 
-    `image_token_id` is the model's image placeholder; None: it has none, or it is unknown.
+    It has the form `path: what is wrong; what to do`. `image_token_id` is the model's image
+    placeholder; None: it has none, or it is unknown.
     """
     for index, request in enumerate(requests):
         for problem in _problems(request, settings, image_token_id):
@@ -162,7 +163,7 @@ def _problems(
 
 
 class ServedEngine(RolloutEngine, Protocol):
-    """An engine that reports its state, and accepts the repeat guard's rule from any caller.
+    """The engine of a rollout server: it also reports its state.
 
     Its properties may be read from any thread, also if the engine is stuck.
     """
@@ -174,23 +175,29 @@ class ServedEngine(RolloutEngine, Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start, including tokens of unfinished answers."""
+        """Number of tokens sampled since the start, including tokens of unfinished answers."""
         ...
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Set the guard of new requests; None: no guard. Raises RolloutError."""
+        """Set when repeating answers to new requests are ended; None: never.
+
+        Raises RolloutError.
+        """
 
     async def check_alive(self) -> None:
-        """Return when the engine has answered: at once, or after its current step."""
+        """Wait until the engine has answered a test call: at once, or after its current step."""
 
     @property
     def shut(self) -> str:
-        """Reason why the engine serves no rollouts; empty if it does."""
+        """Reason why the engine cannot generate rollouts now; empty if it can."""
 
 
 @dataclass(eq=False, repr=False)
 class RolloutService:
-    """Serves one engine to callers, except during a sync."""
+    """A rollout server's engine, with the checks that its calls must pass.
+
+    Callers get rollouts, except during a weight sync.
+    """
 
     engine: ServedEngine
     _: KW_ONLY
@@ -199,11 +206,11 @@ class RolloutService:
     settings: EngineSettings
     limits: messages.CallLimits
     image_root: Path | None
-    """Resolved folder of the images that may be named by path; None: only image data."""
+    """Folder whose images a call may name by path; None: a call must contain its images."""
     image_token_id: int | None = None
     """The model's image placeholder; None: the model has none."""
     lease: Lease = field(default_factory=lambda: Lease(LEASE_S))
-    """The lease of the run whose weights the server accepts."""
+    """Determines from which training run the server accepts weights."""
 
     def __post_init__(self) -> None:
         self._world_size: int | None = None
@@ -220,7 +227,7 @@ class RolloutService:
         self._sync = SyncState()
 
     async def start(self) -> None:
-        """Start the engine. Raises the engine's errors."""
+        """Start the engine, which loads the model. Raises the engine's errors."""
         self._world_size = await self.engine.start()
 
     @property
@@ -248,7 +255,7 @@ class RolloutService:
         )
 
     def info(self, run: str = "") -> messages.ServerInfo:
-        """Describe the server to a caller of this run; empty: no run."""
+        """Return the server's settings for a caller from this training run; empty: no run."""
         settings = self.settings
         return messages.ServerInfo(
             name=self.name,
@@ -269,7 +276,7 @@ class RolloutService:
         )
 
     def require_small(self, body: bytes | bytearray) -> None:
-        """Raise RefusalError for JSON that would take many times its size while it is parsed."""
+        """Raise RefusalError if parsing this JSON would take many times its size in memory."""
         num_parts = sum(body.count(sign) for sign in (b"{", b"[", b":"))
         of_request = PARTS_PER_REQUEST
         for name, number in (("objects, lists and keys", num_parts), ("commas", body.count(b","))):
@@ -280,7 +287,10 @@ class RolloutService:
             of_request += self.settings.max_model_len
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
-        """Generate rollouts. Cancelling aborts them. Raises RefusalError and engine errors."""
+        """Generate one rollout for each request of the call, in order. Cancelling aborts them.
+
+        Raises RefusalError and the engine's errors.
+        """
         self._check_open(call.run, call.version)
         # Compared again after the generation, because a sync may begin in between.
         arrivals = self._num_arrivals
@@ -314,10 +324,11 @@ class RolloutService:
     async def run_sync_phase(
         self, phase: SyncPhase, call: messages.SyncCall, run: str = ""
     ) -> SyncReport | None:
-        """Run a phase. If it fails, the sync must start again.
+        """Run one phase of a weight sync. If it fails, the sync must start again.
 
         Args:
-            run: the run, which gets the lease; empty: no run, accepted if the lease is free.
+            run: the training run that sends the weights and gets the lease; empty: no run, which is
+                accepted if no run has the lease.
 
         Raises RefusalError if the phase is not due or another run has the lease. Raises the
         engine's errors.

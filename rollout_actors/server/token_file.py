@@ -1,4 +1,4 @@
-"""The token file of a server on this machine, which only processes of its user can read.
+"""The file with the bearer token of a rollout server on this machine, readable only by its user.
 
 The server writes it at its start and removes it at its end::
 
@@ -20,18 +20,24 @@ from shared.errors import ConfigError
 
 
 def token_folder() -> Path:
-    """Return the path of the user's folder for token files."""
+    """Return the path of this user's folder for the token files of rollout servers."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(cache) / "rollmatch" / "servers"
 
 
 def token_file(address: str, port: int) -> Path:
-    """Return the token file of a server. Its name has the host: machines may share a home."""
+    """Return the path of the token file of a rollout server at this address.
+
+    The file's name contains the host name, because machines may share a home folder.
+    """
     return token_folder() / f"{socket.gethostname()}-{address}-{port}.token"
 
 
 def write_token(file: Path) -> str:
-    """Write a new token that only the user can read, and return it. Raises ConfigError."""
+    """Write a new bearer token to a file that only the user can read, and return the token.
+
+    Raises ConfigError.
+    """
     folder = file.parent
     remedy = "set XDG_CACHE_HOME to your own folder, or token_env to a variable with a token"
     token = secrets.token_urlsafe(32)
@@ -52,14 +58,17 @@ def write_token(file: Path) -> str:
 
 
 def remove_token(file: Path, token: str) -> None:
-    """Remove the file unless a later server at this address has written its own."""
+    """Delete the token file, unless it contains the token of a later server at this address."""
     with suppress(OSError):
         if file.read_text(encoding="ascii") == token:
             file.unlink()
 
 
 def find_token(url: str) -> str | None:
-    """Return the token of the user's server at a URL of this machine, or None without a file."""
+    """Return the bearer token of this user's rollout server at this URL.
+
+    Return None if no token file exists for it on this machine.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if not is_loopback(host):

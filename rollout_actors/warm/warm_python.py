@@ -1,4 +1,4 @@
-"""A Python that starts with vLLM's imports done. A run's processes on CPU are forked from it.
+"""The warm server: a Python process with torch and vLLM imported, from which engines are forked.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
 core on the same imports. So do a learner rank and an environment actor. Therefore the first such
@@ -63,9 +63,9 @@ REQUEST_S = 10.0  # limit for a shim to send its request
 LOOK_S = 2.0  # interval of the checks of the parent
 ORPHAN_S = 5.0  # time for a fork to end by itself after its parent's end
 FOLDER = "ROLLMATCH_WARM_FOLDER"
-"""Environment variable: the folder of the server to use. A fork's children use it too."""
+"""Environment variable: folder with the socket of the warm server to use. A fork inherits it."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: a JSON object of variables for the server's own imports, not for forks."""
+"""Environment variable: a JSON object of variables for the warm server's imports, not for forks."""
 # First word of a shim in `ps -o comm`, followed by the process id of its fork.
 NAME = "warm"
 
@@ -80,17 +80,23 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def command() -> list[str]:
-    """Return the command line that replaces `python`."""
+    """Return the command to start in place of `python`, so that a warm server forks the process."""
     return [sys.executable, "-IS", str(_THIS_FILE)]
 
 
 def run_folder() -> str:
-    """Return the folder of this run's servers, which the first shim creates on each machine."""
+    """Return the path of the folder for the sockets of this run's warm servers, one per machine.
+
+    It is created on each machine when the first process is forked there.
+    """
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
 
 
 def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
-    """Act as the process that `python *arguments` would be."""
+    """Run `python *arguments` in a fork of the warm server, and act as that process.
+
+    This process forwards signals to the fork and ends with the fork's exit status.
+    """
     parent = os.getppid()
     folder = Path(os.environ[FOLDER])
     try:
@@ -132,8 +138,9 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
 def connect(
     folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED
 ) -> socket.socket:
-    """Return a connection to the folder's server. Start the server if it is not running.
+    """Connect to the warm server whose socket is in this folder. Start it if it is not running.
 
+    `environment` and `preloaded` are the variables and the imported modules of a new warm server.
     Raises OSError if other users can write to the folder, or no socket can be created in it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -229,7 +236,10 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
 
 
 def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
-    """Import everything, then fork on request, until no connections are left."""
+    """Be the warm server: import the modules, then fork processes for those that connect.
+
+    It returns when no process has been connected for some seconds.
+    """
     import gc
     import importlib
     import shutil
@@ -409,7 +419,10 @@ def _run_as(folder: Path, request: _Request, files: Sequence[int]) -> NoReturn:
 
 
 def end_at_once(error: BaseException | None) -> NoReturn:
-    """End this process as Python does, but without freeing its modules, which takes 4 s."""
+    """End this process as Python does, but without freeing its modules, which takes 4 s.
+
+    `error` is the exception that ends the process; None: there is none.
+    """
     import atexit
 
     status = 0 if error is None else 1

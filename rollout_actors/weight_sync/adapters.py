@@ -1,4 +1,4 @@
-"""Loading of an adapter from files into an engine, on its unchanged base weights (decision 38)."""
+"""Loading of a LoRA adapter into an engine, on its unchanged base weights (decision 38)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm.lora.request import LoRARequest
 from shared.weight_sync.offer import AdapterOffer
 
 ADAPTER_ID = 1
-"""vLLM's id of the only adapter, which every sync replaces."""
+"""vLLM's id of the only LoRA adapter, which every weight sync replaces."""
 _NAME = "policy"
 
 
 class AdapterEngine(Protocol):
-    """The methods of vLLM's `AsyncLLM` that serve adapters."""
+    """The methods of vLLM's `AsyncLLM` that load and remove LoRA adapters."""
 
     async def add_lora(self, request: LoRARequest, /) -> bool: ...
     async def list_loras(self) -> set[int]: ...
@@ -26,17 +26,17 @@ class AdapterEngine(Protocol):
 
 @dataclass(eq=False, repr=False)
 class AdapterLoader:
-    """Loads, verifies and removes the adapter that an engine serves on its base weights."""
+    """Loads, verifies and removes the LoRA adapter that an engine uses for its rollouts."""
 
     llm: AdapterEngine
     _: KW_ONLY
     enabled: bool
     """Whether the engine was started with `enable_lora`."""
     request: LoRARequest | None = field(init=False, default=None)
-    """Used in every request and canary; None: only the base weights."""
+    """The loaded adapter, for every request to vLLM; None: only the base weights are used."""
 
     async def take(self, terms: AdapterOffer) -> None:
-        """Load this adapter in place of the previous one.
+        """Load the adapter of a weight sync's offer in place of the previous one.
 
         Raises:
             ValueError: the engine has no LoRA, or the adapter did not arrive as it was sent.
@@ -64,7 +64,7 @@ class AdapterLoader:
             raise RuntimeError("vLLM does not have the adapter that was loaded")
 
     async def drop(self) -> None:
-        """Serve only the base weights."""
+        """Remove the adapter: from now on the engine generates with the base weights only."""
         self.request = None
         if self.enabled:
             await self.llm.remove_lora(ADAPTER_ID)

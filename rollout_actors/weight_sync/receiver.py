@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's report about the full weights of one sync.
+    """A vLLM worker's report about the weights that it loaded in one weight sync.
 
     Example: `LoadReport(checksums=[5, 9], sent=[5, 9], missing=[], unexpected=[], load_s=0.2,
     verify_s=0.1, logprobs=["-0.5"])` reports two buckets that arrived unchanged.
     """
 
     checksums: list[int]
-    """One per bucket, of the tensors that the model got."""
+    """One per bucket (a packed part of the weights), of the tensors that the model got."""
     sent: list[int]
-    """One per bucket, of the tensors that the sender packed."""
+    """One per bucket, of the tensors that the learner sent."""
     missing: list[str]
     """Parameters of the engine that were not loaded."""
     unexpected: list[str]
-    """Loaded names that the engine has no parameter for."""
+    """Names of received tensors that the engine has no parameter for."""
     load_s: float
-    """Seconds of loading tensors into the model."""
+    """Seconds that the worker spent on loading tensors into the model."""
     verify_s: float
-    """Seconds of computing checksums."""
+    """Seconds that the worker spent on computing checksums."""
     logprobs: list[str]
     """The learner's log-probabilities of the canary; empty if the offer has them. As text, because
     the JSON of a stock server has no NaN."""
 
 
 def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
-    """Raise WeightSyncError unless every worker loaded all parameters unchanged."""
+    """Raise WeightSyncError unless every vLLM worker has loaded all parameters unchanged."""
 
     def error(message: str, quantity: str, size: int | None = None) -> WeightSyncError:
         return WeightSyncError(
@@ -81,20 +81,20 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
 # module imports all of vLLM.
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """The group that an engine joins."""
+    """How an engine joins the process group of a weight sync, as arguments for vLLM."""
 
     init_info: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """The tensors that an engine receives."""
+    """The tensors that an engine receives in a weight sync, as arguments for vLLM."""
 
     update_info: dict[str, object]
 
 
 class UpdatedEngine(Protocol):
-    """The methods of vLLM's `AsyncLLM` that a sync calls, directly or through a server."""
+    """The methods of vLLM's `AsyncLLM` that a weight sync calls, directly or over HTTP."""
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -109,7 +109,7 @@ class UpdatedEngine(Protocol):
 
 
 class GroupedEngine(Protocol):
-    """Two more methods of vLLM's `AsyncLLM`, for an engine that joins process groups."""
+    """The methods of vLLM's `AsyncLLM` for joining and leaving a process group."""
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
     async def shutdown_weight_transfer_engine(self) -> None: ...
@@ -117,17 +117,20 @@ class GroupedEngine(Protocol):
 
 @dataclass(slots=True)
 class TransferGroup:
-    """An engine's membership in the sender's process group. It lasts from sync to sync."""
+    """An engine's membership in the learner's process group for weight syncs.
+
+    It lasts from one weight sync to the next.
+    """
 
     llm: GroupedEngine
     _: KW_ONLY
     transport: TransportKind
     rank_offset: int
-    """Rank of the engine's first worker."""
+    """Rank of the engine's first worker in the process group; the sender has rank 0."""
     _joined: str = field(init=False, default="")
 
     async def join(self, terms: FullOffer) -> None:
-        """Join the offered group, unless it is the one that the engine joined last."""
+        """Join the process group that the learner offers, unless the engine is in it already."""
         group = terms.group
         if self._joined == group.key:
             return
@@ -150,7 +153,7 @@ class TransferGroup:
         self._joined = group.key
 
     def forget(self) -> None:
-        """Join again next time, even if the sender offers the same group."""
+        """Make the next `join` join again, even if the learner offers the same process group."""
         self._joined = ""
 
 
@@ -170,7 +173,10 @@ class _SyncInProgress:
 
 
 class WeightReceiver:
-    """The receiving side of a sync. Refuses requests from the pause until the canary has passed."""
+    """Receives and verifies an engine's new weights, phase by phase.
+
+    Its `unavailable_reason` says that a weight sync is running or has failed.
+    """
 
     def __init__(
         self,
@@ -185,16 +191,16 @@ class WeightReceiver:
         """Store the arguments for the phases.
 
         Args:
-            group: None: the weights are handed over within the process.
+            group: the engine's process group; None: the learner is in the same process.
             score: `await score(probe, adapted=True)` scores the probe with the adapter that is
                 served, if there is one; `adapted=False` scores it without.
             adapter: None: the engine does not accept adapters.
             fatal: errors that mean that the engine is lost. Every phase raises them unchanged.
         """
         self.version = 0
-        """0: the checkpoint."""
+        """Version of the last verified weights; 0: the checkpoint's."""
         self.unavailable_reason = ""
-        """Reason why no rollouts are served; empty if they are."""
+        """Reason why the engine must not generate rollouts; empty if it may."""
         self._name = name
         self._llm = llm
         self._group = group
@@ -217,11 +223,14 @@ class WeightReceiver:
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """vLLM's `LoRARequest` for every request and canary; None: only the base weights."""
+        """The loaded LoRA adapter, for every request to vLLM; None: only the base weights."""
         return None if self.adapter is None else self.adapter.request
 
     def measures_noise(self, offer: WeightOffer) -> bool:
-        """Return whether a sync that begins now first scores the weights that it replaces."""
+        """Return whether a weight sync with this offer measures the canary's noise first.
+
+        It does so by scoring the canary with the checkpoint's weights, before they are replaced.
+        """
         # That is possible only for the run's first offer, when the engine has the checkpoint. If
         # the first sync fails, the engine no longer has it. The next sync and all later ones are
         # then checked against the usual bounds.
@@ -232,9 +241,9 @@ class WeightReceiver:
     async def run_all_phases(
         self, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport:
-        """Run every phase in order; `handed` are weights handed over within the process.
+        """Run every phase of a weight sync in order, and return its report.
 
-        Raises the errors of `run_phase`.
+        `handed` are the weights if the learner is in this process. Raises as `run_phase` does.
         """
         for phase in SyncPhase:
             report = await self.run_phase(phase, offer, handed)
@@ -244,9 +253,10 @@ class WeightReceiver:
     async def run_phase(
         self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport | None:
-        """Run one phase; the phases come in order. The last one returns the report.
+        """Run one phase of a weight sync. The last phase returns the report, others None.
 
-        Raises WeightSyncError, at the latest after the phase's limit, and the fatal errors.
+        `handed` are the weights if the learner is in this process. Raises WeightSyncError, at the
+        latest after the phase's time limit, and the fatal errors.
         """
         limit = phase_limit(offer, phase)
         async with self._lock:

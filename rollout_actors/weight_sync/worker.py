@@ -1,4 +1,4 @@
-"""vLLM's worker in a weight sync: its transports, and the verification of the loaded weights
+"""Weight sync inside vLLM's worker: receives the weights, and verifies what was loaded
 (decision 38).
 """
 
@@ -34,14 +34,17 @@ UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
 class VllmModel(Protocol):
-    """The methods that every vLLM model has."""
+    """The methods of a vLLM model that a weight sync uses."""
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
     def load_weights(self, weights: Iterable[Named]) -> set[str]: ...
 
 
 class ChecksumLoader(nn.Module):
-    """Replaces the model during an update: passes tensors on one by one and records them."""
+    """Stands in for vLLM's model during a weight sync, and records the tensors that it loads.
+
+    It passes each received tensor to the real model and computes checksums.
+    """
 
     def __init__(self, model: VllmModel, bucket_bytes: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class ChecksumLoader(nn.Module):
         self._checksum = BucketChecksum()
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
-        """Load the tensors of one call of the transport. Return their names."""
+        """Load received tensors into the model. Return the names of the loaded parameters."""
         started = time.perf_counter()
         elsewhere_s = self._wait_s + self.verify_s
         loaded = self.hand_over(self._checked(weights))
@@ -74,7 +77,7 @@ class ChecksumLoader(nn.Module):
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Pass checked tensors to vLLM's loader. Return the names of the loaded parameters."""
+        """Pass tensors with computed checksums to vLLM's model. Return the loaded names."""
         # From here on only the canary detects errors.
         return self.model.load_weights(tensors)
 
@@ -113,7 +116,7 @@ class ChecksumLoader(nn.Module):
 
 
 class VerifyingWorker(GuardedWorker):
-    """A base class of vLLM's `Worker` (`worker_extension_cls`) with more methods for a sync."""
+    """Methods that this project adds to vLLM's worker (`worker_extension_cls`) for weight syncs."""
 
     weight_transfer_engine: WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
     _loader: ChecksumLoader
@@ -125,8 +128,9 @@ class VerifyingWorker(GuardedWorker):
     finish_weight_update: Callable[[], None]
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
-        """Record the next update. Call it before `start_weight_update`, while the parameters are
-        in place and their names known.
+        """Record the tensors of the next weight update, for `load_report`.
+
+        Call it before `start_weight_update`, while the model's parameters are in place.
         """
         engine = self.weight_transfer_engine
         self._loader = self.make_loader(engine.model, bucket_bytes)
@@ -136,7 +140,7 @@ class VerifyingWorker(GuardedWorker):
         return ChecksumLoader(model, bucket_bytes)
 
     def load_report(self) -> dict[str, object]:
-        """Return the fields of a `LoadReport`, after `finish_weight_update`."""
+        """Return the fields of a `LoadReport` about the last weight update, once it is finished."""
         loader = self._loader
         return {
             "checksums": loader.checksums,
@@ -150,8 +154,9 @@ class VerifyingWorker(GuardedWorker):
         }
 
     def abandon_update(self) -> None:
-        """Leave the group, which ends the sender's wait, and restore the model from the meta
-        device. It then has old and new weights, and needs a full sync.
+        """End a failed weight update: leave the process group, and restore the model.
+
+        The sender stops waiting. The model then has old and new weights, and needs a full sync.
         """
         # Start and finish without an update restore a whole model. If an update has begun, finish
         # is enough.
@@ -163,23 +168,23 @@ class VerifyingWorker(GuardedWorker):
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """The group to join. The field names are the same as in vLLM's NCCL transport."""
+    """How a worker joins the gloo process group. Field names are as in vLLM's NCCL transport."""
 
     master_address: str
     master_port: int
     rank_offset: int
-    """Rank of this engine's first worker; it differs between engines."""
+    """Rank of this engine's first worker in the process group; it differs between engines."""
     world_size: int
     packed_buffer_size_bytes: int
     join_s: float
-    """Time limit for joining."""
+    """Time limit for joining the process group."""
     timeout_s: float
-    """Time limit for each later wait in the group."""
+    """Time limit for each later wait in the process group."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """Metadata of a whole sync: all tensors that will be sent, in order."""
+    """Names, dtypes and shapes of all tensors of one weight sync, in the order of sending."""
 
     names: list[str]
     dtype_names: list[str]
@@ -200,7 +205,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Starts and finishes an update of a model in host memory."""
+    """Base class of the two transports on CPU: starts and finishes an update of vLLM's model."""
 
     supports_draft_weight_update = False
 
@@ -228,7 +233,10 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives packed buckets from rank 0. Loads each bucket while the next one arrives."""
+    """Receives weights over gloo, from the learner's rank 0 to a worker on CPU.
+
+    It loads each bucket (a packed part of the weights) while the next one arrives.
+    """
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -274,19 +282,19 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
 @dataclass
 class InProcessInitInfo(WeightTransferInitInfo):
-    """Empty, because the engine joins no group."""
+    """Empty, because the engine in the learner's process joins no process group."""
 
 
 @dataclass
 class InProcessUpdateInfo(WeightTransferUpdateInfo):
-    """The weights of one sync as tensors in memory, followed by their checksums."""
+    """The weights of one weight sync as the learner's own tensors, followed by their checksums."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """A layer's tensors must not change until the next layer's have arrived."""
+    """Names and tensors. A layer's tensors must not change until the next layer's have arrived."""
 
 
 class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):
-    """Receives the learner's tensors within the learner's process, one at a time."""
+    """Receives weights from the learner in the same process on CPU, one tensor at a time."""
 
     init_info_cls = InProcessInitInfo
     update_info_cls = InProcessUpdateInfo

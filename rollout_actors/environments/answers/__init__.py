@@ -1,1 +1,1 @@
-"""Parsers of answers, and rubrics that judge answers."""
+"""Parsers that find the answer in a model's output, and rubrics that score answers."""

@@ -16,7 +16,10 @@ from rollout_actors.environments.types import Message, Messages
 
 
 class Parser:
-    """Returns the text itself as answer, or the result of `extract_fn`."""
+    """Extracts the answer from a model's text; this class returns `extract_fn(text)`.
+
+    Without `extract_fn`, the answer is the whole text. Subclasses look for tags.
+    """
 
     logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ class Parser:
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages) -> Any:
-        """Return the answer in the model's last message; None without messages."""
+        """Return the answer in the model's last message; None if there are no messages."""
         texts = self._texts(completion)
         return self._answer(texts[-1]) if texts else None
 
@@ -42,7 +45,10 @@ class Parser:
     get_user_messages = partialmethod(_messages, "user")
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """Return a reward function: the share of the model's messages that have an answer."""
+        """Return a reward function for the format.
+
+        Its value is the share of the model's messages that contain an answer for this parser.
+        """
 
         def format_reward(completion: Messages) -> float:
             texts = self._texts(completion)
@@ -64,7 +70,7 @@ class Parser:
 
 
 class ThinkParser(Parser):
-    """Returns the text after `</think>` as answer; None if the tag is missing."""
+    """A parser that returns the text after `</think>` as answer; None if the tag is missing."""
 
     def parse(self, text: str) -> Any:
         # The last tag, because a thought may quote it.
@@ -73,14 +79,14 @@ class ThinkParser(Parser):
 
 
 class MaybeThinkParser(Parser):
-    """Returns the text after `</think>` as answer, or the whole text without the tag."""
+    """A parser that returns the text after `</think>` as answer; all text if the tag is missing."""
 
     def parse(self, text: str) -> Any:
         return self.extract_fn(text.rpartition("</think>")[2].strip())
 
 
 class XMLParser(Parser):
-    """Returns the text between `<answer>` and `</answer>`, or another tag of `fields`, as answer.
+    """A parser of texts in tags. The answer is the text in `<answer>`, or in `answer_field`.
 
     Example: with the fields `["plan", ("code", "answer")]` a text has a plan, and a code or an
     answer; `parse("<code>x</code>")` has plan None, code "x" and answer None.
@@ -121,7 +127,10 @@ class XMLParser(Parser):
         return list(self.alternatives)
 
     def parse(self, text: str, last: bool = False) -> SimpleNamespace:
-        """Return the first text of each tag, or the last; None if it is missing or not closed."""
+        """Return the text in each tag as attributes; None for a tag that is missing or not closed.
+
+        If a tag occurs several times: the first text, or the last if `last`.
+        """
         found = {tag: _between(tag, text) for tag in self.tags}
         return SimpleNamespace(
             **{tag: texts[-1 if last else 0] if texts else None for tag, texts in found.items()}
@@ -132,7 +141,9 @@ class XMLParser(Parser):
         return self.extract_fn(texts[-1]) if texts else None
 
     def format(self, **values: object) -> str:
-        """Write a value into each field, by its name; the reverse of `parse`.
+        """Return a text with a tag for each field, whose values are given by field name.
+
+        This is the reverse of `parse`.
 
         Raises:
             ValueError: a field has no value, or a value has no field.
@@ -149,7 +160,7 @@ class XMLParser(Parser):
         return "\n".join(lines)
 
     def get_format_str(self) -> str:
-        """Describe the format for a prompt: each field's tags around three dots."""
+        """Return a description of the format for a prompt: each field's tags around three dots."""
         names = [
             tags[0] if len(tags) == 1 else f"[ {' | '.join(tags)} ]"
             for tags in self.alternatives.values()
@@ -163,7 +174,7 @@ def _between(tag: str, text: str) -> list[str]:
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message, joined from its parts."""
+    """Return the text of a chat message, whose content may be a list of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
@@ -178,7 +189,7 @@ THINK_BOXED_SYSTEM_PROMPT = (
     "Think step-by-step inside <think>...</think> tags.     Then, give your final answer inside"
     " \\boxed{}."
 )
-"""Exactly as in `verifiers`, because models may have been trained with them."""
+"""System prompts, exactly as in `verifiers`, because models may have been trained with them."""
 
 
 def extract_boxed_answer(text: str) -> str:
@@ -195,6 +206,6 @@ def extract_boxed_answer(text: str) -> str:
 
 
 def extract_hash_answer(text: str) -> str:
-    """Return the text after `####`, as in GSM8K; the whole text without it."""
+    """Return the text after `####`, as in GSM8K; the whole text if there is no `####`."""
     _, mark, answer = text.partition("####")
     return answer.partition("####")[0].strip() if mark else text

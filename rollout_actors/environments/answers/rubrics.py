@@ -1,4 +1,4 @@
-"""Rubrics that judge an answer by another model, or by mathematics."""
+"""Rubrics that score an answer by asking another model, or by comparing it as mathematics."""
 
 from __future__ import annotations
 
@@ -75,15 +75,16 @@ class JudgeRubric(Rubric):
         state: State | None = None,
         **kwargs: object,  # noqa: ARG002
     ) -> str:
-        """Return the judge's response about an answer. A rollout sends each text only once.
+        """Ask the judge model about a rollout's answer, and return its response.
 
         Args:
-            state: the rollout's state, which keeps responses; None: every text is sent.
+            state: the rollout's state. It keeps responses, so that the same question is sent only
+                once; None: every question is sent.
             kwargs: other arguments of a reward function; not used.
 
         Raises:
-            ValueError: the text is too long for the judge.
-            Exception: an error of `ask`; then the reward function has no value.
+            ValueError: the question is too long for the judge model.
+            Exception: an error of the model call. Then the reward function has no value.
         """
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1])
         response = self.current_parser.parse_answer(completion)
@@ -111,11 +112,11 @@ class JudgeRubric(Rubric):
 
 
 class MathRubric(Rubric):
-    r"""A rubric with the function `correct_answer`: 1 if an answer equals the row's answer.
+    r"""A rubric that rewards an answer that mathematically equals the answer in the dataset row.
 
-    They are compared as mathematics by the package `math_verify` (extra `math`): `0.5`, `1/2` and
-    `\frac{1}{2}` are one number. Its time limits do not work in threads, so `scoring_timeout_s` is
-    the limit here.
+    Its reward function `correct_answer` compares them by the package `math_verify` (extra `math`):
+    `0.5`, `1/2` and `\frac{1}{2}` are one number. The package's time limits do not work in threads,
+    so `scoring_timeout_s` is the limit here.
     """
 
     def __init__(
@@ -124,10 +125,11 @@ class MathRubric(Rubric):
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
     ) -> None:
-        r"""Add `correct_answer`, with weight 1, after other functions.
+        r"""Add the reward function `correct_answer`, with weight 1, after `funcs`.
 
         Args:
-            parser: None: the last `\boxed{...}` after the thought, or all text after the thought.
+            parser: finds the answer; None: it is the last `\boxed{...}` after the thought, or all
+                text after the thought.
 
         Raises:
             ImportError: `math_verify` is not installed.

@@ -1,4 +1,4 @@
-"""Images inside messages: read for an engine, and described for a log."""
+"""Images inside chat messages: decoded for an engine, and replaced by a description for a log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ BASE64 = ";base64"
 
 
 class MessageImages:
-    """The images of one rollout. Every call repeats its messages, but each image is read once."""
+    """Extracts the images from the messages of one rollout, and decodes each image only once.
+
+    Every model call of the rollout repeats the earlier messages.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, ImageRef] = {}
 
     def of(self, messages: Sequence[GivenMessage]) -> tuple[ImageRef, ...]:
-        """Return the images in the order in which the messages show them.
+        """Return the images in these messages, in order.
 
         Raises:
             ValueError: an image is not in the message itself, or cannot be decoded; or a part is
@@ -81,7 +84,7 @@ def _decode(data: bytes) -> None:
 
 
 def shown_in(messages: Messages) -> list[object]:
-    """Return the parts of a prompt that are not text, in order.
+    """Return the parts of a prompt that are not text (images), in order.
 
     Two prompts may have the same tokens and show different images.
     """
@@ -97,7 +100,7 @@ def shown_in(messages: Messages) -> list[object]:
 
 
 def without_images(messages: Messages) -> Messages:
-    """Replace each image's data by its size and hash, for people to read."""
+    """Return the messages with each image's data replaced by its size and hash, for logs."""
     if isinstance(messages, str):
         return messages
     result = []

@@ -1,4 +1,4 @@
-"""Conversations of the OpenAI API: joined, prepared for sending, and stored in tables."""
+"""Messages of the OpenAI API: checked, joined, prepared for sending, and converted for tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
-    """Join conversations, or texts, in order. Only the outermost list is copied."""
+    """Return lists of messages, or texts, joined in order. The messages are not copied."""
     texts: list[str] = []
     joined: list[Message] = []
     for part in parts:
@@ -38,10 +38,10 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
 
 
 def checked_messages(value: object, method: str, environment: Environment) -> Messages:
-    """Return the result of an environment's method, with every message as a dict.
+    """Return the messages that an environment's method has returned, each converted to a dict.
 
     Raises:
-        TypeError: it is neither a conversation nor a text.
+        TypeError: `value` is neither a list of messages nor a text.
         ValueError: a message is not a mapping, or has no role.
     """
     if isinstance(value, str):
@@ -63,10 +63,10 @@ def checked_messages(value: object, method: str, environment: Environment) -> Me
 
 
 def require_roles(messages: object, where: str) -> None:
-    """Refuse a value that is not a conversation, and messages without a role.
+    """Check that a value is a list of messages with roles.
 
     Raises:
-        ValueError: its text begins with `where`.
+        ValueError: it is not. The error's text begins with `where`.
     """
     form = 'write it like {"role": "user", "content": "..."}'
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
@@ -102,7 +102,7 @@ def copied(value: T) -> T:
 
 
 def cleanup_messages(messages: Messages) -> Messages:
-    """Convert messages from the form of a dataset to the form that endpoints accept.
+    """Convert messages from a dataset to the form that endpoints accept.
 
     A table has every column in every row, so fields that are None are removed: from messages, from
     tool calls and, at any depth, from the parts of a content. Tool calls in JSON become mappings.
@@ -144,7 +144,7 @@ def _without_none(value: Any) -> Any:
 
 
 def cleanup_tools(tools: Sequence[JsonObject]) -> list[JsonObject]:
-    """Remove the nulls that a table filled into tools.
+    """Remove the nulls that a dataset's table has added to the descriptions of tools.
 
     In a table each tool has the fields and parameters of all tools, and None for missing ones.
     Nulls in a list, such as an `enum`, are kept.
@@ -153,8 +153,10 @@ def cleanup_tools(tools: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def sanitize_messages(messages: Messages) -> Messages:
-    """Convert messages to the form of a table: mappings with a `content`, and tool calls as written
-    by `sanitize_tool_calls`. `cleanup_messages` reads them back.
+    """Convert messages to a form that a dataset's table can hold.
+
+    All become mappings with a `content`, and tool calls become JSON text (`sanitize_tool_calls`).
+    `cleanup_messages` reverses this.
     """
     if isinstance(messages, str):
         return messages
@@ -162,7 +164,7 @@ def sanitize_messages(messages: Messages) -> Messages:
 
 
 def sanitize_tool_calls(messages: Messages) -> Messages:
-    """Write every tool call as one JSON text, and remove empty lists of tool calls.
+    """Convert every tool call in the messages to one JSON text. Remove empty lists of tool calls.
 
     The arguments of different tools have different columns, so a table could not hold the calls as
     mappings. The given messages are not changed.
@@ -183,8 +185,9 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
 
 
 def as_mapping(value: GivenMessage) -> Fields:
-    """Return a message or a tool call as a mapping. Objects of the OpenAI library inside it become
-    mappings too.
+    """Convert a message or a tool call to a mapping.
+
+    Objects of the OpenAI library inside it become mappings too.
     """
     if isinstance(value, dict | Mapping):  # a dict is recognised at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}

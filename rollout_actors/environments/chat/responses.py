@@ -1,6 +1,6 @@
-"""Messages and tokens of an OpenAI API response (spec: trajectories, token extraction).
+"""Extraction of the model's message and its tokens from a response of the OpenAI API.
 
-The tokens are the engine's; nothing is tokenised again.
+The tokens are those of the engine; nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rollout_actors.environments.types import (
 )
 
 TOKEN_ID = "token_id:"
-"""Prefix of a token that vLLM writes as its id, if `return_tokens_as_token_ids` is set."""
+"""Prefix of a token that vLLM returns as its id, if `return_tokens_as_token_ids` is set."""
 
 SENT_IMAGES = "image_sha256"
-"""Field of our engines' responses: hashes of the prompt's images, in the order sent."""
+"""Field in responses of the run's own engines: hashes of the prompt's images, in order."""
 
 RETURNS_TOKENS: Arguments = {
     "logprobs": True,
     "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
 }
-"""Sampling arguments that make vLLM's chat responses contain what `parse_response_tokens` reads."""
+"""Sampling arguments that make vLLM return token ids and log-probabilities in chat responses."""
 
 
 def is_cut(response: object) -> bool:
-    """Return whether an answer was cut by length: at `max_tokens`, or at the end of the context.
+    """Return whether the answer in a response was cut: at `max_tokens`, or at the context's end.
 
-    Environments may store anything as a step's response.
+    Environments may store any object as a response.
     """
     for choice in getattr(response, "choices", None) or ():
         if getattr(choice, "finish_reason", None) == "length":
@@ -44,7 +44,7 @@ def is_cut(response: object) -> bool:
 
 
 async def parse_response_messages(response: ModelResponse, message_type: str) -> Messages:
-    """Return the model's message: one assistant message, or the text of a completion.
+    """Return the model's answer in a response: a list of one assistant message, or a text.
 
     Raises:
         ValueError: the response has no choices, as from gateways whose backend fails.
@@ -75,7 +75,9 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
 
 
 async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryStepTokens | None:
-    """Return the tokens that the engine read and sampled; None if the response lacks any of them.
+    """Return the tokens in a response that the engine read and sampled, with log-probabilities.
+
+    Return None if the response lacks some of them.
 
     Raises:
         ValueError: the numbers of sampled tokens and log-probabilities differ, so that the tokens

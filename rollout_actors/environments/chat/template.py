@@ -1,7 +1,7 @@
-"""Conversations as tokens, written by a checkpoint's own chat template.
+"""Conversion of messages to token ids by a checkpoint's chat template.
 
-A call's prompt begins with the tokens of the call before it: sampled tokens are never tokenised
-again.
+The prompt of a model call begins with the tokens of the call before it: sampled tokens are never
+tokenised again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_MARKER = "the-model-said-this"
-"""An answer that no template changes, to find the text that a template writes after an answer."""
+"""A text that stands for an answer, to find the text that a chat template writes after answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousCall:
-    """An answered call, with the data that the next call needs to continue it.
+    """An earlier model call of a rollout, with the data that the next call needs to continue it.
 
     Example:
         The user said `hi`, the model `yo` and its stop token. Then `rendered` is
@@ -34,22 +34,22 @@ class PreviousCall:
     """
 
     rendered: str
-    """The call's prompt, as written by the template."""
+    """Text of the call's prompt, from the chat template."""
     num_messages: int
     """Number of messages in that prompt; 0 for plain text."""
     token_ids: tuple[int, ...]
     """The tokens of the prompt, then all sampled tokens, including a sampled stop token."""
     text: str
-    """The sampled text, including special tokens."""
+    """The answer as text, including special tokens."""
     stop_token_id: int | None
-    """The last of `token_ids`, if it was sampled and ended the answer."""
+    """The sampled stop token that ended the answer, last in `token_ids`; None: there is none."""
     stop_text: str
     answer: Message
-    """The answer as the environment received it."""
+    """The answer as the message that the environment received."""
 
 
 class ChatTemplate:
-    """Tokenizer and chat template of one checkpoint."""
+    """Converts messages to token ids by the tokenizer and the chat template of a checkpoint."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, template_args: Fields | None = None
@@ -57,7 +57,7 @@ class ChatTemplate:
         """
         Args:
             tokenizer: a tokenizer of transformers (`apply_chat_template`, `encode`, `decode`).
-            template_args: further arguments of the template, besides messages and tools, such as
+            template_args: arguments of the chat template in addition to messages and tools, such as
                 `enable_thinking`.
         """
         self.tokenizer = tokenizer
@@ -70,7 +70,7 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """Write the conversation as text, and if it `asks`, the beginning of an answer."""
+        """Return the messages as one text; if it `asks`, with the beginning of the next answer."""
         text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
@@ -81,7 +81,10 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
-        """Tokenise a text with its special tokens. `is_plain`: add the tokens that begin a text."""
+        """Return the token ids of a text that contains special tokens.
+
+        `is_plain`: add the tokens with which the tokenizer begins a text.
+        """
         # A chat template writes the first token itself, so it would occur twice.
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
@@ -101,14 +104,16 @@ class ChatTemplate:
         messages: Sequence[GivenMessage],
         tools: Sequence[Fields] | None,
     ) -> tuple[int, ...] | None:
-        """Return the prompt that extends the last call's tokens to these messages.
+        """Return the token ids of these messages as a prompt that continues the last model call.
+
+        It begins with the exact tokens of that call.
 
         Args:
-            rendered: the messages, as written by the template.
+            rendered: the messages as text, from `render`.
 
         Returns:
-            None if the messages do not continue the last call, or the template now writes the
-            earlier messages differently.
+            The token ids; None if the messages do not continue the last call, or the chat template
+            now writes the earlier messages differently.
         """
         added = self._added(last, rendered, messages, tools)
         if added is None:
@@ -122,9 +127,9 @@ class ChatTemplate:
         return last.token_ids + self.encode(added)
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """Return the prompt that extends the last call's tokens to this plain text.
+        """Return the token ids of a plain text as a prompt that continues the last model call.
 
-        None if the text does not begin with the last prompt, answer and text of the stop token.
+        Return None if the text does not begin with the last prompt, its answer and its stop text.
         """
         seen = last.rendered + last.text + last.stop_text
         return last.token_ids + self.encode(text[len(seen) :]) if text.startswith(seen) else None

@@ -1,4 +1,4 @@
-"""Tools of the OpenAI API: schemas of Python functions, and tool calls parsed from model text."""
+"""Tools of the OpenAI API: Python functions with their schemas, and parsing of tool calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that a model may call.
+    """A Python function that a model may call as a tool, with its schema for the model.
 
     Example:
         `def add(a: int): "Add one."` has the schema `{"type": "function", "function": {"name":
@@ -46,13 +46,13 @@ class Tool:
 
     name: str
     function: Callable[..., object]
-    """Plain, or asynchronous."""
+    """The function, plain or asynchronous."""
     schema: JsonObject
     """The tool as an entry of `tools` in an API call."""
     required: tuple[str, ...]
     """Names of the arguments without a default."""
     partial_arguments: type[BaseModel]
-    """Model of the arguments, all optional. The alias of each field is the argument's name."""
+    """pydantic model that converts arguments, all optional. Aliases are the arguments' names."""
 
     @classmethod
     def of(cls, function: Callable[..., object], args_to_skip: Collection[str] = ()) -> Tool:
@@ -121,10 +121,10 @@ class Tool:
         return cls(name, function, schema, required, partial_arguments)
 
     def read(self, text: str, *, is_whole: bool = True) -> Arguments:
-        """Parse the arguments that a model wrote as JSON, and convert them for the function.
+        """Parse the arguments of a tool call, JSON that a model wrote, for the function.
 
         Args:
-            is_whole: False: some may be missing, and are added later (`require_whole`).
+            is_whole: whether all required arguments must be there; False: some are added later.
 
         Raises:
             ValueError: the arguments are wrong; the text is for the model.
@@ -159,10 +159,12 @@ class Tool:
             raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(missing)}")
 
     async def call(self, arguments: Fields) -> str:
-        """Call the function, a plain one in a thread. Its errors are raised.
+        """Call the function with these arguments, in a thread if it is not asynchronous.
+
+        Its errors are raised.
 
         Returns:
-            Its value: text unchanged, anything else as JSON.
+            The function's value for the model: text unchanged, anything else as JSON.
         """
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
@@ -188,7 +190,7 @@ def convert_tool_to_oai_format(
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's text up to the first section, and the descriptions of arguments."""
+    """Return a docstring's text up to its first section, and the text about each argument."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = ""
@@ -244,14 +246,14 @@ _RANDOM_ID = re.compile(r"chatcmpl-tool-\w+|[0-9A-Za-z]{9}")
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """A model's message."""
+    """A model's answer, divided into text and tool calls."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ToolCallReader:
-    """One of vLLM's tool parsers, for one tokenizer."""
+    """Parses tool calls in a model's answers by one of vLLM's tool parsers."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Import vllm, which takes some seconds.
@@ -278,10 +280,10 @@ class ToolCallReader:
     def read(
         self, token_ids: Sequence[int], text: str, tools: Sequence[Fields], *, seed: int
     ) -> AssistantMessage:
-        """Parse the message in these tokens. Text that the parser cannot read stays content.
+        """Return the text and the tool calls in an answer. What cannot be parsed stays text.
 
         Args:
-            text: the tokens as text, without special tokens.
+            text: the answer's tokens as text, without special tokens.
             seed: the request's seed. Ids that vLLM would draw at random are derived from it,
                 because an id may be part of the next prompt.
         """
@@ -319,14 +321,20 @@ class ToolCallReader:
 
 
 def reader_of(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolCallReader | None:
-    """Return the reader of this name, else the checkpoint's own; None: no reader."""
+    """Return the parser of tool calls of this name; `name` None: the one in the tokenizer's files.
+
+    Return None if there is neither.
+    """
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
         name = "hf"  # vLLM's parser for such a template
     return None if name is None else ToolCallReader(name, tokenizer)
 
 
 def has_own_parser(checkpoint: Path) -> bool:
-    """Return whether `reader_of` finds a parser in this folder's tokenizer, without loading it."""
+    """Return whether the tokenizer in a checkpoint folder names a parser of tool calls.
+
+    The tokenizer is not loaded.
+    """
     path = checkpoint / "tokenizer_config.json"
     return path.is_file() and isinstance(
         json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping
@@ -334,7 +342,7 @@ def has_own_parser(checkpoint: Path) -> bool:
 
 
 def chat_templates(checkpoint: Path) -> list[str]:
-    """Return the chat templates of this folder's tokenizer, without loading it."""
+    """Return the chat templates in a checkpoint folder, without loading the tokenizer."""
     paths = (
         checkpoint / "chat_template.jinja",
         *checkpoint.glob("additional_chat_templates/*.jinja"),
@@ -349,7 +357,7 @@ def chat_templates(checkpoint: Path) -> list[str]:
 
 
 def num_tool_calls(state: Fields) -> int | None:
-    """Count the model's tool calls in a rollout; None if it is offered no tools."""
+    """Return the number of tool calls in a rollout; None if the model was offered no tools."""
     if not state.get("oai_tools"):
         return None
     return sum(
@@ -361,10 +369,10 @@ def num_tool_calls(state: Fields) -> int | None:
 
 
 class UncalledTools:
-    """Counts rollouts without any tool call, for a warning."""
+    """Warns if a model that is offered tools never calls one."""
 
     FIRST_ROLLOUTS = 8
-    """Rollouts before the first warning, because fewer rollouts may not need a tool."""
+    """Number of rollouts before the first warning, because fewer rollouts may not need a tool."""
 
     def __init__(self) -> None:
         self._num_rollouts = 0
@@ -372,10 +380,13 @@ class UncalledTools:
         self._has_called = False
 
     def problem(self, num_rollouts: int, num_calls: float) -> str | None:
-        """Count more rollouts that could call a tool, and their calls.
+        """Add rollouts that could call a tool, and return a warning if there were no calls so far.
+
+        Args:
+            num_calls: number of tool calls in these rollouts.
 
         Returns:
-            A warning after `FIRST_ROLLOUTS` without a call, and each time that number doubles.
+            A warning after `FIRST_ROLLOUTS` without a call, and each time their number doubles.
         """
         self._has_called = self._has_called or num_calls > 0
         self._num_rollouts += num_rollouts

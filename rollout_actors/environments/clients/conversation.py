@@ -1,4 +1,4 @@
-"""One rollout's calls to an engine, as token sequences that grow from call to call.
+"""The model calls of one rollout to the run's own engine, as token ids.
 
 Sampled tokens are never tokenised again: the next prompt begins with exactly the ids of the last
 call. `Conversation.chat` and `.completions` offer the interface of `openai.AsyncOpenAI`, for
@@ -39,12 +39,13 @@ _ALWAYS_ANSWERED = frozenset(
 """Arguments that request tokens and log-probabilities, which every response has."""
 
 Generate = Callable[[RolloutRequest], Awaitable[Rollout | None]]
-"""Sends a request to an engine; None: with its images the prompt is too long for the engine."""
+"""Sends a request to an engine. Returns its rollout, or None if its images make the prompt too long
+for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens that an engine sampled in one call.
+    """The tokens that an engine sampled in one model call.
 
     Example:
         The response `(5, 6)` with the sampled stop token 2 has `token_ids=(5, 6, 2)`, three
@@ -53,11 +54,11 @@ class Sampled:
     """
 
     token_ids: tuple[int, ...]
-    """[T], with the stop token unless the repeat guard forced it."""
+    """[T] sampled tokens, with the stop token unless the repeat guard forced it."""
     logprobs: tuple[float, ...] | None
-    """[T]; None if the run's decoding returns no log-probabilities."""
+    """[T], of these tokens; None if the run's decoding returns no log-probabilities."""
     stop_token_id: int | None
-    """The last of `token_ids`, if it is a stop token."""
+    """The last of `token_ids`, if it is a stop token; else None."""
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Sampled:
@@ -74,15 +75,15 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """A rollout's place in the run. The seeds of its calls are derived from it and the turn."""
+    """What identifies a rollout in a run. The seeds of its model calls derive from it."""
 
     run_seed: int
     step: int
     position: int
-    """Position in the step, over all learner ranks."""
+    """Index of the rollout in its step, over all learner ranks."""
     sample_id: str
     path: str = ""
-    """Suffix of a rollout that an environment starts inside this position's rollout; else empty."""
+    """Distinguishes rollouts that an environment starts inside another one, as `/0`; else empty."""
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
         seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
@@ -93,20 +94,20 @@ class RolloutKey:
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """The template, decoding and limits that all conversations of a run share.
+    """The chat template, decode settings and limits that all conversations of a run share.
 
     Raises:
-        ValueError: decoding is beam search, which does not sample token by token.
+        ValueError: the decode mode is beam search, which does not sample token by token.
     """
 
     template: ChatTemplate
     """The checkpoint's tokenizer and chat template."""
     decode: DecodeSettings
-    """Decoding of every call. Sampling arguments may only lower the number of new tokens."""
+    """Decode settings of every model call. A call may only lower the number of new tokens."""
     max_model_len: int
-    """Limit of a prompt and its answer together, in tokens, as the engines have it."""
+    """Largest number of tokens of a prompt and its answer together in the run's engines."""
     tool_calls: ToolCallReader | None = None
-    """Parses the model's tool calls; None: they stay text."""
+    """Parses the tool calls in the model's answers; None: they stay text."""
 
     def __post_init__(self) -> None:
         if self.decode.mode is DecodeMode.BEAM:
@@ -116,7 +117,7 @@ class ConversationSettings:
 
     @cached_property
     def placeholder(self) -> int | None:
-        """Token id of an image; None: the tokenizer has no such token."""
+        """Token id that stands for an image in a prompt; None: the tokenizer has no such token."""
         encoded = map(self.template.encode, IMAGE_PLACEHOLDERS)
         return next((token_ids[0] for token_ids in encoded if len(token_ids) == 1), None)
 
@@ -143,10 +144,10 @@ class ConversationSettings:
         }
 
     def max_tokens(self, arguments: Fields) -> int:
-        """Return how many tokens a call may sample. An argument that is None counts as not given.
+        """Return how many tokens a model call with these sampling arguments may sample.
 
         Raises:
-            ValueError: an argument is unknown, or contradicts the run.
+            ValueError: an argument is unknown, or contradicts the run's decode settings.
         """
         most = self.decode.max_new_tokens
         limit = most
@@ -198,10 +199,11 @@ class _Prompt:
 
 
 class Conversation:
-    """The calls of one rollout, answered one after the other.
+    """The client of one rollout, with the interface of `openai.AsyncOpenAI`, on the run's engine.
 
-    If the messages do not continue the last call, or the template now writes them differently, the
-    prompt is tokenised anew. Its tokens are read and never trained, and `num_splits` counts it.
+    A prompt begins with the exact token ids of the call before it. If the messages do not continue
+    that call, or the template now writes them differently, the prompt is tokenised anew. Its tokens
+    are read and never trained, and `num_splits` counts it.
 
     Calls take the arguments of `AsyncOpenAI`; `model` has no effect, because the engines of a run
     have one model. A response has vLLM's `token_ids` and `prompt_token_ids`, and in addition
@@ -217,7 +219,7 @@ class Conversation:
         generate: Generate,
         calls: dict[tuple[str, int], ModelCall],
     ) -> None:
-        """`calls`: each call is recorded here, by its path and turn."""
+        """`calls`: the conversation records each model call here, by rollout path and turn."""
         self._key = key
         self._settings = settings
         self._template = settings.template

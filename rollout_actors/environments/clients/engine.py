@@ -29,19 +29,20 @@ T = TypeVar("T")
 
 
 class Engines(Protocol):
-    """The run's engines, in order (`training.actor.RayEngines`, which cannot be imported here)."""
+    """The engines that a run's environments call: rollout actors, or the engine in this process."""
 
     def __len__(self) -> int: ...
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """Send a request to one engine, which has its own time limit. Cancelling this aborts the
-        request. UnreachableError: another engine may get the same request.
+        """Generate one rollout by the engine with this index. Cancelling aborts the request.
+
+        Raises UnreachableError if another engine may get the same request.
         """
         ...
 
 
 class EngineClient:
-    """Routes the calls of one step's rollouts to the engines.
+    """The client that sends the model calls of one training step's rollouts to the run's engines.
 
     All calls of a rollout go to the engine `position % len(engines)`, which has its earlier turns
     in the prefix cache. If an engine cannot be reached, the next one gets the request, with the
@@ -63,7 +64,7 @@ class EngineClient:
         """
         Args:
             max_under_way: limit of concurrent requests to one engine, from one event loop. Further
-                requests wait here.
+                requests wait in this process.
             max_images: limit of images in one prompt; None: no limit.
             name: name of the environment actor, for the error about too many images.
         """
@@ -90,12 +91,14 @@ class EngineClient:
     def conversation(
         self, state: State, *, of: Fields | None = None, path: str = ""
     ) -> Conversation:
-        """Return a client for the calls of this rollout. Its seeds are derived from the `position`
-        of its input. Rollouts without a position are numbered in the order of their start.
+        """Return a client for the model calls of this rollout only.
+
+        Its seeds derive from the `position` of its input. Rollouts without a position are numbered
+        in the order of their start.
 
         Args:
-            of: the input of the outermost rollout around this one; None: its own input.
-            path: its path inside the outermost rollout, so that it has its own seeds.
+            of: the input of the rollout that contains this one (the outermost); None: its own.
+            path: its path inside that rollout, so that it has its own seeds.
         """
         number = next(self._num_begun)
         position = (state.get("input", {}) if of is None else of).get("position")
@@ -106,7 +109,7 @@ class EngineClient:
         return Conversation(key, self._settings, self.generate, calls)
 
     def calls(self, position: int) -> tuple[ModelCall, ...]:
-        """Return the calls of the rollout at this position, ordered by path and turn."""
+        """Return the model calls of the rollout at this position of the step, in order."""
         calls = self._calls.get(position, {})
         return tuple(calls[key] for key in sorted(calls))
 
@@ -120,13 +123,13 @@ class EngineClient:
     completions = chat
 
     async def generate(self, request: RolloutRequest) -> Rollout | None:
-        """Send a request to the rollout's engine, or to the next ones if it cannot be reached.
+        """Send a request to the engine of its position, or to others if it cannot be reached.
 
         Returns:
-            The rollout; None if its images make the prompt too long for the engine.
+            The engine's answer; None if its images make the prompt too long for the engine.
 
         Raises:
-            RolloutError: an engine failed, or a prompt shows too many images.
+            RolloutError: an engine failed, or the prompt has too many images.
         """
         number = len(request.images)
         if self._max_images is not None and number > self._max_images:
@@ -188,9 +191,9 @@ class EngineClient:
         return error
 
     async def unless_an_engine_fails(self, work: Work[T]) -> T:
-        """Await `work`, which makes rollouts, but cancel it if an engine fails.
+        """Await `work`, which plays rollouts with this client, but cancel it if an engine fails.
 
-        As a rollout's own error, the failure would be data, and the run would train on it.
+        Otherwise the failure would count as the rollout's own error, and the run would train on it.
 
         Raises:
             Exception: the engine's error, mostly a RolloutError, after all rollouts have cleaned

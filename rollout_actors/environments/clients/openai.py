@@ -1,4 +1,4 @@
-"""Model calls through a client with the interface of `openai.AsyncOpenAI`."""
+"""Model calls of environments through a client with the interface of `openai.AsyncOpenAI`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from shared.config.secrets import redacted
 _LOGGER = logging.getLogger(__name__)
 
 OVERLONG = "overlong-prompt"
-"""Id of the response that replaces a refused prompt without room in the model's context."""
+"""Id of the response that replaces the refusal of a prompt that is too long for the model."""
 TRIES = 3
-"""Attempts of a call that fails only because of the connection or the endpoint's load."""
+"""Attempts of a model call that fails only because of the connection or the endpoint's load."""
 PAUSE_S = 0.5
-"""Pause before the second try; doubled before each further one."""
+"""Seconds before the second attempt of a model call; doubled before each further one."""
 LIMITS = ("max_tokens", "max_completion_tokens")
-"""The two names that endpoints use for the limit of new tokens."""
+"""The two argument names that endpoints use for the limit of new tokens."""
 
 _INSTEAD = re.compile(
     r"use ['\"`]?(max_tokens|max_completion_tokens)['\"`]? instead", re.IGNORECASE
@@ -48,12 +48,11 @@ _PROMPT = re.compile(
     re.IGNORECASE,
 )
 REASONING = ("reasoning", "reasoning_content")
-"""The two names that endpoints use for the reasoning before an answer."""
+"""The two message fields that endpoints use for the reasoning before an answer."""
 LONGEST_PAUSE_S = 600.0
-"""Upper limit for an endpoint's Retry-After."""
+"""Longest wait before another attempt, even if an endpoint asks for more by Retry-After."""
 _LIMIT_NAMES: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
-"""The name of the limit that an endpoint accepts, by client and model, once it refused the other.
-"""
+"""By client and model, the argument name for the limit of new tokens that the endpoint accepts."""
 _NO_REASONING: WeakKeyDictionary[openai.AsyncOpenAI, set[str]] = WeakKeyDictionary()
 """Models whose endpoint refused a prompt because of the reasoning in it, by client."""
 
@@ -65,8 +64,8 @@ INFRASTRUCTURE = (
     ConnectionError,
     TimeoutError,
 )
-"""Errors that the same call may not meet again: connections, timeouts, rate limits, a server's
-failures.
+"""Errors after which a model call is attempted again: connections, timeouts, rate limits, failures
+of a server.
 
 A RolloutError of the run's own engines is not among them: the request was tried again already
 (`shared.rollouts.TRIES`), and `EngineClient` sends it to the next engine.
@@ -74,7 +73,7 @@ A RolloutError of the run's own engines is not among them: the request was tried
 
 
 def is_rollout_client(client: Client) -> TypeIs[ConversationClient]:
-    """Return whether a client must know which calls belong to one rollout (`EngineClient`)."""
+    """Return whether a client needs a separate conversation for each rollout (`EngineClient`)."""
     # Looked up in its class, because a mock has any attribute.
     return getattr(type(client), "conversation", None) is not None
 
@@ -92,7 +91,9 @@ async def ask(
     tools: list[Message] | None,
     sampling_args: SamplingArgs,
 ) -> Any:
-    """Call the model, and again after an error of `INFRASTRUCTURE`, up to `TRIES` times.
+    """Make one model call and return its response.
+
+    After an error of `INFRASTRUCTURE` it is attempted again, up to `TRIES` times in all.
 
     The response's id is `OVERLONG` if the prompt is too long. If the endpoint accepts only one of
     the two names of the limit of new tokens, it gets that name after its first refusal. If the
@@ -170,7 +171,7 @@ def without_reasoning(prompt: Messages) -> Messages:
 
 
 def retry_after_s(error: BaseException) -> float:
-    """Return the seconds that an endpoint asks to wait; 0 if it does not ask.
+    """Return how many seconds an endpoint asks to wait before another attempt; 0 if it does not.
 
     Retry-After is a number of seconds or a date (RFC 9110). The rollout's own timeout ends a wait
     that is too long.
@@ -190,9 +191,9 @@ def retry_after_s(error: BaseException) -> float:
 
 
 def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int | None:
-    """Return how many new tokens a refused prompt leaves room for.
+    """Return how many new tokens fit after a prompt that an endpoint refused as too long.
 
-    None if the refusal does not say it, the call has no limit, or its limit is not below the
+    Return None if the refusal does not say it, the call has no limit, or its limit is not below the
     context length or does not exceed the room.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
@@ -247,7 +248,7 @@ def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> b
 
 
 def says_overlong(refusal: str) -> bool:
-    """Return whether a refusal names the prompt's length, in the words of vLLM or of others."""
+    """Return whether an endpoint's error message says that the prompt is too long."""
     phrases = (
         "context length",
         "context_length",

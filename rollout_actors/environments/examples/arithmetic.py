@@ -15,7 +15,9 @@ SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answe
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, largest: int = 99, seed: int = 0
 ) -> SingleTurnEnv:
-    """Load sums, differences and products of two numbers up to `largest` as questions."""
+    """Return the environment. Questions are sums, differences and products of two numbers up to
+    `largest`.
+    """
     parser = XMLParser(fields=["answer"])
     rubric = Rubric([correct, parser.format_reward_func()], [1.0, 0.1], parser)
     return SingleTurnEnv(
@@ -28,7 +30,7 @@ def load_environment(
 
 
 def questions(count: int, largest: int, random: Random) -> list[dict[str, str]]:
-    """Draw rows of a dataset: a question and its answer."""
+    """Return random dataset rows: a question and its answer."""
     rows = []
     for _ in range(count):
         a = random.randint(0, largest)
@@ -40,5 +42,5 @@ def questions(count: int, largest: int, random: Random) -> list[dict[str, str]]:
 
 
 def correct(parser: Parser, completion: Messages, answer: str) -> float:
-    """Return 1 if the last answer is the right number, in digits."""
+    """Reward function: return 1 if the last answer is the right number in digits, else 0."""
     return float(parser.parse_answer(completion) == answer)

@@ -16,9 +16,9 @@ from rollout_actors.environments.types import Messages, State
 
 SECOND_TURN = "last"
 EXACT = 1.0
-"""Score of an answer that is exactly the digit."""
+"""Reward of an answer that is exactly the right digit."""
 BEGUN = 0.5
-"""Score of an answer that only begins with the digit."""
+"""Reward of an answer that only begins with the right digit."""
 
 
 def load_environment(
@@ -28,9 +28,10 @@ def load_environment(
     base: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Draw numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice.
+    """Return the environment. The model repeats the first and then the last digit of a number.
 
-    Held-out numbers are not among the training numbers.
+    Numbers have `num_digits` (at least 2) digits below `base` (2 to 10) and are distinct. Held-out
+    numbers are not among the training numbers.
     """
     if num_digits < 2:
         raise ValueError(f"num_digits is {num_digits}; with fewer than 2, first and last are equal")
@@ -54,29 +55,32 @@ def load_environment(
 
 
 def row(digits: str) -> dict[str, str]:
-    """Make a row: the first question, and the answers of both turns."""
+    """Return the dataset row for a number: the first question, and the answers of both turns."""
     return {"question": f"first of {digits}", "answer": digits[0] + digits[-1]}
 
 
 class CopyDigits(MultiTurnEnv):
-    """A dialogue whose second question is always the same."""
+    """A dialogue of two turns, whose second question is always the same."""
 
     async def env_response(self, messages: Messages, state: State, **kwargs: object) -> Messages:  # noqa: ARG002
         return [{"role": "user", "content": SECOND_TURN}]
 
 
 def first(state: State) -> float:
-    """Score the first turn."""
+    """Reward function: score the answer of the first turn."""
     return worth(state, 0)
 
 
 def last(state: State) -> float:
-    """Score the second turn."""
+    """Reward function: score the answer of the second turn."""
     return worth(state, 1)
 
 
 def worth(state: State, turn: int) -> float:
-    """Return `EXACT` for only the digit, `BEGUN` if more follows or it was cut off, else 0."""
+    """Score the answer of a turn: `EXACT` if it is only the right digit, `BEGUN` if more follows.
+
+    An answer that was cut off after the digit has `BEGUN` too. Any other answer has 0.
+    """
     if len(state["trajectory"]) <= turn:
         return 0.0
     step = state["trajectory"][turn]

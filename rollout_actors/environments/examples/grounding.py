@@ -1,4 +1,4 @@
-"""Detection as an environment: an image, and rewards for the objects that the model writes.
+"""Object detection as an environment: rewards for the objects that a model finds in an image.
 
 `vf-eval rollout_actors.environments.examples.grounding -a '{"data": "val.jsonl"}' ...` evaluates a
 model on records.
@@ -36,7 +36,7 @@ _MEDIA_TYPES = {
     b"RIFF": "image/webp",
     b"BM": "image/bmp",
 }
-"""Media types by the first bytes of a file; the only other kind in records is TIFF."""
+"""Media type of an image file by its first bytes; the only other kind in datasets is TIFF."""
 
 
 def load_environment(
@@ -52,7 +52,7 @@ def load_environment(
     recall_weight: float = 1.0,
     precision_weight: float = 1.0,
 ) -> SingleTurnEnv:
-    """Load detection on the records of a JSONL file (README, "Your model, your data").
+    """Return the environment for a dataset in a JSONL file (README, "Your model, your data").
 
     Args:
         data: the file; images are relative to it.
@@ -60,7 +60,7 @@ def load_environment(
         max_examples: limit of rows from each file, taken from its beginning; None: all.
         polygons: whether the data may have polygons, and the model may write them.
         iou: minimum mask IoU of an object that counts as found.
-        by_name: whether it must have the right name too.
+        by_name: whether an object that counts as found must have the right name too.
 
     Raises:
         RecordError: a file or an image is invalid; it names the line.
@@ -95,23 +95,26 @@ def load_environment(
 
 @dataclass(frozen=True, slots=True)
 class DetectionResult:
-    """The counts of one answer, stored in `state["detection"]` as a mapping.
+    """How many objects of an answer are right, stored in `state["detection"]` as a mapping.
 
     Example: one of two objects is found, and one is wrong: `DetectionResult(True, 2, 0, 2, 1)`.
     """
 
     is_well_formed: bool
-    """One whole JSON object, perhaps followed by text."""
+    """Whether the answer is one whole JSON object, perhaps followed by text."""
     num_predictions: int
-    """Valid objects."""
+    """Number of valid objects in the answer."""
     num_dropped: int
-    """Entries that are not valid objects."""
+    """Number of entries in the answer that are not valid objects."""
     num_ground_truth: int
     num_matched: int
 
 
 def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
-    """Return the share of valid objects among the entries: 1 for `{}`, 0 for broken JSON."""
+    """Reward function: the share of an answer's entries that are valid objects.
+
+    It is 1 for `{}`, and 0 for broken JSON.
+    """
     found = findings(state, parser, criterion)
     num_entries = found.num_predictions + found.num_dropped
     share = found.num_predictions / num_entries if num_entries else 1.0
@@ -119,13 +122,13 @@ def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
 
 
 def recall(state: State, parser: Parser, criterion: Criterion) -> float:
-    """Return the share of ground-truth objects that were found; 1 without any."""
+    """Reward function: the share of ground-truth objects that the answer finds; 1 without any."""
     found = findings(state, parser, criterion)
     return found.num_matched / found.num_ground_truth if found.num_ground_truth else 1.0
 
 
 def precision(state: State, parser: Parser, criterion: Criterion) -> float:
-    """Return the share of the answer's valid objects that are right.
+    """Reward function: the share of the answer's valid objects that are right.
 
     An answer without valid objects is worth 1 if the row has no objects, else 0.
     """
@@ -136,7 +139,7 @@ def precision(state: State, parser: Parser, criterion: Criterion) -> float:
 
 
 def findings(state: State, parser: Parser, criterion: Criterion) -> DetectionResult:
-    """Compare the rollout's answer with the row's `answer`, once."""
+    """Compare a rollout's answer with the ground truth. The result is kept in the state."""
     if "detection" not in state:
         messages = parser.get_assistant_messages(state["completion"])
         text = text_of(messages[-1]) if messages else ""
@@ -164,14 +167,15 @@ def _compare(
 
 
 def parse_text(text: str, *, geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY) -> ParsedRollout:
-    """Parse an answer that is known only as text. `TextCodec` makes its tokens."""
+    """Parse the objects in an answer that is known only as text, without a tokenizer."""
     codec = TextCodec()
     return parse_rollout(codec.encode(text), codec, geometry=geometry)
 
 
 class TextCodec:
-    """A `TokenCodec` without a tokenizer: each coordinate token is a token, and so is each byte of
-    other text.
+    """Splits a text into tokens for the parser of answers, without a tokenizer.
+
+    Each coordinate token is a token, and so is each byte of other text.
     """
 
     eos_token_id = _NUM_BYTES + NUM_BINS

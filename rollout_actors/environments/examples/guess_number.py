@@ -23,7 +23,10 @@ def load_environment(
     max_turns: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Load the game with numbers from 1 to `largest` (at least 2) and `max_turns` guesses."""
+    """Return the environment: games with numbers from 1 to `largest` and `max_turns` guesses.
+
+    `largest` is at least 2.
+    """
     if largest < 2:
         raise ValueError(
             f"largest is {largest}; with fewer than 2 numbers there is nothing to guess"
@@ -39,7 +42,7 @@ def load_environment(
 
 
 def games(count: int, largest: int, random: Random) -> list[dict[str, str]]:
-    """Draw rows. The number is the row's answer, which the model does not see."""
+    """Return random dataset rows. The number is the row's answer, which the model does not see."""
     question = (
         f"I think of a number from 1 to {largest}. Guess it: write one guess as"
         " <guess>number</guess>, and I will say whether mine is higher or lower."
@@ -48,7 +51,7 @@ def games(count: int, largest: int, random: Random) -> list[dict[str, str]]:
 
 
 class GuessNumber(MultiTurnEnv):
-    """A game with one guess per turn."""
+    """A game in which the model guesses a number, with one guess per turn."""
 
     def __init__(self, largest: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -83,23 +86,26 @@ class GuessNumber(MultiTurnEnv):
 
 
 def guess_in(completion: Messages) -> int | None:
-    """Return the last guess of a message."""
+    """Return the last guess in the last of these messages; None if it has no guess."""
     last: Any = completion[-1]
     guesses = GUESS.findall(text_of(last))
     return int(guesses[-1]) if guesses else None
 
 
 def found(state: State) -> float:
-    """Return 1 if the last guess is the number."""
+    """Reward function: return 1 if the last guess is the right number, else 0."""
     return float(bool(state["guesses"]) and state["guesses"][-1] == int(state["answer"]))
 
 
 def early(state: State) -> float:
-    """Score a found number: 1 with as many guesses as bisection needs, less with more."""
+    """Reward function: 1 if the number is found with as many guesses as bisection needs.
+
+    It is less with more guesses, and 0 if the number is not found.
+    """
     return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
 
 
 def read(state: State) -> float:
-    """Return the share of messages with a guess."""
+    """Reward function: return the share of the model's messages that have a guess."""
     guesses = state["guesses"]
     return sum(guess is not None for guess in guesses) / len(guesses) if guesses else 0.0

@@ -17,7 +17,10 @@ QUESTION = "which digit"
 def load_environment(
     num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0
 ) -> StatefulToolEnv:
-    """Draw a digit for each row. The model has one turn to call the tool, and one to answer."""
+    """Return the environment, with a random digit in each dataset row.
+
+    The model has one turn to call the tool, and one to answer.
+    """
     environment = HiddenDigit(
         env_id="hidden_digit",
         dataset=rows(num_examples, Random(f"train {seed}")),
@@ -51,12 +54,12 @@ class HiddenDigit(StatefulToolEnv):
 
 
 def asked(completion: Messages) -> float:
-    """Return 1 if the tool was called exactly once."""
+    """Reward function: return 1 if the tool was called exactly once, else 0."""
     return float(num_tool_calls(completion) == 1)
 
 
 def right(completion: Messages, answer: str) -> float:
-    """Return 1 if the last message is exactly the digit, 0.5 if it only begins with it."""
+    """Reward function: 1 if the last message is exactly the digit, 0.5 if more follows it."""
     last: Any = completion[-1]
     text = text_of(last)
     if text == answer:

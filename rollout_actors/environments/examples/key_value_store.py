@@ -19,7 +19,7 @@ NAMES = ("apples", "bread", "cheese", "dates", "eggs", "figs")
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, max_turns: int = 10, seed: int = 0
 ) -> StatefulToolEnv:
-    """Load an environment with one change in each row."""
+    """Return the environment. Each dataset row requests one change of a store of numbers."""
     environment = KeyValueStore(
         env_id="key_value_store",
         dataset=tasks(num_examples, Random(f"train {seed}")),
@@ -32,7 +32,7 @@ def load_environment(
 
 
 def tasks(count: int, random: Random) -> list[dict[str, object]]:
-    """Draw rows. `info` has the store at the start, and the wanted store at the end."""
+    """Return random dataset rows. `info` has the store at the start, and the wanted store."""
     rows: list[dict[str, object]] = []
     for _ in range(count):
         first, second, third = random.sample(NAMES, 3)
@@ -106,5 +106,5 @@ class KeyValueStore(StatefulToolEnv):
 
 
 def as_wanted(state: State) -> float:
-    """Return 1 if the store has exactly the wanted content."""
+    """Reward function: return 1 if the store has exactly the wanted content, else 0."""
     return float(state["store"] == state["info"]["wanted"])

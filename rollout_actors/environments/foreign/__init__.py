@@ -1,1 +1,1 @@
-"""Environments of other libraries, chosen by a prefix of their id."""
+"""Environments of other libraries, chosen by a prefix of the environment's id, as `gym:NAME`."""

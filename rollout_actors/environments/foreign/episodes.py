@@ -1,5 +1,6 @@
-"""Episodes of other libraries as rollouts: each answer of the model is an action, and each user
-message shows the state.
+"""Episodes of other libraries' environments (`gymnasium`, OpenEnv) as rollouts.
+
+Each answer of the model is an action, and each user message shows the environment's state.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ _PARSER = XMLParser(fields=["action"], answer_field="action")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A state as the model sees it.
+    """What an episode shows to the model after a step: its state as text, and the step's reward.
 
     Example: `Shown("You see a door.", reward=0.5)` after a step that did not end the episode.
     """
 
     text: str
     reward: float | None = None
-    """Reward of the step to this state; None: the first state, or the answer had no action."""
+    """Reward of the last step; None: there was no step, or the answer had no action."""
     end: str | None = None
     """`terminated` or `truncated`, if the episode is over."""
 
 
 class Episode(ABC):
-    """One episode of another library's environment. Errors of its methods fail the rollout."""
+    """Interface to one episode of another library's environment.
+
+    Errors of its methods fail the rollout.
+    """
 
     @abstractmethod
     async def reset(self, seed: int) -> Shown:
-        """Begin the episode."""
+        """Begin the episode with this seed, and return its first state."""
 
     @abstractmethod
     async def step(self, action: str) -> Shown:
-        """Take a step with the action that the model wrote."""
+        """Take a step with the action that the model wrote, and return the new state."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -50,9 +54,9 @@ class Episode(ABC):
 
 
 class EpisodeEnv(MultiTurnEnv):
-    """An environment whose rollouts are episodes. A row is a seed, and its rollouts begin with it.
+    """An environment whose rollouts are episodes of another library's environment.
 
-    The reward is the sum of the steps' rewards.
+    A dataset row is a seed of episodes. The reward is the sum of the steps' rewards.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class EpisodeEnv(MultiTurnEnv):
     ) -> None:
         """
         Args:
-            form: how an action is written.
+            form: text for the model that says how an action is written.
             instructions: text of the system message before the form.
             max_turns: maximum number of answers in a rollout, also those without an action.
             seed: seed for drawing the rows' seeds.
@@ -83,7 +87,7 @@ class EpisodeEnv(MultiTurnEnv):
         self._make_episode = make_episode
 
     async def setup_state(self, state: State) -> State:
-        """Begin the episode, and show its first state after the row's prompt."""
+        """Begin the rollout's episode, and show its first state after the dataset row's prompt."""
         # Stored at once, so that an episode whose reset fails is closed too.
         state["episode"] = await self._make_episode()
         shown = await state["episode"].reset(state["info"]["seed"])
@@ -119,18 +123,21 @@ class EpisodeEnv(MultiTurnEnv):
 
 
 def action_in(answer: str) -> str:
-    """Return the last `<action>` of an answer, or else the whole answer after its thought."""
+    """Return the action in an answer: the last `<action>`, or else all text after the thought."""
     tagged: str | None = _PARSER.parse(answer, last=True).action
     return answer.rpartition("</think>")[2].strip() if tagged is None else tagged
 
 
 def action_form(what: str) -> str:
-    """Describe for a model how an action is written. Example of `what`: `a number from 0 to 3`."""
+    """Return a text that tells a model how to write an action.
+
+    `what` says what an action is, for example `a number from 0 to 3`.
+    """
     return f"Write your action, {what}, as <action>ACTION</action>."
 
 
 def episode_reward(state: State) -> float:
-    """Return the sum of the steps' rewards."""
+    """Reward function: return the sum of the rewards of an episode's steps."""
     return float(sum(_rewards(state)))
 
 
@@ -139,7 +146,7 @@ def num_steps(state: State) -> float:
 
 
 def valid_actions(state: State) -> float:
-    """Return the share of answers that had an action."""
+    """Metric: return the share of the model's answers that had a valid action."""
     return len(_rewards(state)) / max(1, len(state["shown"]) - 1)
 
 

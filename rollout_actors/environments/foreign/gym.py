@@ -40,7 +40,7 @@ def load_environment(
     actions: Sequence[str] | None = None,
     instructions: str = "",
 ) -> EpisodeEnv:
-    """Load an environment that is registered with gymnasium.
+    """Load an environment that is registered with the library gymnasium.
 
     Args:
         name: as `gymnasium.make` takes it, `MODULE:NAME` included.
@@ -91,7 +91,7 @@ def load_environment(
 
 
 class GymEpisode(Episode):
-    """An episode, run in threads because a step may take long."""
+    """An episode of a gymnasium environment. It runs in threads, because a step may take long."""
 
     def __init__(self, environment: Env, action_space: ActionSpace) -> None:
         self._environment = environment
@@ -122,7 +122,7 @@ class GymEpisode(Episode):
 
 
 class ActionSpace:
-    """Parses actions as a model writes them: a number, a name, or a text."""
+    """Converts actions that a model writes (a number, a name, or a text) to gymnasium's actions."""
 
     def __init__(self, space: Any, names: Sequence[str] | None, owner: str) -> None:
         """
@@ -159,7 +159,7 @@ class ActionSpace:
         """The description of an action for the model."""
 
     def read(self, action: str) -> int | str | None:
-        """Return the action that a text names; None if it names no action of the space."""
+        """Return gymnasium's action for a model's text; None if the text is not a valid action."""
         if self._actions:
             # Models may write a name in capitals.
             return self._actions.get(action.casefold())
@@ -167,7 +167,7 @@ class ActionSpace:
 
 
 def require_text(space: Any, owner: str) -> None:
-    """Raise ValueError if an observation of this space cannot be written as text."""
+    """Raise ValueError if observations of this gymnasium space cannot be converted to text."""
     kind = type(space).__name__
     if kind in ("Tuple", "Dict"):
         for part in space.spaces if kind == "Tuple" else space.spaces.values():
@@ -183,7 +183,7 @@ def require_text(space: Any, owner: str) -> None:
 
 
 def as_text(observation: object) -> str:
-    """Convert an observation to text: `(14, 10, 0)`, `[0.02, -0.013]`, or a line for each key."""
+    """Convert a gymnasium observation to text: `(14, 10, 0)`, or a line for each key."""
     if isinstance(observation, Mapping):
         return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
     if isinstance(observation, tuple):
@@ -198,7 +198,7 @@ def as_text(observation: object) -> str:
 
 
 def without_codes(rendered: str) -> str:
-    """Write the colours of a terminal as tags, because a colour may be the position's only mark.
+    """Replace colour codes of a terminal by tags, as colours may be the only mark of a position.
 
     Example: a red S, `ESC[41mSESC[0m`, becomes `<red>S</red>`.
     """

@@ -1,4 +1,4 @@
-"""`openenv:URL`: an OpenEnv server, whose sessions are episodes.
+"""`openenv:URL`: the environment of an OpenEnv server, whose sessions are episodes.
 
 A session is a WebSocket, `/ws`, whose server answers `reset` and `step` with an observation, as in
 the packages `openenv` 0.10.0 and `openenv-core` 0.3.0 and their `EnvClient`. Neither package can be
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=BaseModel)
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""Largest answer of a server, as in OpenEnv's own client, because observations may be images."""
+"""Largest answer of an OpenEnv server, as in OpenEnv's client, as observations may be images."""
 KINDS = {"string": "a text", "integer": "a whole number", "number": "a number"}
 REMEDY = "read the server's log, or raise the limit"
 
@@ -51,7 +51,7 @@ def load_environment(
     sessions: int = 1,
     timeout_s: float = 60.0,
 ) -> EpisodeEnv:
-    """Load the environment of a server.
+    """Load the environment of an OpenEnv server.
 
     Args:
         url: the server's address: `http://127.0.0.1:8000`.
@@ -106,7 +106,7 @@ def load_environment(
 
 
 class OpenEnvEpisode(Episode):
-    """An episode in its own session."""
+    """An episode of an OpenEnv server's environment, in its own session."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -158,7 +158,10 @@ class OpenEnvEpisode(Episode):
         return self._shown(answer, reward=0.0)
 
     async def close(self) -> None:
-        """End the session and free its slot. TimeoutError: the server does not close it in time."""
+        """End the session with the server, so that another episode may begin.
+
+        Raises TimeoutError if the server does not close it in time.
+        """
         from websockets.exceptions import ConnectionClosed
 
         late = f"{self._server.name}: has not closed the session after environment.args.timeout_s"
@@ -218,7 +221,7 @@ class OpenEnvEpisode(Episode):
 
 
 def as_text(observation: Fields) -> str:
-    """Convert an observation to text: a line for each field, or the value of the only field."""
+    """Convert an OpenEnv observation to text: a line per field, or the value of the only field."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in observation.items()
@@ -230,7 +233,7 @@ def as_text(observation: Fields) -> str:
 
 
 class Server:
-    """A server, and this process's slots for sessions there."""
+    """An OpenEnv server, with this process's limit of concurrent sessions."""
 
     def __init__(
         self,
@@ -253,7 +256,7 @@ class Server:
         )
 
     def slot(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits the episodes of the current event loop."""
+        """Return the semaphore that limits concurrent sessions of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._slots:
             self._slots[loop] = asyncio.Semaphore(self.sessions)
@@ -261,7 +264,10 @@ class Server:
 
 
 class Actions:
-    """Parses actions as a model writes them: the value of the only field, or a JSON object."""
+    """Converts actions that a model writes to an OpenEnv server's actions.
+
+    The model writes the value of the action's only field, or else a JSON object.
+    """
 
     def __init__(self, schema: ActionSchema) -> None:
         fields = {key: one for key, one in schema.properties.items() if key != "metadata"}
@@ -284,7 +290,7 @@ class Actions:
         """The description of an action for the model."""
 
     def read(self, action: str) -> JsonObject | None:
-        """Return the action to send; None if it is not JSON, or should be an object and is not."""
+        """Return the action to send for a model's text; None if the text is not a valid action."""
         try:
             value = action if self._is_text else json.loads(action)
         except (ValueError, RecursionError):  # for example thousands of brackets or digits

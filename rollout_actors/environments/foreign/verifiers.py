@@ -57,13 +57,13 @@ from rollout_actors.environments.types import (
 )
 
 VERSION = "0.3.1"
-"""The last release with the interface that most environments use."""
+"""The last release of `verifiers` with the interface that most environments use."""
 OWN_ARGUMENTS = frozenset(inspect.signature(AsyncCompletions.create).parameters)
-"""Names that OpenAI's client has. Other arguments are sent in `extra_body`."""
+"""Sampling arguments that OpenAI's client accepts. Others are sent in `extra_body`."""
 CLOSE_S = verifiers_bridge.GRACE_S + 2.0
 
 Answer = Callable[[JsonObject], Work[ModelResponse]]
-"""Returns the response to the body of a request to one of OpenAI's routes."""
+"""A function that answers a model call: body of a request to an OpenAI route -> response."""
 
 
 def load_environment(
@@ -73,12 +73,12 @@ def load_environment(
     start_timeout_s: float = 300.0,
     **arguments: object,
 ) -> VerifiersEnv:
-    """Start the process, and load the environment there.
+    """Start a process with the package `verifiers`, and load one of its environments there.
 
     Args:
         name: as in `verifiers.load_environment`. Modules of the working directory are found too.
-        interpreter: Python that has `verifiers` and the environment's package; None: this one if it
-            has `verifiers`, else the one that `make foreign` makes.
+        interpreter: path of a Python that has `verifiers` and the environment's package; None: this
+            one if it has `verifiers`, else the one that `make foreign` makes.
         start_timeout_s: limit for loading the environment.
         arguments: arguments of `verifiers.load_environment`.
 
@@ -104,7 +104,7 @@ def load_environment(
 
 
 class VerifiersEnv(MultiTurnEnv):
-    """An environment whose rollouts run in the process, and whose model calls are answered here."""
+    """A `verifiers` environment: rollouts run in another process, model calls are answered here."""
 
     def __init__(self, process: BridgeProcess, loaded: Loaded) -> None:
         # A rollout is requested by the number of its row, because the process has the whole row.
@@ -136,7 +136,7 @@ class VerifiersEnv(MultiTurnEnv):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play the row in the process.
+        """Play a rollout of a dataset row in the process with `verifiers`.
 
         Raises RuntimeError if it failed there, and ConnectionError if the process has ended.
         """
@@ -198,7 +198,7 @@ class VerifiersEnv(MultiTurnEnv):
 
 
 class BridgedRubric(Rubric):
-    """The rubric of an environment that runs in another process."""
+    """Scores rollouts by the rubric of a `verifiers` environment, in that environment's process."""
 
     def __init__(self, process: BridgeProcess) -> None:
         super().__init__()
@@ -218,17 +218,17 @@ class BridgedRubric(Rubric):
 
 
 class Loaded(BaseModel):
-    """An environment that the process has loaded."""
+    """What the process with `verifiers` reports about the environment that it has loaded."""
 
     rows: dict[str, list[JsonObject]]
-    """The visible fields of each row, by `train`, `held_out` or both."""
+    """Rows of the datasets `train` and `held_out`, with the fields that this process needs."""
     message_type: str
     sampling_args: Arguments
     tools: list[JsonObject]
 
 
 class Played(BaseModel):
-    """A rollout that the process has played."""
+    """What the process with `verifiers` reports about a rollout that it has played."""
 
     error: str | None
     is_truncated: bool
@@ -236,17 +236,20 @@ class Played(BaseModel):
 
 
 class Scored(BaseModel):
-    """The reward and metrics of a rollout, from the environment's rubric."""
+    """The reward and metrics of a rollout, from the `verifiers` environment's rubric."""
 
     reward: float
     metrics: dict[str, float]
 
 
 class BridgeProcess:
-    """The process and its open requests. It may be used from any event loop or thread."""
+    """The process that runs a `verifiers` environment, and the requests to it.
+
+    It may be used from any event loop or thread.
+    """
 
     def __init__(self, name: str, interpreter: str) -> None:
-        """Start the process. ValueError: the interpreter does not exist."""
+        """Start the process. Raises ValueError if the interpreter does not exist."""
         self._name = name
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
@@ -271,10 +274,12 @@ class BridgeProcess:
         self._reader.start()
 
     async def ask(self, do: str, **request: object) -> tuple[int, Any]:
-        """Send a request, and return its number and answer. A cancellation is sent too.
+        """Send a request to the process. Return its number and the answer.
+
+        `do` is the kind of request. If this call is cancelled, the process ends the request too.
 
         Raises:
-            RuntimeError: the request failed there.
+            RuntimeError: the request failed in the process.
             ConnectionError: the process has ended.
         """
         future = self.send(do, **request)
@@ -288,7 +293,10 @@ class BridgeProcess:
             raise
 
     def send(self, do: str, **request: object) -> _Asked:
-        """Send a request, and return at once. ConnectionError: the process has ended."""
+        """Send a request to the process, and return a future with the answer.
+
+        Raises ConnectionError if the process has ended.
+        """
         asked = _Asked(next(self._numbers))
         with self._lock:
             # Before it is written, because the answer may come at once.
@@ -297,7 +305,7 @@ class BridgeProcess:
         return asked
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Let the process tear the environment down, and kill it after `wait_s` seconds."""
+        """End the process: it closes the environment, and is killed after `wait_s` seconds."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -354,8 +362,9 @@ class _Asked(Future[object]):
 
 
 class RolloutEndpoint:
-    """OpenAI's routes on this machine, with a base URL for each rollout. The server has its own
-    thread and event loop; calls are answered on the rollout's event loop.
+    """A local HTTP server with OpenAI's routes, with a separate base URL for each rollout.
+
+    It has its own thread and event loop. Calls are answered on the rollout's event loop.
     """
 
     def __init__(self) -> None:
@@ -375,8 +384,9 @@ class RolloutEndpoint:
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[str]:
-        """Answer calls by `answer`, in this context and on this event loop, and yield their base
-        URL. At the end, unanswered calls are cancelled.
+        """Yield a base URL whose calls are answered by `answer` during the `with` block.
+
+        `answer` runs on this event loop. At the end, unanswered calls are cancelled.
         """
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()

@@ -27,11 +27,11 @@ JsonObject = dict[str, Any]
 """A request, its answer, or a part of them."""
 GRACE_S = 5.0
 CALL_S = 24 * 3600.0
-"""Limit of a model call. The engines have their own limit, which is much shorter."""
+"""Time limit of a model call. The engines have their own limit, which is much shorter."""
 
 
 class Bridge:
-    """The environment, its running rollouts, and finished rollouts that wait for scoring."""
+    """Runs a `verifiers` environment, and answers the requests of the training run's process."""
 
     def __init__(self, answers: TextIO) -> None:
         self._answers = answers
@@ -41,7 +41,10 @@ class Bridge:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def load(self, request: JsonObject) -> None:
-        """Load the environment before there is an event loop, because its code may run one."""
+        """Load the environment that a request names. Return its rows, tools and settings.
+
+        Call it before there is an event loop, because the environment's code may run one.
+        """
         try:
             result = self._load(request["name"], request["args"])
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -162,13 +165,19 @@ class Bridge:
 
 
 def has_own(environment: object, dataset: str) -> bool:
-    """Return whether the environment has such rows, or (from 0.1.10 on) a function for them."""
+    """Return whether an environment has rows of this kind: `dataset` is an attribute's name.
+
+    From `verifiers` 0.1.10 on, the environment may have a function that makes the rows.
+    """
     made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
     return any(one is not None for one in made)
 
 
 def client_of(url: str, message_type: str) -> Any:
-    """Make the client of one rollout. It never retries: a second try would be another step."""
+    """Make the client for the model calls of one rollout, which are sent to this base URL.
+
+    It never retries, because the second attempt would be another call of the trajectory.
+    """
     try:
         from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
@@ -189,7 +198,7 @@ def client_of(url: str, message_type: str) -> Any:
 
 
 def tools_of(environment: object) -> list[JsonObject]:
-    """Return the environment's tools in the form of OpenAI's API."""
+    """Return the tools of a `verifiers` environment in the form of OpenAI's API."""
     if tools := getattr(environment, "oai_tools", None):
         return list(tools)
     return [
@@ -206,7 +215,7 @@ def tools_of(environment: object) -> list[JsonObject]:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error and its causes: `ModelError: , for BadRequestError: ...`."""
+    """Return a text about an error and its causes: `ModelError: , for BadRequestError: ...`."""
     text = f"{type(error).__name__}: {error}"
     return text if error.__cause__ is None else f"{text}, for {described(error.__cause__)}"
 

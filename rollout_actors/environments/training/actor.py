@@ -1,4 +1,4 @@
-"""The Ray actor of an environment, whose process runs a step's rollouts with the run's engines."""
+"""The Ray actor that plays an environment's rollouts for training, with the run's engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 THRESHOLDS = (50_000, 20, 100)
-"""Thresholds of the garbage collector, for a process that runs rollouts and little else."""
+"""Thresholds of Python's garbage collector for a process that plays an environment's rollouts."""
 CHECK = (
     "the engine's log, and whether max_new_tokens and the requests waiting at the engine fit the"
     " time"
@@ -31,7 +31,7 @@ CHECK = (
 
 
 def collect_rarely() -> None:
-    """Collect garbage of this process less often, and exclude objects that are loaded already.
+    """Run Python's garbage collector less often, and exclude objects that exist already.
 
     Otherwise the collector takes much of a turn's time
     (docs/explanation/performance.md, "Environments").
@@ -42,7 +42,7 @@ def collect_rarely() -> None:
 
 
 class RayEngines:
-    """The run's engines as Ray actors, called with one request at a time from an event loop."""
+    """The run's rollout actors, as an environment uses them: it sends single requests."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class RayEngines:
         *,
         outlived: bool = False,
     ) -> None:
-        """Take handles of started `EngineActor`s.
+        """Store the Ray handles of rollout actors (`EngineActor`), which have been started.
 
         Args:
             limit: time limit of one request; None: the engines have their own limit.
-            outlived: a request to an engine that has ended may be sent to another one.
+            outlived: whether a request to an engine that has ended may be sent to another one.
         """
         self._names = tuple(names)
         self.use(actors)
@@ -69,11 +69,16 @@ class RayEngines:
         return len(self._engines)
 
     def use(self, actors: Sequence[ActorHandle]) -> None:
-        """Use these actors from now on. Some are new, with the names of engines that were lost."""
+        """Use these rollout actors from now on. They have the same names as the earlier ones.
+
+        Some are new and replace engines that were lost.
+        """
         self._engines = list(zip(self._names, actors, strict=True))
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """Send a request to one engine. If it is late or cancelled, it is aborted there.
+        """Generate one rollout by the engine with this index.
+
+        If the request is late or cancelled, the engine aborts it.
 
         Raises:
             RolloutError: the engine's own error, or one with its name if it has ended or is late.
@@ -98,7 +103,7 @@ class RayEngines:
 
 
 class EnvironmentActor:
-    """An environment's process. The driver calls it as it calls an `EngineActor`."""
+    """The Ray actor that plays an environment's rollouts, called like a rollout actor."""
 
     def __init__(
         self,
@@ -109,17 +114,20 @@ class EnvironmentActor:
         limit: Timeout | None,
         outlives_engines: bool = False,
     ) -> None:
-        """Take the engines and `limit` of `RayEngines`. `outlives_engines`: its `outlived`."""
+        """Store the arguments; `start` uses them.
+
+        `engines`, `engine_names`, `limit` and `outlives_engines` are the arguments of `RayEngines`.
+        """
         end_with_parent()
         self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)
         self._rounds = EnvironmentRounds(name, settings, self._engines)
 
     async def start(self) -> tuple[int, str]:
-        """Load the environment (`EnvironmentRounds.start`).
+        """Load the environment, and wait for the teacher if there is one. Raises RolloutError.
 
         Returns:
-            1, the number of parts of a round at a time, and "": there is no server. The driver
-            reads them as the result of `EngineActor.start`.
+            1 and "", which the driver reads as the result of `EngineActor.start`: one part of a
+            round at a time, and no server.
         """
         await self._rounds.start()
         collect_rarely()
@@ -131,10 +139,12 @@ class EnvironmentActor:
         places: range | None = None,
         attempt: int = 0,  # noqa: ARG002 (no actor answers in place of another)
     ) -> tuple[list[SentRollouts], int]:
-        """Run the chosen requests; Ray resolves the references that it is called with.
+        """Play and score the rollouts of these requests.
+
+        `objects` and `places` are as in `EngineActor.generate`; `attempt` has no effect.
 
         Returns:
-            The answers, which the driver passes on unread, and their number.
+            The rollouts of each request, which the driver passes on unread, and their number.
 
         Raises:
             RolloutError: an engine failed, or the actor was closed meanwhile.
@@ -145,13 +155,15 @@ class EnvironmentActor:
     async def generate_at_once(
         self, *objects: SentRequests, parts: Sequence[tuple[int, range]]
     ) -> list[list[SentRollouts] | int]:
-        """Run the requests of several learner ranks together: a rubric scores them in one call.
+        """Play the rollouts of several learner ranks together, and score them by one call.
+
+        Needed if the rubric scores all rollouts of a step together.
 
         Args:
-            parts: for each rank, the number of its objects and the `places` there.
+            parts: for each rank, the number of its `objects` and the indices of its requests.
 
         Returns:
-            A flat list: for each part in order, the two values that `generate` returns.
+            A flat list: for each rank in order, the two values that `generate` returns.
         """
         left = iter(objects)
         of_parts = [
@@ -165,15 +177,15 @@ class EnvironmentActor:
         return sent
 
     async def use_engines(self, engines: Sequence[ActorHandle]) -> None:
-        """Use these engines from now on. No rollout may be running."""
+        """Use these rollout actors from now on. No rollout may be running."""
         self._engines.use(engines)
 
     async def progress(self) -> None:
-        """Answer, so that the driver knows that this process is not stopped."""
+        """Return None. The answer shows the driver that this process is not stopped."""
 
     async def check_alive(self) -> None:
-        """Answer, as `EngineActor.check_alive` does."""
+        """Do nothing. The answer shows the driver that this process is alive."""
 
     async def close(self) -> None:
-        """End the environment in order (`EnvironmentRounds.close`)."""
+        """End running rollouts, close the environment, and end the processes that it started."""
         await self._rounds.close()

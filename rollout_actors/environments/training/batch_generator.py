@@ -13,9 +13,10 @@ from rollout_actors.environments.types import Client
 
 
 class AsyncBatchGenerator:
-    """A queue of batches: `submit(number, inputs)` starts one, `result(number)` waits for it.
+    """Generates batches of an environment's rollouts in a thread, while the caller does other work.
 
-    Batches are generated one after another, in the order of their submission. In addition to the
+    `submit(number, inputs)` starts a batch, and `result(number)` waits for it. Batches are
+    generated one after another, in the order of their submission. In addition to the
     batch that the caller waits for, at most `max_ahead` are submitted and not fetched: a further
     one is refused, and `result` makes room. The client must not be used on another event loop.
     """
@@ -29,7 +30,10 @@ class AsyncBatchGenerator:
         max_ahead: int = 1,
         **generate_kwargs: Any,
     ) -> None:
-        """Start the thread. `generate_kwargs`: arguments of `Environment.generate`."""
+        """Start the thread. `generate_kwargs`: further arguments of `Environment.generate`.
+
+        `max_ahead`: how many batches may be submitted in addition to the one waited for.
+        """
         if max_ahead < 0:
             raise ValueError(f"max_ahead: must be 0 or more, got {max_ahead}")
         self._environment = environment
@@ -47,11 +51,13 @@ class AsyncBatchGenerator:
         self._thread.start()
 
     def submit(self, number: int, inputs: Inputs) -> None:
-        """Start a batch, or queue it after the batch that is being generated.
+        """Start a batch of rollouts, or queue it after the batch that is being generated.
+
+        `inputs` are as in `Environment.generate`, and `number` is the batch's name for `result`.
 
         Raises:
             ValueError: the number is in use.
-            RuntimeError: the queue is full, or the generator is closed.
+            RuntimeError: too many batches are submitted, or the generator is closed.
         """
         if self._is_closed:
             raise RuntimeError(f"batch {number}: the generator is closed")
@@ -67,10 +73,12 @@ class AsyncBatchGenerator:
         )
 
     def result(self, number: int, timeout_s: float | None = None) -> GenerateOutputs:
-        """Return a submitted batch, once. Errors of its generation are raised.
+        """Wait for a submitted batch and return it. A batch can be returned only once.
+
+        Errors of its generation are raised.
 
         Raises:
-            ValueError: no such batch is submitted.
+            ValueError: no batch with this number is submitted.
             TimeoutError: it is not finished after `timeout_s` (None: no limit). Its generation
                 continues, and `result` may be called again.
             RuntimeError: the generator was closed meanwhile.
@@ -96,10 +104,10 @@ class AsyncBatchGenerator:
                 del self._batches[number]
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel the batches, whose rollouts clean up, and end the thread.
+        """Cancel all batches, clean up their rollouts, and end the thread.
 
         Raises:
-            TimeoutError: it takes longer than `timeout_s`.
+            TimeoutError: this takes longer than `timeout_s`.
         """
         if not self._is_closed:
             self._is_closed = True

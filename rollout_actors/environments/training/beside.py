@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """Makes an `EnvironmentBackend` in the learner's process, and starts it."""
+    """Makes an `EnvironmentBackend` in a learner rank's process when it is called there."""
 
     make_engine: Callable[[BackendHost], ServingBackend]
     settings: RunnerSettings
@@ -50,14 +50,14 @@ class EnvironmentSpec:
 
 
 class EnvironmentBackend:
-    """A `RankBackend` that plays rollouts of an environment with the engine next to the learner.
+    """Plays rollouts of an environment in a learner rank's process, with the engine there.
 
     The environment's draws from the global generators of Python, numpy and torch continue in the
     next round. The learner's own draws are the same as without the environment.
     """
 
     def __init__(self, name: str, engine: ServingBackend, settings: RunnerSettings) -> None:
-        """`name`: the rank's name, which errors and rollouts of the environment have too."""
+        """`name`: the learner rank's name, for the environment's errors and rollouts."""
         # Imported here, because it imports torch.
         from rollout_actors.backends.process_isolation import GeneratorStates
 
@@ -71,7 +71,7 @@ class EnvironmentBackend:
         self._is_closed = False
 
     def start(self) -> None:
-        """Load the environment. Raises RolloutError. The driver's limit of a start applies."""
+        """Load the environment; the driver limits the time for this. Raises RolloutError."""
         from rollout_actors.backends.process_isolation import random_state_kept
 
         self._thread.start()
@@ -80,10 +80,10 @@ class EnvironmentBackend:
             asyncio.run_coroutine_threadsafe(loading, self._loop).result()
 
     def generate(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Play the rollouts of a round. The host may stop it by an exception between engine steps.
+        """Play and score the rollouts of a round. Return the rollouts of each request.
 
-        Raises RolloutError: the engine failed, or the run is ending. Then all rollouts have cleaned
-        up, or had `CLEANUP_S` for it.
+        Raises RolloutError if the engine failed or the run is ending. Before that, all rollouts
+        have cleaned up, or had `CLEANUP_S` for it. The host may raise between engine steps.
         """
         if not requests:
             return []
@@ -114,7 +114,10 @@ class EnvironmentBackend:
         return self._engine.version
 
     def close(self) -> None:
-        """End rollouts, environment and engine, in this order. May be called twice."""
+        """End running rollouts, close the environment, and close the engine, in this order.
+
+        A second call has no effect.
+        """
         try:
             if not self._is_closed and self._thread.is_alive():
                 self._end_environment()

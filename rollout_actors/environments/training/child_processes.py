@@ -1,7 +1,8 @@
-"""Processes that an environment has started: they end with it, however it ends.
+"""Ends the processes that an environment has started, at the latest when its own process ends.
 
 They are recognised by an environment variable, which their children inherit. Run as a program, this
-file watches a process, and ends them if it was killed. It imports nothing of this project.
+file watches the environment's process, and ends its child processes if it was killed. It imports
+nothing of this project.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ POLL_S = 0.5
 
 
 class EnvironmentProcesses:
-    """Processes that this process starts from now on for an environment. They end in `end`, or when
-    this process dies. A child that is only forked, and runs no program, is not recognised.
+    """Marks the processes that an environment in this process starts from now on, to end them.
+
+    They end in `end`, or when this process dies. A child that is only forked, and runs no program,
+    is not recognised.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,10 @@ class EnvironmentProcesses:
         os.environ[VARIABLE] = self._mark
 
     def end(self, name: str) -> None:
-        """Kill processes that are left after the teardown of `name`. May be called twice."""
+        """Kill the marked processes that still run after the teardown of the environment `name`.
+
+        A second call has no effect.
+        """
         if os.environ.get(VARIABLE) == self._mark:
             del os.environ[VARIABLE]
         for child in set(multiprocessing.active_children()) - self._children_before:
@@ -63,13 +69,16 @@ class EnvironmentProcesses:
 
 
 def unmarked() -> dict[str, str]:
-    """Return this process's variables, for a process that does not belong to the environment."""
+    """Return this process's environment variables without the mark, for other child processes.
+
+    A child process with these variables does not end with the environment.
+    """
     return {name: value for name, value in os.environ.items() if name != VARIABLE}
 
 
 @contextmanager
 def processes_of(name: str) -> Iterator[None]:
-    """End processes that are started in the block, for the environment `name`."""
+    """At the end of the `with` block, kill the processes that environment `name` started in it."""
     processes = EnvironmentProcesses()
     try:
         yield
@@ -78,7 +87,7 @@ def processes_of(name: str) -> Iterator[None]:
 
 
 def end_marked(mark: str) -> list[str]:
-    """Kill all processes with this mark, and return their names."""
+    """Kill all processes that have this value of the marking variable, and return their names."""
     names: dict[Path, str] = {}
     # Repeated, because they may have started others; a killed process may exist a moment longer.
     while marked := _marked(mark):

@@ -1,4 +1,4 @@
-"""Training examples made from trajectories, with exactly the engine's tokens.
+"""Training examples made from an environment's rollouts, with exactly the engine's tokens.
 
 Nothing is tokenised again (spec: trajectories, 6).
 """
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 class MergedExamples(NamedTuple):
-    """Examples in which calls that extend each other are merged."""
+    """Training examples of rollouts. Model calls that continue each other share an example."""
 
     examples: list[TrainingExample]
-    """In the order of the rollouts, and within a rollout in the order of first steps."""
+    """In the order of the rollouts, and within a rollout in the order of their first model call."""
     num_splits: int
-    """Calls whose prompt extended no earlier tokens of their rollout, so that a further example was
-    begun.
+    """Number of model calls whose prompt continued no earlier tokens of their rollout, so that a
+    further example was begun.
     """
 
 
 def process_trajectories_for_training(
     states: Sequence[State], mask_prompts: bool = True
 ) -> list[TrainingExample]:
-    """Make an example of each model call, in order.
+    """Make one training example of each model call of the rollouts, in order.
 
-    A step without tokens has no example, and neither has a failed rollout (`state["error"]`).
+    A call without tokens has no example, and neither has a failed rollout (`state["error"]`).
 
     Args:
         mask_prompts: False: prompts are trained too, although they have no log-probabilities.
@@ -45,7 +45,7 @@ def process_trajectories_for_training(
 def merge_trajectories_for_training(
     states: Sequence[State], mask_prompts: bool = True
 ) -> MergedExamples:
-    """Make one example of the calls of a rollout that extend each other.
+    """Make one training example of all model calls of a rollout that continue each other.
 
     Tokens that calls share are read once. With `mask_prompts=True`, loss and gradient are the same
     as with `process_trajectories_for_training`: every sampled token is trained once, after the

@@ -1,4 +1,4 @@
-"""An environment from its start to its end, round by round, on one event loop."""
+"""The environment of a training run in one process, from its start to its end, round by round."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from shared.trajectory import EnvironmentRequest
 _LOGGER = logging.getLogger(__name__)
 
 CLEANUP_S = CLOSED_S / 2
-"""Time for running rollouts to clean up when the run ends. The rest of the driver's wait is for
-`@teardown`.
+"""Seconds that running rollouts have for `@cleanup` when the run ends. The rest of the driver's
+wait is for `@teardown`.
 """
 
 
 class EnvironmentRounds:
-    """A run's environment in this process, used by an `EnvironmentActor` or a learner rank."""
+    """The environment of a training run, in the process of its Ray actor or of a learner rank."""
 
     def __init__(self, name: str, settings: RunnerSettings, engines: Engines) -> None:
-        """Load nothing yet. `name`: the name of the actor or rank, for errors."""
+        """Store the arguments for `start`. `name`: the actor's or learner rank's, for errors."""
         self._name = name
         self._settings = settings
         self._engines = engines
@@ -61,9 +61,9 @@ class EnvironmentRounds:
         return EnvironmentRunner(self._name, self._settings, self._engines, tokenizer)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Run the requests, and return one answer for each, in order.
+        """Play and score the rollouts of a round. Return the rollouts of each request, in order.
 
-        Raises RolloutError: an engine failed, or the environment was closed meanwhile.
+        Raises RolloutError if an engine failed, or the environment was closed meanwhile.
         """
         assert self._runner is not None, "start must be called first"
         # In its own task, which `leave` can cancel.
@@ -83,7 +83,7 @@ class EnvironmentRounds:
             self._rounds.discard(round_)
 
     async def leave(self) -> None:
-        """Cancel running rounds, and wait for at most `CLEANUP_S` for their `@cleanup`."""
+        """Cancel the running rollouts, and wait at most `CLEANUP_S` for their `@cleanup`."""
         rounds = [round_ for round_ in self._rounds if not round_.cancelling()]
         for round_ in rounds:
             round_.cancel()
@@ -98,8 +98,9 @@ class EnvironmentRounds:
                 )
 
     async def close(self) -> None:
-        """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`), then
-        the processes that it left.
+        """End the running rollouts, close the environment, and end the processes that it started.
+
+        This calls their `@cleanup` and its `@teardown`.
         """
         try:
             if self._runner is not None:

@@ -1,4 +1,4 @@
-"""One step's examples as rollouts of an environment, without Ray.
+"""Plays an environment's rollouts for one training step, without Ray.
 
 `EnvironmentRunner` takes the learner's `EnvironmentRequest`s, calls the run's own engines, and
 returns the training data of each rollout. `training.actor` runs it in a process.
@@ -44,50 +44,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SentRollouts = tuple[EnvironmentRollout, ...]
-"""Rollouts of one request, in the order of positions."""
+"""The rollouts of one request, as they are sent to the learner, in the order of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """Settings of the environment actors of a run."""
+    """How a training run loads its environment and plays its rollouts."""
 
     env_id: str
     model_path: str
     """Checkpoint with the tokenizer and chat template of the engines."""
     max_model_len: int
-    """Limit of a prompt and its answer together, in tokens; a rollout that needs more is truncated.
-    """
+    """Largest number of tokens of prompt and answer; a rollout that needs more is truncated."""
     max_under_way: int
-    """Limit of concurrent requests of this runner to one engine."""
+    """Limit of concurrent requests of one process's environment to one engine."""
     env_args: Arguments = field(default_factory=dict)
     working_dir: str | None = None
-    """Folder where the run was started. Relative paths of the environment begin there on every
-    node that has it, because an actor's working directory is Ray's.
+    """Folder where the run was started; it becomes the working directory of the environment's
+    process on every node that has it. Otherwise that would be Ray's own folder.
     """
     max_concurrent_scoring: int | None = None
     rollout_timeout_s: float | None = None
     scoring_timeout_s: float | None = None
     max_images: int = 0
-    """Limit of images in one prompt, as the engines were started."""
+    """The engines' limit of images in one prompt."""
     tool_parser: str | None = None
     chat_template_args: Arguments = field(default_factory=dict)
     """Further arguments of the chat template, such as `enable_thinking`."""
     system_prompt: str | None = None
-    """System message of rows without one; None: the environment's own."""
+    """System message for dataset rows without one; None: the environment's own."""
     keeps_messages: bool = True
     """Whether prompts and completions of training are sent to the learner, which logs them. In
     held-out reports they always are.
     """
     examples: ExampleCounts | None = None
-    """Counts made in another process before the start, to compare with; None: no comparison."""
+    """Numbers of rows that the driver has counted, to compare with; None: they are not compared."""
     num_held_out: int | None = None
-    """Limit of held-out rows in a report; None: all."""
+    """Number of held-out rows in an evaluation; None: all."""
     teacher: TeacherSettings | None = None
-    """The teacher that scores trained tokens; None: no teacher."""
+    """The teacher model whose log-probabilities the examples get; None: no teacher."""
 
 
 class EnvironmentRunner:
-    """An environment in this process, and the run's engines that it uses."""
+    """Plays an environment's rollouts with the run's engines, and makes training examples."""
 
     def __init__(
         self,
@@ -96,11 +95,11 @@ class EnvironmentRunner:
         engines: Engines,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Load the environment, and vllm if a parser reads tool calls.
+        """Load the environment, and vLLM's parser if the model's tool calls must be parsed.
 
         Raises:
             ValueError: the environment has other rows than expected, it has tools and there is no
-                parser of calls, or vLLM has no such parser.
+                parser of tool calls, or vLLM has no such parser.
         """
         self._name = name
         self._settings = settings
@@ -121,13 +120,17 @@ class EnvironmentRunner:
             require_no_tools(self._environment)
 
     async def require_teacher(self) -> None:
-        """Wait for the teacher, if there is one. Raises as `Teacher.require_suitable`."""
+        """Wait until the teacher model's server is ready and suitable, if there is a teacher.
+
+        Raises as `Teacher.require_suitable` does.
+        """
         if self._teacher is not None:
             await self._teacher.require_suitable(self._tokenizer, self._settings.max_model_len)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
-        """Run the requests of one step, and return one answer for each, in order. A rollout that
-        fails is data (`EnvironmentRollout.error`).
+        """Play and score the rollouts of one step. Return the rollouts of each request, in order.
+
+        A rollout that fails is returned too (`EnvironmentRollout.error`).
 
         Raises:
             RolloutError: an engine failed (its requests are not repeated, and no rollout counts as
@@ -266,7 +269,7 @@ class EnvironmentRunner:
 
 
 def count_examples(environment: Environment, num_held_out: int | None) -> ExampleCounts:
-    """Count the training rows, and the first `num_held_out` (None: all) held-out rows.
+    """Count an environment's training rows, and at most `num_held_out` (None: all) held-out rows.
 
     Raises:
         ValueError: there are no training rows.
@@ -289,13 +292,14 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
 
 
 def scores_at_once(environment: Environment) -> bool:
-    """Return whether any of the environment's rubrics scores all rollouts of a step in one call."""
+    """Return whether a rubric of the environment scores all rollouts of a step in one call."""
     return any(member.rubric.scores_all_at_once for member in _members(environment))
 
 
 def require_no_tools(environment: Environment) -> None:
-    """Raise ValueError if the environment has tools: without a parser the model's calls would stay
-    text, and would not be answered.
+    """Raise ValueError if the environment has tools, because there is no parser of tool calls.
+
+    Without a parser the model's tool calls would stay text, and would not be answered.
     """
     for member in _members(environment):
         if member.oai_tools:
@@ -307,17 +311,26 @@ def require_no_tools(environment: Environment) -> None:
 
 
 def has_tools(environment: Environment) -> bool:
-    """Return whether an environment offers tools. Tools of single rows do not count."""
+    """Return whether an environment offers tools to the model in all rows.
+
+    Tools of single rows (`info["oai_tools"]`) do not count.
+    """
     return any(member.oai_tools for member in _members(environment))
 
 
 def asks_by_chat(environment: Environment) -> bool:
-    """Return whether any prompts of an environment are messages, which need a chat template."""
+    """Return whether the prompts of an environment are messages, which need a chat template.
+
+    For a group, return whether one of its environments has such prompts.
+    """
     return any(member.message_type == "chat" for member in _members(environment))
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
-    """Raise ValueError if this process has other rows than the process that checked the data."""
+    """Raise ValueError if the environment `name` has other rows here than in the driver.
+
+    `examples` are counts and a digest of the rows here, and `expected` are the driver's.
+    """
     if (examples, examples.digest) == (expected, expected.digest):
         return
     found, wanted = (
@@ -344,7 +357,7 @@ def _digest(*datasets: Sequence[RolloutInput]) -> str:
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer, offline because a run never downloads."""
+    """Load the tokenizer of a checkpoint folder, without a download."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(Path(model_path), local_files_only=True)

@@ -1,4 +1,4 @@
-"""The teacher of an on-policy distillation: a model on a server, which scores sampled tokens.
+"""The teacher of on-policy distillation: a model on a server that scores the student's tokens.
 
 It is called over `/v1/completions` of a stock `vllm serve` (vLLM 0.32), with token ids as prompt
 and `prompt_logprobs`. These log-probabilities are at temperature 1, over the whole vocabulary. They
@@ -44,23 +44,26 @@ SECTION = "environment.teacher"
 MODELS = "/v1/models"
 COMPLETIONS = "/v1/completions"
 NUM_PROBED = 1000
-"""Token ids, spread over the vocabulary, whose texts are compared before the first rollout."""
+"""Number of token ids whose texts in teacher and student are compared before the first rollout."""
 ROUNDING = 1e-3
-"""Rounding error of a log-probability; a value further above 0 is not a log-probability."""
+"""Largest value above 0 that is accepted as a log-probability, as a rounding error."""
 _KEY_REMEDY = f"name the variable that holds its key in {SECTION}.token_env"
 _REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32"
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """A teacher's address, and its model name on the server."""
+    """The address of the teacher's server, and the name of the teacher model there."""
 
     model: str
     address: ServerAddress
 
     @classmethod
     def from_section(cls, section: TeacherSection) -> Self:
-        """Take the token from this process's variables. Raises ConfigError if it is missing."""
+        """Make the settings from the configuration's section `teacher`.
+
+        The bearer token is read from an environment variable. Raises ConfigError if it is not set.
+        """
         token = token_in(section.token_env, f"{SECTION}.token_env")
         # Every call has a limit, whatever kind of server it is.
         limit_s = section.timeout_s
@@ -93,24 +96,28 @@ class _Completion(BaseModel):
 
 
 class Teacher:
-    """Scores examples. Errors are RolloutErrors that name the teacher, its URL and the key."""
+    """The client of the teacher model's server, which computes log-probabilities of sampled tokens.
+
+    Its errors are RolloutErrors that name the teacher, its URL and the key.
+    """
 
     def __init__(self, settings: TeacherSettings, *, max_under_way: int) -> None:
-        """`max_under_way`: limit of concurrent calls of one `score`."""
+        """`max_under_way`: limit of concurrent HTTP calls of one `score`."""
         self._model = settings.model
         self._http = HttpClient("teacher", settings.address)
         self._max_under_way = max_under_way
 
     async def require_suitable(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
-        """Wait until it is served, and check that it can score the run's tokens.
+        """Wait until the teacher's server is ready, and check that it can score the run's tokens.
 
         Args:
-            tokenizer: the run's tokenizer. The teacher must read its token ids as the same texts.
-            longest: maximum number of tokens of an example.
+            tokenizer: the run's tokenizer. Its token ids must have the same texts in the teacher.
+            longest: maximum number of tokens of a training example.
 
         Raises:
-            UnreachableError: it does not answer.
-            RolloutError: it has another vocabulary, accepts fewer tokens, or is another server.
+            UnreachableError: the server does not answer.
+            RolloutError: the teacher has another vocabulary or accepts fewer tokens, or the server
+                serves another model.
         """
         models = self._read(_Models, await self._wait_until_up(), "start")
         model = next((one for one in models.data if one.id == self._model), None)
@@ -129,7 +136,10 @@ class Teacher:
         await self._require_vocabulary(tokenizer, model.max_model_len or longest)
 
     async def score(self, examples: Sequence[TrainingExample]) -> list[TrainingExample]:
-        """Return the examples with `teacher_logprobs`, in order. Raises RolloutError."""
+        """Return the training examples with the teacher's log-probabilities, in order.
+
+        They are in `teacher_logprobs`. Raises RolloutError.
+        """
         slots = asyncio.Semaphore(self._max_under_way)
 
         async def scored(example: TrainingExample) -> TrainingExample:
