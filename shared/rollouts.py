@@ -182,7 +182,7 @@ class SyncReport:
     to measure (`shared.weight_sync.canary`).
     """
     canary_mean_abs: float = 0.0
-    """Mean difference of the canary's log-probabilities, in the engine that differs most, in nats."""
+    """Mean difference of a canary log-probability, in the engine that differs most, in nats."""
     canary_noise: Differences | None = None
     """Mean and largest difference at weight version 0, where only rounding can differ.
 
