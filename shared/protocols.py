@@ -150,7 +150,7 @@ class WatchedEngine(RolloutEngine, Protocol):
         ...
 
     async def check_alive(self) -> None:
-        """Return when the engine answers. The caller calls this while the engine has no requests."""
+        """Return when the engine answers. It is called while the engine has no requests."""
         ...
 
 
