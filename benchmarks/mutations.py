@@ -81,7 +81,7 @@ class Stage:
     """Run all test files on all cores, instead of the mutant's own files."""
 
     def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
-        """Return the arguments with which pytest runs the stage's tests for these mutants."""
+        """Return pytest's arguments for the stage's tests of these mutants."""
         if self.on_all_files:
             return [
                 "-m",

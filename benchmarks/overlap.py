@@ -62,7 +62,7 @@ class Engine:
 def run_steps(
     queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Run all steps; return their seconds, and the answers in the order in which they were learned.
+    """Run all steps; return their seconds, and the answers in the order of learning.
 
     The queue of rounds continues across the steps of one window.
     """

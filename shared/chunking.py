@@ -217,7 +217,7 @@ def cut_past(
 ) -> Iterator[tuple[T, ...]]:
     """Yield the items in order, in buckets (tuples).
 
-    A bucket ends with the item at which its total size exceeds `limit`, or with the last item.
+    A bucket ends with the item that makes its total size larger than `limit`, or with the last.
     """
     bucket: list[T] = []
     size = 0

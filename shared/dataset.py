@@ -272,7 +272,7 @@ class SampleStream(Iterator[int]):
 
 
 class Draw(NamedTuple):
-    """One draw from several datasets: which dataset, which row, and in which epoch.
+    """One draw from several datasets: a dataset, a row and an epoch.
 
     Example: the third row of the first file, for the second time: `Draw(0, 2, epoch=1)`.
     """

@@ -286,7 +286,7 @@ def metric_of(name: str) -> Metric | None:
 
 @dataclass(slots=True)
 class MetricAccumulator:
-    """The sums from which a step's metrics are computed, on one learner rank.
+    """The sums that a step's metrics are computed from, on one learner rank.
 
     The driver merges the sums of all ranks before it reads them. An unknown name, or a method that
     does not suit the metric's reduction, is a programming error (AssertionError).

@@ -72,7 +72,7 @@ DEFAULT_GEOMETRY = frozenset({GeometryKind.BBOX, GeometryKind.POLY})
 Points are taught and parsed only if `rollout_matching.geometry` names them.
 """
 POINT_TOLERANCE = 50.0
-"""Default distance, in bins, at which two points are matched like shapes with an overlap of 0.5."""
+"""Distance of two points, in bins, that counts as an overlap of 0.5 by default."""
 
 
 class PictureSize(NamedTuple):
@@ -194,7 +194,7 @@ class Sample:
     annotated: tuple[Annotation, ...] = ()
     """The annotation of each object, used to evaluate answers; empty: `objects` are used."""
     ignore: tuple[IgnoredRegion, ...] = ()
-    """Regions in which predicted objects count as neither right nor wrong."""
+    """Regions to ignore: a prediction inside one counts as neither right nor wrong."""
     source: str | None = None
     """Name of the row's file if `data.train` lists several files; `sample_id` begins with it."""
 

@@ -230,7 +230,7 @@ class SyncReport:
     def wire_gb_per_s(self) -> float | None:
         """Rate at which the slowest engine received the weights, in 1e9 bytes/s.
 
-        None if the sync has no phase `wire`, in which engines receive weights.
+        None if the sync has no phase `wire` (engines receive weights).
         """
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
 

@@ -187,7 +187,7 @@ def write_run_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period in which one part of the system works, for a run's timeline.
+    """A period of work of one part of the system, for a run's timeline.
 
     `track` names the part (an engine, the learner, the driver) and `name` the work. Times are in
     Unix seconds.
@@ -221,7 +221,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON object of each line of a file, each of which must have an integer `step`.
+    """Return the JSON object of each line of a file; each must have an integer `step`.
 
     Raises like `read_lines`, and RecordError for a line without `step`.
     """

@@ -1,4 +1,4 @@
-"""The seed with which an engine samples the answer to a request (decision 10)."""
+"""The seed of an engine's sampling for each request (decision 10)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def request_seed(run_seed: int, step: int, position: int, turn: int = 0, path: str = "") -> int:
-    """Return the seed with which an engine samples the answer to one request, 1..2**31 - 1.
+    """Return the seed of an engine's sampling for one request, 1..2**31 - 1.
 
     It depends only on the request's place in the run, not on rounds or on the engine that answers.
     It is a hash, so that neighbouring steps, positions and turns have unrelated seeds.

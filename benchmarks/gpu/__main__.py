@@ -23,7 +23,7 @@ PROBES = (
     "sharded",
     "learner_step",
 )
-"""Names of the probes (modules of this folder), in the order in which they run."""
+"""Names of the probes (modules of this folder), in the order of their runs."""
 
 
 def main() -> int:

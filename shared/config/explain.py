@@ -132,7 +132,7 @@ def sections_in(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def suggestion(word: str, known: Collection[str]) -> str | None:
-    """Return the known word of which `word` is probably a misspelling; None if no word is close."""
+    """Return the known word that `word` probably misspells; None if no known word is similar."""
     # Prefer the key without a prefix: `coord_soft_ce_weight` also resembles `coord_ce_weight`.
     ends = [key for key in known if word.endswith(f"_{key}")]
     close = ends or difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)

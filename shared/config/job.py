@@ -95,7 +95,7 @@ class ResumeSection(Section):
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint from which the learner continues; None: a new run.
+        """The checkpoint that the learner loads to continue a run; None: a new run.
 
         `run` names the checkpoint itself after the program has found it at its start.
         """

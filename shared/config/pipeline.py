@@ -78,7 +78,7 @@ class LearnsFrom(StrEnum):
 
 
 class Reads(StrEnum):
-    """The tokens of a training target to which an objective applies its loss."""
+    """The tokens of a training target that an objective's loss is computed for."""
 
     TEXT = "text"
     SLOTS = "slots"
@@ -104,7 +104,7 @@ Channels = Annotated[
 
 
 class PipelineEntry(Section):
-    """Base class of the pipeline's entries, each of which is an objective (loss) or a diagnostic.
+    """Base class of the pipeline's entries: objectives (losses) and diagnostics (metrics).
 
     It has the keys that every entry has in addition to `name` and `config`.
     """
@@ -115,7 +115,7 @@ class PipelineEntry(Section):
     An algorithm that does not learn from this rejects the entry.
     """
     reads: ClassVar[Reads | None] = Reads.TEXT
-    """The tokens to which the loss applies; None if the class does not declare them."""
+    """The tokens that the loss is computed for; None if the class does not declare them."""
     needs_reference: ClassVar[bool] = False
     """Whether the loss compares the learner with the model at the start of the run."""
 

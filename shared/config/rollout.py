@@ -30,7 +30,7 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 
 
 class EngineLocation(StrEnum):
-    """The kind of process in which the engines of a run generate rollouts."""
+    """The kind of process that contains the engines of a run."""
 
     RANKS = "ranks"
     """Engines are in the learner ranks' processes; generating and learning alternate."""

@@ -44,9 +44,9 @@ tokens (float32: 1e-5). A run compares millions of tokens, of deeper models."""
 
 
 class RowRule(StrEnum):
-    """How the segments of a step are put into rows, each of which is one forward pass (decision 7).
+    """How the segments of a step are put into rows (decision 7).
 
-    A segment is a prompt with its target.
+    A segment is a prompt with its target. A row is the input of one forward pass.
     """
 
     SEGMENT = "segment"
@@ -122,13 +122,13 @@ class RunConfig(Section):
 
     @property
     def prompts(self) -> Prompts:
-        """The templates from which each sample gets its prompt."""
+        """The prompts of the run, which give each sample its prompt."""
         templates = self.data.prompts or (self.user_prompt,)
         return Prompts(templates, self.data.system_prompt, self.training.seed)
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """The format in which the model writes objects (`data.answer_format`)."""
+        """The text format of the model's answers (`data.answer_format`)."""
         return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
@@ -212,7 +212,7 @@ class RunConfig(Section):
         return self.needed_accumulation_steps(training.effective_batch_size)
 
     def needed_accumulation_steps(self, num_samples: int) -> int:
-        """Return the fewest micro-steps in which all ranks together have `num_samples` samples.
+        """Return how many micro-steps all ranks together need for `num_samples` samples.
 
         Example: 33 samples need 5 micro-steps of 2 ranks with 4 samples each.
         """
@@ -251,7 +251,7 @@ class RunConfig(Section):
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:
-        """The number of devices of each engine, in the order in which they get requests.
+        """The number of devices of each engine, in the order of the engines' requests.
 
         None if only the servers, or the cluster, know it.
 

@@ -51,7 +51,7 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredRegion:
-    """A region of an image in which predictions of its class are neither right nor wrong."""
+    """A region to ignore: predictions of its class inside it are neither right nor wrong."""
 
     annotation: Annotation
     desc: str

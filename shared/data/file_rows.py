@@ -185,7 +185,7 @@ class FileRows(IndexedSamples):
 
 
 def checksum(line: bytes) -> np.uint64:
-    """Return a 64-bit digest of a line, with which a change of the file is noticed."""
+    """Return a 64-bit digest of a line, so that a later change of the file is noticed."""
     return np.uint64(int.from_bytes(hashlib.blake2b(line, digest_size=8).digest()))
 
 

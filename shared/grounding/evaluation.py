@@ -102,7 +102,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DetectionCounts:
-    """Counts of objects in any number of scenes, from which precision, recall and F1 are computed.
+    """Counts of objects in any number of scenes, and the precision, recall and F1 of the counts.
 
     Counts can be added. A ratio whose denominator is 0 is 0.
 

@@ -155,7 +155,7 @@ class Container:
 
 
 def scan_container(text: bytes) -> Container | None:
-    """Find the entries of the JSON object with which an answer begins; None if it begins otherwise.
+    """Find the entries of the JSON object at the beginning of an answer; None if there is none.
 
     An entry ends at the brace that closes its value; braces inside strings do not count. An entry
     whose value is not an object ends before the next comma, the next key or the container's end. An

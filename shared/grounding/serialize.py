@@ -62,7 +62,7 @@ class AnswerFormat(ABC):
 
     __slots__ = ()
     opening: ClassVar[str]
-    """The text with which an answer in this format begins, if it has objects."""
+    """The text at the beginning of an answer in this format, if it has objects."""
     user_prompt: ClassVar[str]
     """The default user message, which asks for this format."""
     coord_tokens: ClassVar[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def scan(self, text: bytes) -> Container | None:
-        """Find the complete entries of an answer, each of which may be an object.
+        """Find the complete entries of an answer, valid objects or not.
 
         None if the answer does not begin with a JSON object or list.
         """
@@ -144,7 +144,7 @@ class AnswerFormat(ABC):
         return tuple(map(str, bins))
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Append the objects to the beginning of an answer with which the appended text is longest.
+        """Append the objects to the prefix of an answer that makes the appended text longest.
 
         The result bounds the length of a training target.
         """

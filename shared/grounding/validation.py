@@ -78,9 +78,9 @@ class Fields:
 
 
 def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
-    """Read the keys and values of a JSON object, in which coordinate tokens may be unquoted.
+    """Read the keys and values of a JSON object; None if it is not JSON.
 
-    None if it is not JSON.
+    Coordinate tokens may be unquoted.
 
     Args:
         coords: index of each coordinate token by its byte span. If other tokens spell the same

@@ -1,4 +1,4 @@
-"""The canary: a test prompt with which a weight sync checks an engine's weights (decision 38).
+"""The canary: a test prompt that checks an engine's weights after a sync (decision 38).
 
 Learner and engine compute the log-probabilities of its tokens, which must agree.
 

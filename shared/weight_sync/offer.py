@@ -14,7 +14,7 @@ from shared.chunking import cut_past
 from shared.errors import Timeout
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of a LoRA adapter for which vLLM reserves space; other ranks use the next larger one's."""
+"""LoRA ranks that vLLM reserves space for; an adapter of another rank uses the next larger one."""
 
 CHECKSUMS = "rollmatch.checksums"
 """Name of the tensor with the checksums, one int64 per bucket, which is sent after the weights.
@@ -93,7 +93,7 @@ class FullOffer:
     timeout_s: float
     """Limit of each phase of the sync except joining the groups (`timeouts.sync_phase_s`)."""
     bucket_bytes: int
-    """A bucket ends with the tensor at which it exceeds this size."""
+    """A bucket ends with the tensor that makes it larger than this."""
     tensors: tuple[TensorSpec, ...]
     """The weights, in the order of sending."""
     num_logprobs: int = 0
@@ -155,7 +155,7 @@ class AdapterOffer:
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
     """Yield the tensors of a weight sync in buckets, in order.
 
-    A bucket ends with the tensor at which it exceeds `bucket_bytes`, as in vLLM's packing.
+    A bucket ends with the tensor that makes it larger than `bucket_bytes`, as in vLLM's packing.
     """
     return cut_past(tensors, bucket_bytes, lambda tensor: tensor.num_bytes)
 

@@ -67,7 +67,7 @@ class SendReport:
 
 
 def all_phases_s(timeout_s: float) -> float:
-    """Return the time limit of all phases of an engine, each of which may take `timeout_s`."""
+    """Return the time limit of all phases together if each may take `timeout_s` seconds."""
     return len(SyncPhase) * timeout_s
 
 

@@ -1,4 +1,4 @@
-"""Memory shared by processes of one machine, in which a weight sync passes weights.
+"""Memory shared by processes of one machine, for weights that a weight sync sends.
 
 It has no name in the file system, so it is freed even if its processes are killed.
 """
