@@ -441,7 +441,7 @@ def f1_named(counts: np.ndarray) -> float:
 def interval(
     counts: np.ndarray, other: np.ndarray | None, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Return the bootstrap 95% interval of `f1_named`, or of its difference to `other`.
+    """Return the bootstrap 95% interval of class-aware F1, or of its difference to `other`.
 
     Counts are [runs, images, 7]. Seeds and images are resampled, paired in both.
     """

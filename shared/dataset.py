@@ -115,7 +115,7 @@ class Dataset(Sequence[Sample]):
         return replace(self, samples=samples, skipped=tuple(skipped)).require_rows()
 
     def require_rows(self) -> Dataset:
-        """Return the dataset. Raises RecordError if it has no usable row."""
+        """Return this dataset. Raises RecordError if it has no usable row."""
         if self.samples:
             return self
         problem = "is empty"

@@ -77,7 +77,7 @@ class TimeoutsSection(Section):
 
 
 class ResumeSection(Section):
-    """The run that this run continues. On the command line `resume=RUN` means `resume.run=RUN`."""
+    """Which earlier run this run continues. `resume=RUN` on the command line sets `resume.run`."""
 
     run: ConfigPath | None = None
     """The run to continue: a run folder (from its newest full checkpoint), or one of its

@@ -93,7 +93,7 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
-    """One of several files of samples."""
+    """One entry of `data.val` if it lists several files of held-out samples."""
 
     path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
     """A JSONL file; paths of images are relative to it."""
@@ -107,7 +107,7 @@ class SourceSection(Section):
 
 
 class WeightedSourceSection(SourceSection):
-    """One of several files of training samples."""
+    """One entry of `data.train` if it lists several files of training samples."""
 
     weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
     """Share of this file: exactly this many of any sum(weights) successive samples are from it.

@@ -58,7 +58,7 @@ class RowRule(StrEnum):
 
 
 class RunConfig(Section):
-    """The validated configuration of a run, made by `shared.config.load_config` only.
+    """The validated configuration of a run, which only `shared.config.load_config` creates.
 
     Example: with `learner.world_size: 2`, `per_device_train_batch_size: 4` and
     `effective_batch_size: 32` a step has 4 accumulation steps of 8 samples.
@@ -203,7 +203,7 @@ class RunConfig(Section):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-steps per update, as configured or derived from `effective_batch_size`; else 1."""
+        """Number of micro-steps (batches of gradient accumulation) per update."""
         training = self.training
         if training.gradient_accumulation_steps is not None:
             return training.gradient_accumulation_steps

@@ -121,14 +121,14 @@ def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
 
 
 def has_area(bins: Sequence[int]) -> bool:
-    """Return whether the vertices x, y, ... are not all on one line."""
+    """Return whether a polygon with vertices x, y, x, y, ... has an area (is not on one line)."""
     points = list(zip(bins[::2], bins[1::2], strict=True))
     directions = [(x - points[0][0], y - points[0][1]) for x, y in points if (x, y) != points[0]]
     return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
 
 
 def number_categories(names: Iterable[str]) -> dict[str, int]:
-    """Number categories 1, 2, ... in alphabetical order."""
+    """Return the COCO id of each category name: 1, 2, ... in alphabetical order."""
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
@@ -144,11 +144,10 @@ def samples_to_coco(
 ) -> dict[str, Any]:
     """Return the ground truth of samples as a COCO data set with one image per sample.
 
-    Points are left out.
-
-    An object is its annotation if the sample has annotations, else its bins in pixels. Regions to
-    ignore become crowds, or objects larger than any area range. `image_ids` has one id per sample;
-    annotations are numbered from 1. Raises KeyError for a name that is not in `category_ids`.
+    Points are left out. An object is its annotation if the sample has annotations, else its bins in
+    pixels. Regions to ignore become crowds, or objects larger than any area range. `image_ids` has
+    one id per sample; annotations are numbered from 1. Raises KeyError for a name that is not in
+    `category_ids`.
     """
     annotations: list[dict[str, Any]] = []
 
@@ -210,7 +209,7 @@ def annotation_of(sample: Sample, index: int) -> Annotation:
 def predictions_to_coco(
     predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]
 ) -> CocoResults:
-    """Return predictions as COCO results; `category_ids` maps object names to ids."""
+    """Return predictions in the format of COCO results; `category_ids` has the id of each name."""
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
     num_points = 0

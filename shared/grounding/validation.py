@@ -352,14 +352,14 @@ class Response:
         return cls(kept, text, ends, positions, coord_ends, coord_bins)
 
     def coords_in(self, span: tuple[int, int]) -> slice:
-        """Return the slice of the lists `coord_...` whose tokens end in this byte span."""
+        """Return the slice of the lists `coord_...` with the tokens that end in a byte span."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
-        """Return the coordinate tokens that end in the byte span `span`.
+        """Return which coordinate tokens end in the byte span `span`.
 
-        Keys are their byte spans, relative to the start of `span`. Values are their indices in the
-        lists `coord_...`.
+        Keys are byte spans of tokens, relative to the start of `span`. Values are indices of tokens
+        in the lists `coord_...`.
         """
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)

@@ -44,7 +44,7 @@ class BucketChecksum:
         self._hash = blake2b(digest_size=8)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a contiguous tensor of any dtype.
+        """Add a contiguous tensor of any dtype to the bucket.
 
         A GPU computes the sums of its tensors, so only 0.4 % of their size is copied to the CPU.
         """
@@ -67,7 +67,7 @@ class BucketChecksum:
         self._hash.update(bytes_N[whole:].cpu().numpy().tobytes())
 
     def value(self) -> int:
-        """Return the checksum as a signed number, as an int64 tensor stores it."""
+        """Return the checksum of the tensors added so far, as a signed number of 64 bits."""
         return int.from_bytes(self._hash.digest(), "little", signed=True)
 
 

@@ -67,7 +67,7 @@ class SendReport:
 
 
 def all_phases_s(timeout_s: float) -> float:
-    """Return the time limit of all phases together if each may take `timeout_s` seconds."""
+    """Return the time limit of a weight sync whose phases may take `timeout_s` seconds each."""
     return len(SyncPhase) * timeout_s
 
 
