@@ -65,7 +65,7 @@ async def slowly(completion: Messages, answer: str) -> float:
 
 
 def interleaving() -> tuple[float, float]:
-    """Return the seconds of rollouts whose scoring is interleaved, and is a second phase."""
+    """Return the seconds of some rollouts with interleaved scoring, and with scoring afterwards."""
     rows = [{"question": str(i), "answer": "4" if i % 2 else "5"} for i in range(6)]
 
     def timed(interleaved: bool) -> tuple[float, list[Any]]:

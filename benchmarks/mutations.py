@@ -519,7 +519,7 @@ class Notes:
                 self._path.write_text(json.dumps(found, indent=1))
 
     def row(self, mutant: Mutant) -> str:
-        """Return a mutant's line of the table."""
+        """Return a mutant's line in the table of results."""
         one = self.found[mutant.name]
         where = f"{one.verdict:8} {one.stages[-1]:6} {one.seconds:6.0f} s"
         return f"{mutant.name:50} {where}  {one.by}"

@@ -32,7 +32,7 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table of all metrics.
+    """One metric of a run: a row of the table of all metrics.
 
     Example: `packing/fill_ratio` is a RATIO of `("packing/num_tokens", "packing/capacity")`.
     """

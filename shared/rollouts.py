@@ -14,7 +14,7 @@ from shared.weight_sync.offer import AdapterOffer, FullOffer
 MAX_TEMPERATURE = 2.0
 """The highest temperature that vLLM accepts."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Outside this range a scaled logit may become infinite or NaN without an error."""
+"""Least and greatest repetition penalty; others may make logits infinite or NaN silently."""
 
 
 class DecodeMode(StrEnum):
@@ -35,10 +35,10 @@ class DecodeSettings:
 
     mode: DecodeMode
     temperature: float
-    """0 if and only if `mode` is greedy or beam."""
+    """Sampling temperature; 0 if and only if `mode` is greedy or beam."""
     top_p: float
     top_k: int
-    """-1: no limit."""
+    """Sample only from this many most probable tokens; -1: no limit."""
     repetition_penalty: float
     max_new_tokens: int
     num_beams: int
@@ -50,7 +50,7 @@ class DecodeSettings:
     """
     return_logprobs: bool
     length_penalty: float = 1.0
-    """Beam search: a log-probability is divided by the length to this power."""
+    """Exponent of beam search: a beam's log-probability is divided by length ** exponent."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, in addition to stop tokens. The text is part of the answer."""
 
@@ -114,7 +114,7 @@ class Rollout:
     stop_token_id: int | None
     """The token that ended the answer; None if its length or a stop text ended it."""
     logprobs: tuple[float, ...] | None
-    """One per token of the answer, under the temperature, top-k and top-p of sampling."""
+    """Log-probability of each token of the answer, under the temperature, top-k and top-p."""
     stop_token_logprob: float | None
     """Log-probability of the stop token; None if it was forced, not sampled."""
     finish_reason: FinishReason
@@ -143,7 +143,7 @@ class WeightOffer:
 
     version: int
     transport: str
-    """nccl, ipc, rollmatch_gloo or inproc; adapter: the offer contains the weights."""
+    """How the weights are sent: nccl, ipc, rollmatch_gloo or inproc; adapter: in the offer."""
     terms: FullOffer | AdapterOffer
     canary: CanaryProbe
 
@@ -169,7 +169,7 @@ class SyncReport:
     version: int
     bytes: int
     phase_s: Mapping[str, float]
-    """Seconds by phase (pause, wire, load, verify, canary, ...) in the slowest engine."""
+    """Seconds of each phase (pause, wire, load, verify, canary, ...), in the slowest engine."""
     canary_max_abs: float
     """Largest difference of a canary log-probability between learner and engines, in nats."""
     mode: Literal["full", "adapter"] = "full"

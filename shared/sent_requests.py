@@ -46,7 +46,7 @@ class SentRequests:
     """
 
     requests: tuple[Any, ...]
-    """`RolloutRequest`s with images without `data`, or `EnvironmentRequest`s."""
+    """The requests: `RolloutRequest`s with images without `data`, or `EnvironmentRequest`s."""
     pictures: Mapping[str, Any]
     """A Ray reference to the box with each image, by the image's sha256.
 

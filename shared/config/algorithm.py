@@ -25,7 +25,7 @@ from shared.records import ALL_GEOMETRY, GeometryKind
 
 
 class TrainerVariant(StrEnum):
-    """The values of `custom.trainer_variant`."""
+    """A training algorithm, as `custom.trainer_variant` selects it."""
 
     STAGE1_SFT = "stage1_sft"
     """Supervised training on ground truth (channel A only)."""

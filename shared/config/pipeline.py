@@ -62,7 +62,7 @@ EXAMPLE_POLICY_GRADIENT = {
 
 
 class Channel(StrEnum):
-    """What an optimizer step trains on: A supervised, or B rollouts."""
+    """What an optimizer step trains on: ground truth (A), or the model's own rollouts (B)."""
 
     A = "A"
     """The step trains on the ground truth, without rollouts."""
@@ -159,7 +159,7 @@ class TokenCEConfig(Section):
 
 
 class TokenCEEntry(PipelineEntry):
-    """Cross-entropy of text tokens, without coordinate tokens."""
+    """Entry for the cross-entropy loss of text tokens, without coordinate tokens."""
 
     name: Literal["token_ce"]
     """The module: cross-entropy of text tokens."""

@@ -41,7 +41,7 @@ def num_found(
 
 
 def f1(num_matched: int, num_predictions: int, num_ground_truth: int) -> float:
-    """Return the harmonic mean of precision and recall.
+    """Return the F1 score: the harmonic mean of precision and recall.
 
     It is 1 if there are neither predictions nor ground-truth objects.
 

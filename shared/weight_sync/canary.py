@@ -148,7 +148,7 @@ class CanaryProbe:
     None: only the mean, and the share of large differences, have bounds.
     """
     base_logprobs: tuple[float, ...] | None = None
-    """`expected_logprobs` without the learner's adapter; None if no adapter is sent."""
+    """The learner's log-probabilities without its adapter; None if no adapter is sent."""
     placeholder_ids: tuple[int, ...] = ()
     """Ids of the tokens that stand for parts of images; their log-probabilities are not compared.
 

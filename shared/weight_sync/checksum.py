@@ -74,8 +74,7 @@ class BucketChecksum:
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the sums of all rows [R], and of the columns of each block [B, SIDE].
 
-    The last block may have fewer rows.
-    One pass over the memory: 0.05 s for a gigabyte.
+    The last block may have fewer rows. It takes one pass over the memory: 0.05 s for a gigabyte.
     """
     rows_R = np.empty(len(words_RS), np.int64)
     columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)

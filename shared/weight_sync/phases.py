@@ -44,7 +44,7 @@ OFFER = "offer"
 
 
 class SyncPhase(StrEnum):
-    """A phase of a weight sync in an engine, in this order."""
+    """A phase of a weight sync in an engine; the phases run in this order."""
 
     PAUSE = "pause"
     RENDEZVOUS = "rendezvous"
