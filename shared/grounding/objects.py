@@ -37,7 +37,7 @@ class DropReason(StrEnum):
     BBOX_INVALID = "bbox_invalid"
     """The box has x1 > x2 or y1 > y2."""
     POLY_UNSUPPORTED = "poly_unsupported"
-    """The entry is a valid polygon, but the run learns only boxes."""
+    """The entry is a valid polygon, but the run does not learn polygons."""
 
 
 @dataclass(frozen=True, slots=True)
