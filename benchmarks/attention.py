@@ -30,7 +30,7 @@ HEAD_DIM = 64
 
 
 class Case:
-    """A row of `num_tokens` in `num_segments` segments of nearly equal length."""
+    """A packed row to measure: `num_tokens` in `num_segments` segments of nearly equal length."""
 
     def __init__(self, num_tokens: int, num_segments: int, num_layers: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ class Case:
             self.layers.append([tensor.requires_grad_() for tensor in layer])
 
     def run(self, attention: str) -> list[torch.Tensor]:
-        """Return the layers' outputs, then the gradients of their inputs."""
+        """Run forward and backward; return the layers' outputs and their inputs' gradients."""
         config = Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
         config._attn_implementation = attention
         mask = create_causal_mask(
@@ -66,7 +66,10 @@ class Case:
 
 
 def measured_s(case: Case, repeats: int) -> tuple[float, float]:
-    """Return the fastest seconds, masked and by segments. The results must agree."""
+    """Return the fastest seconds of masked attention and of attention by segments.
+
+    Their results must agree.
+    """
     seconds: dict[str, list[float]] = {MASKED: [], SEGMENT_ATTENTION: []}
     results = {}
     for _ in range(repeats + 1):  # the first is a warm-up
@@ -81,7 +84,7 @@ def measured_s(case: Case, repeats: int) -> tuple[float, float]:
 
 
 def measured_bytes(attention: str, *sizes: int) -> int:
-    """Return the peak memory, measured in a separate process."""
+    """Return the peak memory of one kind of attention in bytes, measured in a separate process."""
     arguments = [*map(str, ("--tokens", sizes[0], "--segments", sizes[1], "--layers", sizes[2]))]
     command = [sys.executable, "-m", "benchmarks.attention", *arguments, "--peak-of", attention]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -33,7 +33,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 class Curve(NamedTuple):
     seed: int
     points: list[tuple[int, float]]
-    """Number of updates, and the mean reward on the held-out prompts after them."""
+    """Pairs of a number of updates and the mean reward on the held-out prompts after them."""
     wall_s: float
     """Wall time of the whole command."""
 
@@ -43,7 +43,7 @@ class Curve(NamedTuple):
 
 
 def run(seed: int, folder: Path, overrides: Sequence[str]) -> Curve:
-    """Run the whole experiment in a separate process."""
+    """Run the whole experiment with one seed in a separate process, and return its rewards."""
     command = [
         sys.executable,
         "-m",
@@ -64,7 +64,7 @@ def read(seed: int, folder: Path, wall_s: float) -> Curve:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Return a Markdown table with one row per seed."""
+    """Return a Markdown table of the rewards, with one row per seed."""
     steps = [step for step, _ in curves[0].points]
     lines = [
         f"| seed | {' | '.join(map(str, steps))} | wall |",

@@ -36,7 +36,10 @@ from rollout_actors.environments.types import Messages, State
 
 
 class DelayedClient(Client):
-    """A client that answers after a delay, or with a new answer object for each call."""
+    """A model client without a model: it returns a fixed answer, after a delay if one is given.
+
+    With `makes_anew`, each call gets a new answer object.
+    """
 
     def __init__(self, delay_s: float = 0.0, *, makes_anew: bool = False) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ async def slowly(completion: Messages, answer: str) -> float:
 
 
 def interleaving() -> tuple[float, float]:
-    """Return the seconds of interleaved scoring, and of scoring in a second phase."""
+    """Return the seconds of some rollouts with interleaved scoring, and with scoring afterwards."""
     rows = [{"question": str(i), "answer": "4" if i % 2 else "5"} for i in range(6)]
 
     def timed(interleaved: bool) -> tuple[float, list[Any]]:
@@ -91,7 +94,7 @@ def interleaving() -> tuple[float, float]:
 def overhead(
     num_rollouts: int, num_turns: int, reward: Callable[..., Any], *, makes_anew: bool = False
 ) -> tuple[float, float]:
-    """Return the milliseconds per turn: wall time and processor time."""
+    """Return the milliseconds that an environment's turn takes: wall time and processor time."""
     environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
     rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
     client = DelayedClient(makes_anew=makes_anew)
@@ -116,7 +119,7 @@ def as_python_sets_it() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection."""
+    """Exclude all existing objects from garbage collection inside the context."""
     gc.collect()
     gc.freeze()
     try:
@@ -127,7 +130,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def rarer() -> Iterator[None]:
-    """Freeze, and collect the youngest generation after 50,000 new objects instead of 700."""
+    """Collect garbage after 50,000 new objects instead of 700, and exclude existing objects."""
     former = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:
@@ -155,7 +158,10 @@ COLLECTORS = {
 
 
 def collectors(num_rollouts: int, num_turns: int, repetitions: int) -> dict[str, list[float]]:
-    """Return the milliseconds of processor time per turn for each setting and repetition."""
+    """Return milliseconds of processor time per turn, by setting of the garbage collector.
+
+    Each setting has one value per repetition.
+    """
     spent: dict[str, list[float]] = {name: [] for name in COLLECTORS}
     for _ in range(repetitions):
         for name, setting in COLLECTORS.items():

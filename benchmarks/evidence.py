@@ -49,17 +49,19 @@ FALL_UPDATES = 1500
 START_BATCH = 4
 """Scenes per update for the initial checkpoint, as in the demo."""
 EVERY = 100
-"""Updates between two reports at the final rate."""
+"""Updates between two evaluations at the final learning rate."""
 MAX_FLAT_UPDATES = 1500
 FLAT_GAIN = 0.005
 FLAT_REPORTS = 3
-"""The curve is flat if the last `FLAT_REPORTS` reports gain less than `FLAT_GAIN` over the best
-report before them."""
+"""Number of evaluations that decide whether the held-out curve is flat.
+
+The curve is flat if they gain less than `FLAT_GAIN` over the best evaluation before them.
+"""
 UPDATES = 60
 """Updates of every arm."""
 IOUS = (0.5, 0.75)
 BASES = ("sft", "b_50")
-"""The arms that the others are compared with."""
+"""Names of the arms that the other arms are compared with."""
 NUM_RESAMPLES = 2000
 
 Entry = dict[str, Any]
@@ -72,13 +74,16 @@ class Arm:
     what: str
     overrides: Sequence[str] = ()
     token_ce: Mapping[str, float] = field(default_factory=dict)
-    """Changed keys of the `token_ce` entry."""
+    """Keys of the objective `token_ce` that differ, with their values."""
     rewards: bool = False
-    """Whether there is a `policy_gradient` entry too."""
+    """Whether the objective `policy_gradient` is used too."""
     targets: bool = True
     """Whether matched and appended tokens are learned."""
     as_long_as: str | None = None
-    """Name of another arm. The number of updates is chosen to match its wall time and seed."""
+    """Name of another arm, whose wall time with the same seed this arm uses too.
+
+    The number of updates is chosen for that.
+    """
 
 
 _GROUPS = (
@@ -135,7 +140,10 @@ def main() -> None:
 
 
 def make_start(out: Path) -> Path:
-    """Train the demo's initial checkpoint until the curve is flat; return the best checkpoint."""
+    """Train the demo's initial checkpoint until its held-out curve is flat.
+
+    Return the best checkpoint.
+    """
     subprocess.run(["make", "demo-start"], cwd=ROOT, check=True)
     make_scenes(out / "data", COUNTS)
     common = [f"training.seed={SEED}", f"training.effective_batch_size={START_BATCH}"]
@@ -181,7 +189,7 @@ def make_start(out: Path) -> Path:
 
 
 def is_flat(curve: Sequence[float]) -> bool:
-    """Return whether no report of the last ones is much better than the best before them.
+    """Return whether the last evaluations are not much better than the best before them.
 
     Example: 0.5, 0.6, 0.602, 0.604, 0.603 is flat.
     """
@@ -193,7 +201,7 @@ def is_flat(curve: Sequence[float]) -> bool:
 def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
     """Run these arms from the initial checkpoint, one seed after another.
 
-    Arms with `as_long_as` run last, because they need the wall time of others.
+    Arms with `as_long_as` run last, because they need the wall time of other arms.
     """
     runs = [(name, seed) for seed in seeds for name in names]
     behind = [(name, seed) for name, seed in runs if ARMS[name].as_long_as is not None]
@@ -263,7 +271,7 @@ def pipeline(arm: Arm) -> dict[str, list[Entry]]:
 
 
 def objectives(name: str) -> list[Entry]:
-    """Return the entries of `objective=NAME`."""
+    """Return the entries of the configuration's `objective=NAME`."""
     text = (ROOT / "conf" / "objective" / f"{name}.yaml").read_text()
     entries: list[Entry] = yaml.safe_load(text)["objective"]
     return entries
@@ -276,12 +284,12 @@ def make_scenes(out: Path, counts: Mapping[str, int]) -> None:
 
 
 def data(folder: Path, split: str) -> list[str]:
-    """Return the overrides for the training scenes and the scenes of the report."""
+    """Return the overrides that select the training scenes and the scenes for evaluations."""
     return [f"data.train={folder / 'train.jsonl'}", f"data.val={folder / split}.jsonl"]
 
 
 def train(experiment: str, run: Path, *overrides: str) -> str:
-    """Run or resume a run until its end; return the command."""
+    """Start or resume a training run, wait for its end, and return its command."""
     arguments = [f"+experiment={experiment}", "resume=auto", f"telemetry.run_dir={run}", *overrides]
     started_s = time.monotonic()
     with (run.parent / f"{run.name}.log").open("a") as log:
@@ -317,12 +325,15 @@ def class_aware_f1(report: Path) -> float:
 
 
 FIGURES = ("ground_truth", "found", "any50", "named50", "any75", "named75", "doubled")
-"""Counts per image: true objects; found objects; pairs at IoU 0.5, with any and with equal names;
-the same at 0.75; found objects without a pair that overlap a true object."""
+"""Names of the counts of each image.
+
+They are: true objects; predictions; pairs at IoU 0.5, with any and with equal names; the same at
+0.75; predictions without a pair that overlap a true object.
+"""
 
 
 def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
-    """Return `FIGURES` of each image."""
+    """Return the counts (`FIGURES`) of each image in a file of predictions."""
     samples = load_dataset(data, on_bad_row="error", sort_objects=True, check_images=False)
     rows = [json.loads(line) for line in predictions.open()]
     return [
@@ -332,7 +343,7 @@ def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
 
 
 def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the `FIGURES` of the objects found in one image."""
+    """Return the counts (`FIGURES`) of one image and the objects predicted in it."""
     found = tuple(
         ScoredObject(GeometryKind(one["kind"]), tuple(one["bins"]), one["desc"], one["score"])
         for one in objects
@@ -357,7 +368,10 @@ def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]
 
 
 def table(results: Path) -> list[str]:
-    """Return the lines of a Markdown table: means over the seeds, intervals of named F1@0.5."""
+    """Return the lines of a Markdown table that compares the arms.
+
+    It has means over the seeds, and confidence intervals of class-aware F1 at IoU 0.5.
+    """
     lines = [
         (
             "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft` |"
@@ -405,7 +419,10 @@ def difference(
     base: Mapping[int, dict[str, Any]],
     rng: np.random.Generator,
 ) -> str:
-    """Return the difference of `f1_named` to the base, with its interval, over common seeds."""
+    """Return the difference in class-aware F1 between two arms, as text with its interval.
+
+    Only seeds that both arms have are compared.
+    """
     common = sorted(set(seeds) & set(base))
     if not common or seeds is base:
         return "-"
@@ -424,7 +441,7 @@ def f1_named(counts: np.ndarray) -> float:
 def interval(
     counts: np.ndarray, other: np.ndarray | None, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Return the bootstrap 95% interval of `f1_named`, or of its difference to `other`.
+    """Return the bootstrap 95% interval of class-aware F1, or of its difference to `other`.
 
     Counts are [runs, images, 7]. Seeds and images are resampled, paired in both.
     """

@@ -65,11 +65,11 @@ TRIES = {
     ),
     "data": ("tests/shared/test_limits.py", f"{LAUNCH}/tools/import_data/test_hostile_sources.py"),
 }
-"""Tests by area. A file means all of its tests."""
+"""Names of the counted tests, by area. The name of a file means all of its tests."""
 
 
 class Outcomes:
-    """Counts tests as pytest reports them."""
+    """Counts passed and failed tests; a pytest plugin."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()

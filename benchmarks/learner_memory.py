@@ -44,7 +44,7 @@ from shared.config.pipeline import Channel
 from shared.weight_sync.transports import TransportKind
 
 SHORT = 64
-"""Tokens of the row that creates moments and gradients."""
+"""Tokens of the short row that creates the optimizer's moments and the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,10 @@ CASES: Mapping[str, Case] = {
 
 
 def make_checkpoint(folder: Path, sizes: Sizes) -> Path:
-    """Write a random model with the demo's tokenizer and spare rows in its embeddings."""
+    """Write a checkpoint of a random model with the demo's tokenizer; return its folder.
+
+    The embeddings have spare rows.
+    """
     tokenizer = make_tokenizer("")
     text = {
         "vocab_size": max(sizes.vocabulary, len(tokenizer)),
@@ -185,7 +188,7 @@ def segment_maker(loaded: LoadedModel) -> Callable[[int, int, int], Segment]:
 
 
 def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
-    """Return the peak bytes of torch's allocator during the steps of a learner rank."""
+    """Return the peak bytes that torch's allocator holds during a learner rank's steps."""
     loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
         config.rollout_matching.pipeline,
@@ -225,7 +228,10 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
 def measure_rank(
     place: RankTopology, rendezvous: Rendezvous | None, config: RunConfig, sizes: Sizes
 ) -> int:
-    """Join the ranks and return `measure` of this one. Every rank calls it."""
+    """Join the other learner ranks, and return the peak bytes of this rank (`measure`).
+
+    Every rank calls it.
+    """
     device = LearnerDevice(torch.device("cpu"))
     limit_s = config.timeouts.learn_s
     ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, sums_in_backward=True)
@@ -233,7 +239,7 @@ def measure_rank(
 
 
 def measure_two(config: RunConfig, sizes: Sizes) -> int:
-    """Return the peak of the first of two ranks. The second has a separate process."""
+    """Return the peak bytes of the first of two learner ranks, which runs in this process."""
     rendezvous = Rendezvous("127.0.0.1")
     first, second = (
         RankTopology(

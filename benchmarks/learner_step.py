@@ -134,7 +134,10 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
 
 
 def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) -> float:
-    """Take the simple step: logits of the whole row in float32, all losses on them."""
+    """Run forward and backward in the simple way, and return the loss.
+
+    It computes the logits of the whole row at once, in float32.
+    """
     inputs = row.inputs
     logits_TV = model(
         input_ids=inputs.input_ids,
@@ -156,7 +159,10 @@ def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) ->
 def measure(
     model: Any, step: Callable[[], float], repeats: int, device: torch.device
 ) -> tuple[float, float, float, torch.Tensor]:
-    """Return median seconds, peak bytes, loss, and the gradient of the last layer's norm."""
+    """Run a step repeatedly and measure it.
+
+    Return the median seconds, peak bytes, loss, and the gradient of the last layer's norm.
+    """
     seconds = []
     for _ in range(repeats + 1):  # the first is a warm-up
         model.zero_grad(set_to_none=True)
@@ -180,7 +186,10 @@ def measure(
 def measure_update(
     model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace
 ) -> tuple[float, float, float]:
-    """Return median seconds of the rows and of the update, and peak bytes, of whole steps."""
+    """Measure whole steps, each of several rows and one optimizer update.
+
+    Return the median seconds of the rows, the median seconds of the update, and the peak bytes.
+    """
     config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
     updater = Optimizer(model, config, Ranks())

@@ -26,7 +26,7 @@ from shared.weight_sync.transports import Device, TransportKind
 TEXT_LAYERS = 36
 VISION_LAYERS = 24
 DEEPSTACK = [5, 11, 17]
-"""As in Qwen3-VL-4B."""
+"""Layers of the vision tower that feed the language model, as in Qwen3-VL-4B."""
 REAL_TEXT = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -46,9 +46,9 @@ REAL_VISION = {
 
 
 def make_model(folder: Path) -> tuple[TensorSpec, ...]:
-    """Write a small checkpoint with the names of the 4B model.
+    """Write a small checkpoint with the parameter names of Qwen3-VL-4B.
 
-    Returns the tensors in order, with the shapes and bytes of the real model."""
+    Returns names, shapes and bytes of the tensors of the real model, in order."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -77,7 +77,7 @@ def _change(section: Any, values: Mapping[str, Any]) -> None:
 
 
 def start_engine(folder: Path) -> Any:
-    """Return vLLM's `LLM` with the small checkpoint."""
+    """Return a vLLM engine (`LLM`) with the small checkpoint."""
     settings = EngineSettings(
         str(folder),
         "float32",
@@ -100,7 +100,7 @@ def start_engine(folder: Path) -> Any:
 def load_s(
     model: Any, model_config: Any, weights: dict[str, Any], cut: list[tuple[TensorSpec, ...]]
 ) -> float:
-    """Return the seconds of all `load_weights` calls in one update."""
+    """Load all weights in the buckets `cut`; return the seconds of all `load_weights` calls."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,

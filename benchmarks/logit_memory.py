@@ -81,7 +81,10 @@ PIPELINE = PipelineSection.model_validate(
 
 
 def make_row(num_positions: int, vocabulary: int) -> PackedRow:
-    """Return a row that needs every position: two text tokens, a coord slot, and so on."""
+    """Return a packed row that needs the logits of every position.
+
+    Two text tokens and one coordinate slot alternate.
+    """
     draw = torch.Generator().manual_seed(0)
     at = torch.arange(num_positions)
     text_at = at[at % 3 != 2]
@@ -111,7 +114,10 @@ def make_row(num_positions: int, vocabulary: int) -> PackedRow:
 def plain_values(
     logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Tensor, banned: tuple[int, ...]
 ) -> RowValues:
-    """Compute the row's values in the simple way, from all logits at once, at temperature 1."""
+    """Compute what the losses need of a row in the simple way: from all logits at once.
+
+    The temperature is 1.
+    """
     text_at = row.supervision.text.at
     coord_at = row.supervision.coord.at
     coord_logits_SC = logits_NV[coord_at][:, coord_ids_C]
@@ -141,7 +147,10 @@ def loss_of(values: RowValues, row: PackedRow, objectives: ChannelObjectives) ->
 
 
 class Case:
-    """A head, hidden states and a row. `chunk` None: all logits at once."""
+    """A logits pass to measure: a head, hidden states and a packed row.
+
+    `chunk` is the number of positions whose logits exist at the same time; None: all.
+    """
 
     def __init__(
         self,
@@ -152,7 +161,7 @@ class Case:
         *,
         has_top: bool = False,
     ) -> None:
-        """`has_top`: the reference's top tokens are also compared at every position."""
+        """Make random values; `has_top`: also compare a reference's most probable tokens."""
         torch.manual_seed(0)
         self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
         self.hidden_ND = torch.randn(num_positions, hidden, requires_grad=True)
@@ -194,7 +203,7 @@ class Case:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return how much `work` raises the peak resident set. Linux only."""
+    """Return by how many bytes calling `work` raises the process's peak memory. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status_bytes("VmRSS")
     work()
@@ -210,7 +219,7 @@ def _status_bytes(name: str) -> int:
 def measure(
     num_positions: int, vocabulary: int, hidden: int, chunk: int | None, *, has_top: bool = False
 ) -> tuple[int, float]:
-    """Return peak bytes and seconds, measured in a separate process."""
+    """Return the peak bytes and the seconds of a case, measured in a separate process."""
     arguments = [
         str(value)
         for value in (

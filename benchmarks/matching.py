@@ -32,9 +32,9 @@ TOP_K = 10
 GATE = 0.3
 SMALL = 16
 RADII = (5.0, 200.0)
-"""Range of the shapes' radius, in bins."""
+"""Least and greatest radius of the random shapes, in bins."""
 JITTER = 0.08
-"""Standard deviation of a prediction's coordinates, in radii."""
+"""Standard deviation of the movement of a prediction's coordinates, in radii of the shape."""
 BOUNDS_MS = {"boxes": 3.0, "polygons": 20.0, "mixed": 20.0}
 
 Scene = tuple[list[ParsedObject], list[GroundTruthObject]]
@@ -103,8 +103,9 @@ def to_bins(values: list[float]) -> tuple[int, ...]:
 def slow_match(
     predictions: list[ParsedObject], ground_truth: list[GroundTruthObject]
 ) -> tuple[list[tuple[int, int, float]], int]:
-    """Return the pairs and the number of rejections, as decision 34 defines them.
+    """Match objects in the simple way, as decision 34 defines it.
 
+    Return the pairs, and the number of pairs that were rejected because their IoU is too low.
     Each shape has a full canvas, every pixel is tested, and pairs are compared one by one.
     """
     masks_a = [slow_mask(shape) for shape in predictions]
@@ -132,7 +133,10 @@ def slow_match(
 
 
 def slow_mask(shape: Shape) -> np.ndarray:
-    """Return the mask, bool [R, R]. Integer arithmetic in units of 1 / 1998 of a pixel."""
+    """Return the pixels that a filled shape covers: bool [R, R].
+
+    It uses integer arithmetic in units of 1 / 1998 of a pixel.
+    """
     ring = [(x * 2 * (RESOLUTION - 1), y * 2 * (RESOLUTION - 1)) for x, y in vertices(shape)]
     x, y = np.meshgrid(*[(2 * np.arange(RESOLUTION) + 1) * 999] * 2)
     inside = np.zeros((RESOLUTION, RESOLUTION), dtype=bool)
@@ -159,7 +163,10 @@ def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) ->
 
 
 def slow_area_iou(a: list[Point], b: list[Point]) -> float:
-    """Return the exact IoU. The area is summed over slabs between all vertices and crossings."""
+    """Return the exact IoU of two polygons.
+
+    Areas are summed over slabs between all vertices and crossings of edges.
+    """
     rings = [
         [
             (p, q) if p[1] < q[1] else (q, p)

@@ -55,7 +55,10 @@ class Mutant:
     """Test files that should fail, the cheapest first."""
 
     def applied_to(self, text: str) -> str:
-        """Return the file's text with the fault. Raises ValueError if `old` does not fit."""
+        """Return a file's text with the fault put in.
+
+        Raises ValueError if `old` does not occur exactly once.
+        """
         if text.count(self.old) != 1:
             times = text.count(self.old)
             raise ValueError(f"{self.name}: {self.old!r} is {times} times in {self.path}")
@@ -69,13 +72,16 @@ class Stage:
     name: str
     marks: str
     limit_s: float
-    """Time limit of one mutant. With `on_all_files` it is at least twice the time of the tests
-    without a mutant. A mutant that exceeds it hangs, and counts as caught."""
+    """Time limit, in seconds, of the tests with one mutant.
+
+    With `on_all_files` it is at least twice the time of the tests without a mutant. A mutant that
+    exceeds it hangs, and counts as caught.
+    """
     on_all_files: bool = False
     """Run all test files on all cores, instead of the mutant's own files."""
 
     def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
-        """Return pytest's arguments for these mutants together."""
+        """Return pytest's arguments for the stage's tests of these mutants."""
         if self.on_all_files:
             return [
                 "-m",
@@ -96,12 +102,12 @@ STAGES = (
     Stage("marked", MARKED, limit_s=600.0),
 )
 SOUND_LIMIT_S = 2400.0
-"""Time limit of a stage's tests without a mutant, for all its mutants together."""
+"""Time limit, in seconds, of the tests without a mutant that a stage runs first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a mutant so far."""
+    """The result of a mutant in the stages that have run."""
 
     verdict: str
     """`caught`, `survived`, or `invalid` if the tests could not be collected."""
@@ -111,7 +117,7 @@ class Found:
     """The stages that ran. The verdict is from the last one."""
     seconds: float
     of: tuple[str, ...]
-    """The `identity` of the mutant. If it changes, the mutant runs again."""
+    """The `identity` of the mutant that was tested. If it changes, the mutant runs again."""
 
 
 INTAKE = (
@@ -363,7 +369,7 @@ MUTANTS = (
 
 
 def problems() -> list[str]:
-    """Return a line for every mutant that does not fit the tree, does not compile or lacks tests."""
+    """Return a line for each mutant that does not fit the code, does not compile or lacks tests."""
     found = []
     names = [mutant.name for mutant in MUTANTS]
     for mutant in MUTANTS:
@@ -379,7 +385,10 @@ def problems() -> list[str]:
 
 
 def copy_tree(revision: str | None, folder: Path) -> None:
-    """Copy the files that git tracks or would add, or the files of a revision."""
+    """Copy the repository's files, or the files of a revision, into a folder.
+
+    These are the files that git tracks or would add.
+    """
     git = ["git", "-C", str(ROOT)]
     if revision is not None:
         archive = subprocess.run([*git, "archive", revision], stdout=subprocess.PIPE, check=True)
@@ -394,7 +403,7 @@ def copy_tree(revision: str | None, folder: Path) -> None:
 
 
 def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Run pytest in a tree; return a verdict and the test that decided it.
+    """Run pytest in a copy of the repository; return a verdict and the test that decided it.
 
     PYTHONPATH puts the tree before the editable install, in pytest and in its child processes."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
@@ -433,7 +442,9 @@ def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[s
 def tested(
     mutant: Mutant | None, arguments: Sequence[str], limit_s: float, revision: str | None
 ) -> tuple[str, str]:
-    """Run tests in a copy of the tree with the mutant (None: without a change).
+    """Run tests in a copy of the repository with the mutant (None: without a change).
+
+    Return a verdict and the test that decided it.
 
     A failing test must fail again when it runs separately, else it is deselected. Some tests
     measure time and can fail on a busy machine.
@@ -479,7 +490,7 @@ class Notes:
     """The results of the mutants so far, saved to a file if `path` is given."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read an earlier call's results for mutants that have not changed."""
+        """Read the results that an earlier call saved, for mutants that have not changed."""
         self._path = path
         self._lock = Lock()
         known = json.loads(path.read_text()) if path is not None and path.exists() else {}
@@ -496,7 +507,7 @@ class Notes:
         return found is None or (found.verdict == "survived" and stage.name not in found.stages)
 
     def add(self, mutant: Mutant, stage: Stage, verdict: str, by: str, seconds: float) -> None:
-        """Store, print and save the result of a stage."""
+        """Store, print and save the result of a mutant in a stage."""
         with self._lock:
             before = self.found.get(mutant.name)
             stages, earlier_s = ((), 0.0) if before is None else (before.stages, before.seconds)
@@ -508,7 +519,7 @@ class Notes:
                 self._path.write_text(json.dumps(found, indent=1))
 
     def row(self, mutant: Mutant) -> str:
-        """Return a mutant's line of the table."""
+        """Return a mutant's line in the table of results."""
         one = self.found[mutant.name]
         where = f"{one.verdict:8} {one.stages[-1]:6} {one.seconds:6.0f} s"
         return f"{mutant.name:50} {where}  {one.by}"

@@ -25,7 +25,7 @@ PER_ROUND = 8
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The seconds of one round's generation, one round's learning and one sync."""
+    """How many seconds it takes to generate a round, to learn a round, and to sync weights."""
 
     generate: float
     learn: float
@@ -62,7 +62,7 @@ class Engine:
 def run_steps(
     queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Return the seconds of all steps, and the responses in training order.
+    """Run all steps; return their seconds, and the answers in the order of learning.
 
     The queue of rounds continues across the steps of one window.
     """

@@ -25,12 +25,12 @@ WINDOW = 8
 MEANS = (800, 2_000)
 COUNTS = (32, 64, 128)
 LIMIT = 1.03
-"""Upper limit of the average ratio when a whole step is packed at once."""
+"""Upper limit of the average ratio to `ceil(sum / capacity)`, if a whole step is packed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment, given by its number and its length in tokens."""
+    """A segment to pack, without tokens: its number and its length."""
 
     index: int
     length: int

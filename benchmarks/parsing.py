@@ -104,7 +104,10 @@ def trained(num_merges: int, splitter: Any) -> Any:
 def objects(
     generator: random.Random, count: int, kind: GeometryKind, descs: list[str], *, zero: bool = True
 ) -> list[GroundTruthObject]:
-    """Return random objects. `zero`: every bin is 0, so all coord tokens have the same text."""
+    """Return random objects of this kind, for answers to parse.
+
+    `zero`: every coordinate is bin 0, so all coordinate tokens have the same text.
+    """
     found = []
     for _ in range(count):
         bins = generator.choices(
@@ -155,7 +158,10 @@ def mutated(generator: random.Random, codec: TokenCodec) -> list[int]:
 
 
 def check(codec: TokenCodec, well_formed: list[list[int]], num_responses: int) -> dict[str, int]:
-    """Compare both parsers on all responses; return counts of the random responses' results."""
+    """Require that both parsers give the same result on all answers.
+
+    Return how often the randomly mutated answers had each kind of result.
+    """
     generator = random.Random(17)
     seen = {"objects": 0, "dropped": 0, "fallback": 0}
     for ids in well_formed:
@@ -179,7 +185,7 @@ def tokens_per_s(
     codec: TokenCodec,
     repetitions: int,
 ) -> float:
-    """Return the median speed of several repetitions.
+    """Return the median speed of a parser in tokens per second, over several repetitions.
 
     It is measured in processor time of this thread, so other processes hardly change it.
     """

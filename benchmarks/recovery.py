@@ -29,14 +29,15 @@ from launch.run_folder.ledger import LEDGER
 STALL_S = 10.0
 LIMIT_S = 900.0
 RUN = "ROLLMATCH_BENCHMARK_RUN"
-"""Environment variable that all processes of a run have: the run's folder."""
+"""Environment variable with the run folder, which marks all processes of a run."""
 Strike = Callable[[psutil.Process], None]
 
 
 def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> Strike:
-    """Return a fault that sends a signal to a process of the run with `name` in its command line.
+    """Return a fault that sends a signal to a process of the run.
 
-    `busy`: the name that Ray shows while the process executes a method.
+    The process has `name` in its command line and, if given, `busy`: the name that Ray shows while
+    the process executes a method.
     """
     names = [name] if busy is None else [name, busy]
 
@@ -55,7 +56,7 @@ def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> St
 
 
 def end_all(command: psutil.Process) -> None:
-    """Kill the driver. The system then ends all other processes of the run."""
+    """Kill the driver's process. The system then ends all other processes of the run."""
     command.kill()
 
 
@@ -100,7 +101,10 @@ def job(folder: Path, steps: int, *overrides: str) -> list[str]:
 
 
 def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | None) -> float:
-    """Run to the end, with the fault after half of the steps; return the wall time in seconds."""
+    """Run the experiment to its end, with a fault after half of the steps.
+
+    Return the wall time in seconds.
+    """
     command = job(folder, steps, *overrides)
     started_s = time.monotonic()
     process = start(folder, command)
@@ -121,7 +125,7 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
 
 
 def compare(run: Path, other: Path) -> tuple[list[str], bool]:
-    """Return lines about two runs, and whether the runs or the bytes of their ledgers differ."""
+    """Return lines that compare two runs, and whether the runs or their ledger files differ."""
     lines, parts = diff_runs(run, other)
     if (run / LEDGER).read_bytes() != (other / LEDGER).read_bytes():
         return [*lines, f"{LEDGER} differs between the two runs"], True

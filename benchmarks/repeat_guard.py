@@ -31,7 +31,10 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
-    """Return vLLM's `LLM` and the class of its guard, which counts `spent_s` and `num_steps`."""
+    """Return a vLLM engine (`LLM`) with the repeat guard, and the guard's class.
+
+    The class counts the guard's seconds (`spent_s`) and steps (`num_steps`).
+    """
     engine = EngineSettings(
         str(folder),
         "float32",
@@ -76,7 +79,7 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
 def generate(
     llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool
 ) -> tuple[float, list[list[int]]]:
-    """Return the seconds, and the tokens of each sequence."""
+    """Generate sequences with the engine; return the seconds, and each sequence's tokens."""
     from vllm import SamplingParams, TokensPrompt
 
     params = [

@@ -54,7 +54,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def learn(learner: Learner, plans: Iterator[StepPlan]) -> float:
-    """Take a step; return its duration in seconds."""
+    """Let the learner take its next step; return the seconds that it took."""
 
     def step() -> None:
         learner.next_requests(next(plans))
@@ -64,7 +64,7 @@ def learn(learner: Learner, plans: Iterator[StepPlan]) -> float:
 
 
 def require_same(one: Path, other: Path) -> int:
-    """Compare all files of two folders; return their total size in bytes."""
+    """Require that two checkpoint folders have the same files; return their size in bytes."""
     files = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
     others = {path.relative_to(other) for path in other.rglob("*") if path.is_file()}
     assert files == others, f"files in only one checkpoint: {files ^ others}"

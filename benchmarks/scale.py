@@ -60,7 +60,7 @@ def write_pictures(folder: Path, number: int) -> list[ImageRef]:
 
 
 class Rank(LearnerActor):
-    """A learner rank that makes a step's requests, each with the image of its position."""
+    """A learner rank without a model, which makes a step's requests, each with an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Rank(LearnerActor):
 
 
 class Echo:
-    """An engine that answers with its requests."""
+    """An engine without a model, which answers with its requests."""
 
     process = ""
     is_dead = False
@@ -112,7 +112,7 @@ class Engine(EngineActor):
     async def generate_each(
         self, *objects: SentRequests, places: range, attempt: int
     ) -> tuple[list[Any], int]:
-        """Answer requests that contain their images (the old way)."""
+        """Answer requests that contain their images, which is the old way to send images."""
         answers = await Echo().generate([request for one in objects for request in one.requests])
         return answers, len(answers)
 

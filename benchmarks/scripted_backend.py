@@ -10,11 +10,14 @@ from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 Script = Callable[[RolloutRequest], Sequence[int]]
-"""Returns the token ids of an answer, including its stop token if there is one."""
+"""A function that returns the token ids of the answer to a request.
+
+They include the stop token, if the answer has one.
+"""
 
 
 class ScriptedBackend:
-    """A `RolloutBackend` without an engine. Each `generate` takes `latency_s`."""
+    """A `RolloutBackend` without an engine. Each call of `generate` takes `latency_s` seconds."""
 
     def __init__(self, name: str, script: Script, *, latency_s: float = 0.0) -> None:
         self._name = name
@@ -42,7 +45,7 @@ class ScriptedBackend:
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Take only the version, because there are no weights."""
+        """Adopt the version of the offer; its weights are ignored."""
         self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 

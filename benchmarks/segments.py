@@ -15,11 +15,11 @@ from shared.tokens.vocabulary import NUM_BINS
 PATCH = 16
 MERGE = 2
 NUM_WORDS = 20
-"""Tokens of a prompt without its image."""
+"""Number of tokens of a random segment's prompt, without the tokens of its image."""
 
 
 class ImageIds(NamedTuple):
-    """The tokens before and after an image, and its placeholder token."""
+    """Ids of the tokens before and after an image in a prompt, and of its placeholder token."""
 
     start: int
     pad: int
@@ -35,13 +35,15 @@ def random_segment(
     words: range,
     coord_ids: Sequence[int],
 ) -> Segment:
-    """Return a segment of `length` tokens. An eighth of its target are coord slots.
+    """Return a segment (prompt and target) of `length` random tokens.
+
+    An eighth of the target's tokens are coordinate slots.
 
     Args:
-        number: the seed, and the segment's position.
-        image: side of its image in tokens; 0: no image.
-        words: range of all other token ids.
-        coord_ids: the ids of the `NUM_BINS` coord tokens.
+        number: the seed, and the segment's position in the step.
+        image: side of the prompt's image in tokens; 0: no image.
+        words: range of the ids of all other tokens.
+        coord_ids: the ids of the `NUM_BINS` coordinate tokens.
     """
     draw = np.random.default_rng(number)
     images = (image_ids.start, *[image_ids.pad] * image**2, image_ids.end) if image else ()

@@ -18,7 +18,10 @@ SPACE = " \t\n\r"
 
 @dataclass
 class Symbol:
-    """A symbol at the container's top level: string, nested object, punctuation mark or word."""
+    """A symbol at the top level of an answer's JSON object.
+
+    It is a string, a nested object, a punctuation mark or a word.
+    """
 
     kind: str
     start: int
@@ -27,25 +30,25 @@ class Symbol:
 
 @dataclass
 class Leaf:
-    """A string, an unquoted coord token, or another value that is not an array or object."""
+    """A JSON value that is not an array or object; it may be an unquoted coordinate token."""
 
     start: int
     end: int
     quoted: bool
     coord: int | None
-    """Token position, if this is a coord token."""
+    """Position of the token in the answer, if the value is a coordinate token; else None."""
 
 
 @dataclass
 class Tokens:
-    """Token ids with their text, the token of every byte, and the coord tokens."""
+    """An answer as tokens and as text, with a mapping from bytes back to tokens."""
 
     ids: list[int]
     text: str
     owner: list[int]
-    """The token of each byte."""
+    """For each byte of the text: the position of its token."""
     coords: dict[tuple[int, int], int]
-    """Byte span of each coord token, with its position."""
+    """Position of each coordinate token, by its byte span."""
 
     @classmethod
     def of(cls, ids: list[int], codec: TokenCodec) -> Tokens:
@@ -88,7 +91,7 @@ def slow_parse(
 
 
 def count_shapes(text: str, start: int) -> int:
-    """Count the geometry keys from `start` on."""
+    """Return the number of geometry keys in the text from `start` on."""
     number = 0
     for kind in GeometryKind:
         key = f'"{kind}"'
@@ -99,9 +102,9 @@ def count_shapes(text: str, start: int) -> int:
 
 
 def read_symbols(text: str) -> tuple[list[Symbol], bool]:
-    """Return the container's symbols including its braces, and whether it is closed.
+    """Return the symbols of the answer's JSON object with its braces, and whether it is closed.
 
-    If other text comes first, it returns an empty list and False.
+    If the answer begins with other text, the result is an empty list and False.
     """
     symbols: list[Symbol] = []
     depth = 0
@@ -188,7 +191,7 @@ def read_entries(text: str, symbols: list[Symbol]) -> list[Entry]:
 
 
 def find_keys(text: str, symbols: list[Symbol]) -> list[tuple[int, int]]:
-    """Return the symbol index and n of every `object_{n}` key at the top level."""
+    """Return the index of its symbol, and n, for each key `object_{n}` at the top level."""
     keys: list[tuple[int, int]] = []
     brackets = 0
     for i, symbol in enumerate(symbols):
@@ -223,14 +226,14 @@ def key_index(quoted: str) -> int | None:
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Return whether a key may follow: after the opening brace, or after a valid comma."""
+    """Return whether a key may follow these symbols: an opening brace, or a valid comma."""
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")
 
 
 class Reader:
-    """A strict recursive-descent JSON reader that accepts unquoted coord tokens.
+    """A strict recursive-descent JSON reader that accepts unquoted coordinate tokens.
 
     Every method moves `at` past the text that it read, or raises.
     """
@@ -243,7 +246,7 @@ class Reader:
         self.num_objects = 0
 
     def read_object(self) -> list[tuple[str, object]] | None:
-        """Return the members, if the whole text is one valid object, else None."""
+        """Return the keys and values if the whole text is one valid JSON object, else None."""
         try:
             members = self.members()
         except ValueError:
@@ -326,7 +329,7 @@ class Reader:
         return self.leaf(start, self.at - 1, quoted=True)
 
     def bare(self) -> Leaf:
-        """Read a number, a word or a coord token."""
+        """Read a number, a word or a coordinate token, which are not in quotes."""
         start = self.at
         while self.at < len(self.text) and self.text[self.at] not in SPACE + '",:[]{}':
             self.at += 1
@@ -364,7 +367,7 @@ def is_utf8(text: str) -> bool:
 def cut_tokens(
     tokens: Tokens, text: str, cut: int, codec: TokenCodec
 ) -> tuple[list[int], int] | None:
-    """Return the prefix's tokens and how many are unchanged.
+    """Cut an answer at a byte; return the tokens that are left, and how many of them are unchanged.
 
     None if the token at the cut cannot be shortened.
     """

@@ -27,14 +27,14 @@ CONFIG = Path(__file__).parents[1] / "tests/data/minimal_config.yaml"
 WIDTH = 64
 HEIGHT = 48
 LINKS = 10_000
-"""Hard links to one file; ext4 allows 65,000."""
+"""Number of hard links to one image file; ext4 allows 65,000."""
 OBJECTS = 7.3
 """Mean number of objects per image, as in COCO."""
 NAMES = ("person", "car", "dining table", "traffic light", "sports ball", "potted plant")
 
 
 def write_data(folder: Path, num_records: int) -> None:
-    """Write records with one file each. All files are the same small image."""
+    """Write a data file with rows of one image each; all image files are the same small image."""
     drawn = random.Random(num_records)
     folder.mkdir()
     (folder / "images").mkdir()
@@ -55,14 +55,14 @@ def write_data(folder: Path, num_records: int) -> None:
 
 
 def memory_mb(line: str) -> float:
-    """Read a memory value of this process from `/proc/self/status`, in MB."""
+    """Return a memory figure of this process in MB, from a line of `/proc/self/status`."""
     status = Path("/proc/self/status").read_text()
     (value,) = (row.split()[1] for row in status.splitlines() if row.startswith(line))
     return int(value) / 1000
 
 
 def start(folder: Path, model: Path) -> dict[str, object]:
-    """Load the data as a run does; return times, memory and a digest of the samples."""
+    """Load the data as a run does at its start; return times, memory and a digest of samples."""
     from learner.data.fitting import require_train_lengths
     from learner.data.samples import load_samples
     from learner.model.loading import load_tokens

@@ -1,4 +1,4 @@
-"""Learner and engines of `benchmarks.weight_sync`. Each can skip its part of the verification."""
+"""Learner and engines for `benchmarks.weight_sync`, which can skip the verification of a sync."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ NUM_GREEDY_TOKENS = 12
 
 
 class Part(StrEnum):
-    """A part of the verification, in addition to the comparison of names and counts."""
+    """A part of a weight sync's verification that can be skipped.
+
+    Names and numbers of tensors are always compared.
+    """
 
     LEARNER_CHECKSUMS = "learner's checksums"
     ENGINE_CHECKSUMS = "engines' checksums"
@@ -80,7 +83,7 @@ class Engine(EngineActor):
         await self._engine.collective_rpc("reload_weights", None, folder)
 
     async def exchange_elements(self, name: str) -> None:
-        """Exchange two elements of this tensor in the next sync."""
+        """Make the next weight sync exchange two elements of this tensor, as a fault would."""
         await self._engine.collective_rpc("arm", "exchange", name)
 
     async def cpu_s(self) -> float:
@@ -88,13 +91,13 @@ class Engine(EngineActor):
         return time.process_time() + sum(await self._engine.collective_rpc("cpu_s"))
 
     async def set_parts(self, parts: Collection[Part]) -> None:
-        """Set the parts of verification for the next syncs."""
+        """Set which parts of the verification the next weight syncs have in this engine."""
         self._engine.parts = parts
         await self._engine.collective_rpc("set_parts", sorted(parts))
 
 
 class UnverifiedWeights(ChecksummedWeights):
-    """Weights that are sent with zeros instead of checksums."""
+    """The tensors of a weight sync, with zeros instead of checksums."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights
@@ -118,7 +121,10 @@ class Sender(WeightSender):
 
 
 class Learner:
-    """A model that changes between syncs, with the sender of its weights and the canary."""
+    """A learner without training: a model, the sender of its weights, and the canary.
+
+    Its weights change between syncs.
+    """
 
     offers_adapter = False
 
@@ -188,6 +194,6 @@ class Learner:
 
 
 def set_parts(parts: Collection[Part], learner: Learner, actors: Sequence[Any]) -> None:
-    """Set the parts of verification of both sides for the next syncs."""
+    """Set which parts of the verification the next weight syncs have in learner and engines."""
     learner.sender.parts = parts
     ray.get([actor.set_parts.remote(parts) for actor in actors])

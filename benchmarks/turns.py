@@ -36,7 +36,7 @@ RARELY = (50_000, 20, 100)
 
 
 def response() -> Any:
-    """Return a vLLM answer as parsed by the openai library."""
+    """Return an answer of a vLLM server as the openai library returns it."""
     from openai.types.chat import ChatCompletion
 
     choice = {
@@ -80,7 +80,7 @@ def ends_well_plainly(completion: Any, answer: str) -> float:
 
 
 def environment(library: str, num_turns: int, reward: Any) -> Any:
-    """Return the environment, made with either library. Their names are the same."""
+    """Return the measured environment, made with one of the libraries (they use the same names)."""
     if library == "rollmatch":
         from rollout_actors import environments as vf
     else:
@@ -100,7 +100,7 @@ def environment(library: str, num_turns: int, reward: Any) -> Any:
 def measure(
     library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool
 ) -> dict[str, Any]:
-    """Return the milliseconds of processor time per turn, and a digest of the results."""
+    """Generate rollouts; return milliseconds of processor time per turn and a digest of results."""
     talk = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
     rows = [
         {
@@ -149,7 +149,7 @@ def measure(
 def in_process(
     python: str, library: str, options: argparse.Namespace, flags: list[str]
 ) -> dict[str, Any]:
-    """Run `measure` in a new process of this interpreter."""
+    """Run `measure` in a new process of the Python interpreter `python`."""
     root = Path(__file__).resolve().parents[1]
     command = [
         python,

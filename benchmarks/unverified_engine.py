@@ -1,6 +1,6 @@
-"""Engines of `benchmarks.weight_sync` that skip the verification of a sync, or parts of it.
+"""Engines for `benchmarks.weight_sync` that skip parts of the verification of a weight sync.
 
-Imported inside the engines' processes.
+This module is imported in the engines' processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.weight_sync.offer import CANARY, CHECKSUMS
 
 
 class UnverifiedWatch(SpoilingWatch):
-    """Accepts the sender's checksums without computing its own."""
+    """Receives weights and accepts the sender's checksums without computing them again."""
 
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -33,7 +33,7 @@ class UnverifiedWatch(SpoilingWatch):
 
 
 class UncomparedWatch(SpoilingWatch):
-    """Computes checksums without comparing them, because the sender computes none."""
+    """Receives weights and computes checksums, without comparing them with the sender's."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)
@@ -46,7 +46,7 @@ class UnverifiedWorker(SpoilingWorker):
         return time.process_time()
 
     def set_parts(self, parts: Collection[str]) -> None:
-        """Set the parts of verification for the next syncs."""
+        """Set which parts of the verification the next weight syncs have in this worker."""
         if Part.ENGINE_CHECKSUMS not in parts:
             self.watch_class = UnverifiedWatch
         else:
@@ -54,7 +54,7 @@ class UnverifiedWorker(SpoilingWorker):
 
 
 class UnverifiedEngine(VllmEngine):
-    """An engine that can accept every canary without computing it."""
+    """A vLLM engine that can accept a weight sync without computing the canary."""
 
     parts: Collection[Part] = ALL_PARTS
 

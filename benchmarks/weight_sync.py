@@ -72,7 +72,7 @@ ENVIRONMENT = {
 
 
 def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> float:
-    """Return the median seconds of a raw broadcast between idle processes on this machine."""
+    """Return the median seconds of a gloo broadcast between idle processes on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
@@ -116,11 +116,11 @@ class TimedSync:
     report: SyncReport
     total_s: float
     cpu_s: float
-    """Processor time of the learner's and the engines' processes together."""
+    """Processor time of the processes of learner and engines together, in seconds."""
 
     @property
     def verify_s(self) -> float:
-        """The slowest engine's verification in seconds: checksums, names and canary.
+        """Seconds that the slowest engine needs for verification: checksums, names and canary.
 
         The learner's part is excluded, because it runs while the engines load.
         """
@@ -128,7 +128,7 @@ class TimedSync:
 
     @property
     def verify_of_all_s(self) -> float:
-        """The sum of the engine's and the learner's verification, although they overlap."""
+        """Seconds of the slowest engine's and the learner's verification, although they overlap."""
         return (
             self.verify_s + self.report.phase_s["send_verify"] + self.report.phase_s["send_canary"]
         )
@@ -150,7 +150,7 @@ def print_target(what: str, value: float, target: float, *, at_most: bool = Fals
 
 
 def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> None:
-    """Check that every engine generates the learner's greedy tokens."""
+    """Require that every engine generates the same greedy tokens as the learner."""
     decode = DecodeSettings(
         DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False
     )
@@ -170,7 +170,9 @@ def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> Non
 
 
 def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any]) -> None:
-    """Check that only verification detects two exchanged elements, and that the next sync succeeds.
+    """Require that verification detects two exchanged elements, and only verification does.
+
+    The next sync must succeed.
 
     The two elements are neighbours in one tensor.
     """
@@ -191,7 +193,10 @@ def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any
 
 
 def reload_s(learner: Learner, actors: Sequence[Any], folder: Path) -> tuple[float, float]:
-    """Return the seconds to save, and to reload on every engine: the median of three."""
+    """Return the seconds to save a checkpoint, and to reload it in every engine.
+
+    They are of the median of three tries.
+    """
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -228,7 +233,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[RolloutClient, list[An
 
 
 def timed_sync(learner: Learner, pool: RolloutClient) -> TimedSync:
-    """Change the weights, sync them and measure the time."""
+    """Change the learner's weights, send them to the engines, and return the times of the sync."""
     learner.learn()
     cpu_s = _cpu_s(pool)
     started = time.perf_counter()

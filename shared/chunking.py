@@ -1,7 +1,7 @@
-"""How a step's requests are split into rounds and shares (decisions 5, 15 and 16).
+"""Split a step's requests into rounds, and rounds over engines (decisions 5, 15 and 16).
 
-A *round* is generated at the same time by all engines; a *share* is one engine's part of it. The
-buckets of a weight sync are cut here too.
+All engines generate a *round* at the same time; a *share* is one engine's part of it. A learner
+rank's part of a step is also called its share. `cut_past` cuts the weights of a sync into buckets.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
-    """Assign `ceil(n / num_servers)` requests to each server, in order, until none are left.
+    """Split n requests over servers: each gets `ceil(n / num_servers)` until no request is left.
 
-    So one server may get fewer, and those after it none. Raises ValueError for negative `n`, and
-    without servers.
+    So one server may get fewer requests, and later servers none. The ranges are contiguous. Raises
+    ValueError if `n` is negative or there is no server.
 
     Example: 4 requests over 3 servers are `range(0, 2)`, `range(2, 4)` and `range(4, 4)`.
     """
@@ -34,7 +34,8 @@ def split_contiguous(n: int, num_servers: int) -> list[range]:
 def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
     """Split n requests into contiguous ranges, in proportion to `weights`.
 
-    Each range gets its share rounded down. The largest remainders get one more, ties by index.
+    Each size is rounded down. Then the ranges with the largest remainders get one request more; of
+    equal remainders the first. Raises ValueError for negative `n`, and for weights below 1.
 
     Example: 5 requests with weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
     """
@@ -52,17 +53,23 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
 
 
 def split_over(n: int, devices: Sequence[int]) -> list[range]:
-    """Split a round over engines: evenly if all have as many devices, else in proportion."""
+    """Split a round of n requests over engines with these numbers of devices.
+
+    Engines with more devices get proportionally more requests (`split_weighted`). If all numbers
+    are equal, the requests are split by `split_contiguous`.
+    """
     if len(set(devices)) == 1:
         return split_contiguous(n, len(devices))
     return split_weighted(n, devices)
 
 
 def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> range:
-    """Return the contiguous part of `total` for `rank`; the first ranks may have one more.
+    """Return the contiguous part of a step's `total` requests that belongs to a learner rank.
+
+    If the total cannot be divided evenly, the first ranks have one request (or group) more.
 
     Args:
-        together: size of a group, which is never split; `total` is a multiple of it.
+        together: number of rollouts of a prompt, which stay on one rank; divides `total`.
 
     Example: 5 over 2 ranks are `range(0, 3)` and `range(3, 5)`.
     """
@@ -83,12 +90,13 @@ def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> 
 def chunk_size(
     decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int
 ) -> int:
-    """Return the number of requests per learner rank in a round.
+    """Return the number of requests of each learner rank in a round.
 
-    It is the largest with which no rollout device decodes more than `decode_batch_size` at a time.
+    It is the largest number at which no rollout device decodes more than `decode_batch_size`
+    requests at a time.
 
     Args:
-        server_world_sizes: the number of devices of each server.
+        server_world_sizes: the number of devices of each server or engine.
 
     Raises:
         ValueError: a count is below 1, there is no server, or `decode_batch_size * devices` is
@@ -119,28 +127,36 @@ def round_chunk(
     *,
     together: int = 1,
 ) -> int:
-    """Return `chunk_size` rounded down to whole groups of `together`, but at least one group."""
+    """Return `chunk_size` rounded down to a multiple of `together`, but at least `together`.
+
+    `together` is the number of rollouts of a prompt, which are generated in the same round.
+    """
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     return max(together, chunk - chunk % together)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The requests of one learner rank that one engine generates in a round."""
+    """The requests of one learner rank in a round that are assigned to one engine."""
 
     engine: int
     rank: int
     requests: range
-    """Indices of the rank's requests in the round; never empty."""
+    """Indices among the rank's requests of the round; never empty."""
     num_failed: int = 0
-    """Number of engines that failed to answer this part before."""
+    """Number of engines that were assigned these requests before, and failed to answer."""
 
 
 def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:
-    """Split a round over engines; `sizes` are the requests of each learner rank, in rank order.
+    """Assign the requests of a round to engines.
 
-    Example: 2 ranks with 3 requests each, 2 engines with one device: engine 0 generates requests 0,
-    1, 2 of rank 0, engine 1 those of rank 1. With 3 engines, engine 1 has one part of each rank.
+    Args:
+        sizes: the number of requests of each learner rank, in rank order.
+        devices: the number of devices of each engine.
+
+    Example: for 2 ranks with 3 requests each and 2 engines with one device, engine 0 gets the
+    requests of rank 0, and engine 1 gets the requests of rank 1. If there are 3 engines, engine 1
+    gets request 2 of rank 0 and request 0 of rank 1.
     """
     ends = list(accumulate(sizes))
     parts = []
@@ -155,14 +171,14 @@ def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]
 
 
 def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list[list[range]]:
-    """Split each rank's share of a step into the fewest rounds of at most `chunk` requests per
-    rank.
+    """Split a step into the fewest rounds with at most `chunk` requests of each learner rank.
 
     Args:
-        together: size of a group, which is never split; shares and `chunk` are multiples of it.
+        shares: the number of requests of each learner rank in the step.
+        together: number of rollouts of a prompt, which stay in one round; divides shares and chunk.
 
     Returns:
-        `[round][rank]`: ranges within the rank's share, in order, split by `split_contiguous`.
+        `[round][rank]`: indices among the rank's requests, in order, split by `split_contiguous`.
 
     Example: shares of 5 and 4 with a chunk of 3 are 2 rounds: `[0:3], [0:2]` and `[3:5], [2:4]`.
     """
@@ -185,7 +201,10 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
 
 
 def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]]]:
-    """Split the requests of each learner rank into rounds, `[round][rank]`, with `rank_rounds`."""
+    """Split the requests of a step into rounds, with `rank_rounds`.
+
+    `requests` are the requests of each learner rank; the result is `[round][rank]`.
+    """
     rounds = []
     for parts in rank_rounds([len(share) for share in requests], chunk):
         cut = zip(requests, parts, strict=True)
@@ -196,9 +215,9 @@ def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]
 def cut_past(
     items: Iterable[T], limit: int, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, ...]]:
-    """Yield the items in order, in buckets.
+    """Yield the items in order, in buckets (tuples).
 
-    A bucket ends with the item that takes its total size past `limit`, or with the last item.
+    A bucket ends with the item that makes its total size larger than `limit`, or with the last.
     """
     bucket: list[T] = []
     size = 0

@@ -1,4 +1,4 @@
-"""The rows of a data file, and their order in a run."""
+"""Datasets: the rows of a data file, and the order in which a run draws them."""
 
 from __future__ import annotations
 
@@ -48,18 +48,20 @@ class Joined(IndexedSamples):
 
 @dataclass(frozen=True, slots=True)
 class Dataset(Sequence[Sample]):
-    """The usable rows of one file, in the file's order."""
+    """The usable rows of one data file, in the file's order."""
 
     path: Path
     samples: Sequence[Sample]
-    """`FileRows` if they were read from a file."""
+    """The rows as samples; `FileRows` if they were read from a file."""
     skipped: tuple[str, ...] = ()
-    """Why each bad row was skipped: file, line, field and problem."""
+    """For each bad row that was skipped: file, line, field and problem."""
     turned: tuple[str, ...] = ()
-    """Images with an EXIF orientation other than upright, as named in the rows; only if images were
-    checked."""
+    """Paths, as in the rows, of images whose EXIF orientation is not upright.
+
+    Empty if images were not checked.
+    """
     odd: tuple[str, ...] = ()
-    """Peculiarities of its usable rows: how many rows have each, and the first of them."""
+    """Peculiarities of the usable rows: how many rows have each, and the first of these rows."""
     key: str = ""
     """Digest of everything that determines the samples, including images; empty: not known."""
 
@@ -69,12 +71,15 @@ class Dataset(Sequence[Sample]):
 
     @property
     def table(self) -> RowTable:
-        """Places, sizes and digests of its rows; only for datasets read from a file."""
+        """Places, sizes and digests of the rows; only for a dataset that was read from a file."""
         assert isinstance(self.samples, FileRows), f"{self.path} was not read from a file"
         return self.samples.table
 
     def line_of(self, row: int) -> int | None:
-        """Return the line of a row in its file, from 1; None if it was not read from a file."""
+        """Return the line number of a row in its file, from 1.
+
+        None if the dataset was not read from a file.
+        """
         if not isinstance(self.samples, FileRows):
             return None
         return int(self.samples.table.places_N3[row, 2])
@@ -93,13 +98,13 @@ class Dataset(Sequence[Sample]):
         return found if isinstance(found, Sample) else tuple(found)
 
     def keep(self, rows: np.ndarray, skipped: Sequence[str]) -> Dataset:
-        """Return the dataset with only these rows, which are in ascending order.
+        """Return a dataset with only the rows at these ascending indices.
 
         Args:
-            skipped: the reason for each skipped row of the file, including earlier ones.
+            skipped: the reason for each skipped row of the file, including rows skipped earlier.
 
         Raises:
-            RecordError: no row is left.
+            RecordError: `rows` is empty.
         """
         samples = self.samples
         if len(rows) < len(samples):
@@ -110,7 +115,7 @@ class Dataset(Sequence[Sample]):
         return replace(self, samples=samples, skipped=tuple(skipped)).require_rows()
 
     def require_rows(self) -> Dataset:
-        """Return the dataset. Raises RecordError if it has no usable row."""
+        """Return this dataset. Raises RecordError if it has no usable row."""
         if self.samples:
             return self
         problem = "is empty"
@@ -123,7 +128,7 @@ class Dataset(Sequence[Sample]):
 
 
 def note_skipped(error: RecordError | str) -> str:
-    """Log that a bad row is skipped, and return the reason."""
+    """Log that a bad row is skipped, and return the reason as text."""
     _LOGGER.warning("bad row skipped: %s", error)
     return str(error)
 
@@ -140,13 +145,13 @@ def load_dataset(
     require: Callable[[Sample], object] | None = None,
     source: str | None = None,
 ) -> Dataset:
-    """Read a JSONL file of records (decision 31); blank lines are ignored.
+    """Read and check a JSONL data file, one row per line (decision 31). Blank lines are ignored.
 
     Image paths are relative to the file. A row without an id is named by its file and line.
 
     Args:
-        source: name of the file, if there are several; its samples are named `source/id`.
-        on_bad_row: "error": bad rows stop the load; "skip": they are logged and counted.
+        source: name of the file, if the run reads several; ids of its samples are `source/id`.
+        on_bad_row: "error": raise an error about all bad rows; "skip": log and count them.
         check_images: `require_images` of `load_record`.
         sort_objects, geometry, image_size, known_images: as in `load_record`.
         require: raises RecordError for a sample that the run cannot use.
@@ -202,7 +207,10 @@ def load_dataset(
 
 
 def image_names(path: Path) -> set[str]:
-    """Return the image paths in a JSONL file of records; bad rows are left to `load_dataset`."""
+    """Return the image paths in the rows of a JSONL data file.
+
+    Bad rows are ignored here, because `load_dataset` reports them.
+    """
     names: set[str] = set()
     for line in lines_of(path):
         try:
@@ -215,7 +223,7 @@ def image_names(path: Path) -> set[str]:
 
 
 class SampleStream(Iterator[int]):
-    """An endless stream of indices 0 .. num_samples - 1; each epoch has every index once.
+    """An endless stream of row indices of a dataset; each epoch has every index once.
 
     With `shuffle` the order of an epoch depends only on `seed`, `number` and the epoch's number.
 
@@ -232,7 +240,7 @@ class SampleStream(Iterator[int]):
         self._shuffle = shuffle
         self._number = number
         self.epoch = 0
-        """Epoch of the last index."""
+        """Epoch of the last index that was returned, from 0."""
         self._offset = 0
         self._order = self._epoch_order()
 
@@ -246,7 +254,7 @@ class SampleStream(Iterator[int]):
         return index
 
     def move_to(self, position: int) -> None:
-        """Continue after the first `position` indices of the stream."""
+        """Continue as if the first `position` indices of the stream had been returned."""
         self.epoch, self._offset = divmod(position, self._num_samples)
         self._order = self._epoch_order()
 
@@ -264,25 +272,25 @@ class SampleStream(Iterator[int]):
 
 
 class Draw(NamedTuple):
-    """A sample that a run draws: its dataset, row and epoch.
+    """One draw from several datasets: a dataset, a row and an epoch.
 
     Example: the third row of the first file, for the second time: `Draw(0, 2, epoch=1)`.
     """
 
     source: int
-    """Index of its dataset."""
+    """Index of the dataset."""
     row: int
-    """Its row there."""
+    """Index of the row in the dataset."""
     epoch: int
-    """Epoch of that dataset, from 0."""
+    """How often all rows of the dataset were drawn before."""
 
 
 class MixedStream(Iterator[Draw]):
     """An endless stream of draws from several datasets, mixed by weights.
 
-    Every block of `sum(weights)` draws has exactly `weights[i]` draws of dataset i, in the order of
-    its own `SampleStream`. For any n, the first n draws have `n * weights[i] / sum(weights)` of it,
-    rounded up or down.
+    Every block of `sum(weights)` draws has exactly `weights[i]` draws of dataset i. They are in the
+    order of that dataset's `SampleStream`. Of the first n draws, for any n,
+    `n * weights[i] / sum(weights)` are of dataset i, rounded up or down.
 
     Example: `MixedStream([9, 2], [2, 1], seed=0, shuffle=False)` draws rows 0 and 1 of the first
     dataset, 0 of the second, 2 and 3 of the first, 1 of the second, and then begins an epoch of the
@@ -307,7 +315,7 @@ class MixedStream(Iterator[Draw]):
         return Draw(number, row, stream.epoch)
 
     def move_to(self, position: int) -> None:
-        """Continue after the first `position` draws of the stream."""
+        """Continue as if the first `position` draws of the stream had been returned."""
         blocks, self._offset = divmod(position, len(self._block))
         for number, stream in enumerate(self._streams):
             in_block = self._block[: self._offset].count(number)
@@ -319,10 +327,12 @@ class MixedStream(Iterator[Draw]):
 
 
 class RowStream:
-    """An endless stream of rows; with a mixture, of successive parts with weights.
+    """An endless stream of row indices of an environment's training data.
 
-    Example: with 5 rows and the mixture `[(3, 2), (2, 1)]` (sizes and weights) two in three draws
-    are of the first 3 rows: without `shuffle`, 0, 1, 3, 2, 0, 4.
+    With a mixture, the data consist of successive parts that are drawn in proportion to weights.
+
+    Example: 5 rows with the mixture `[(3, 2), (2, 1)]` have a part of 3 rows with weight 2, and a
+    part of 2 rows with weight 1. Without `shuffle`, the stream is 0, 1, 3, 2, 0, 4, ...
     """
 
     def __init__(
@@ -334,15 +344,18 @@ class RowStream:
         self._stream = MixedStream(sizes, weights, seed, shuffle)
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` rows."""
+        """Return the next `n` row indices."""
         return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:
-        """Continue after the first `position` draws."""
+        """Continue as if the first `position` rows of the stream had been returned."""
         self._stream.move_to(position)
 
     def alike(self, row: int, rows: list[int]) -> list[int]:
-        """Return the rows that are in the same part as `row`."""
+        """Return those of `rows` that are in the same part of the mixture as `row`.
+
+        All of them if there is no mixture.
+        """
         if len(self._starts) == 2:
             return rows
         part = bisect_right(self._starts, row)
@@ -353,10 +366,11 @@ class RowStream:
 def even_order(weights: Sequence[int]) -> Iterator[int]:
     """Yield each index i `weights[i]` times, as evenly distributed as possible.
 
-    For any n, the first n values have i `n * weights[i] / sum(weights)` times, rounded up or down.
+    Among the first n values, for any n, i occurs `n * weights[i] / sum(weights)` times, rounded up
+    or down.
 
-    This is the quota method (Balinski and Young, 1975): next is the index with the least
-    `(count + 1) / weight`, among those that would not exceed their share rounded up.
+    This is the quota method (Balinski and Young, 1975). The next index is the one with the least
+    `(count + 1) / weight` among the indices that would not exceed their share, rounded up.
     """
     total = sum(weights)
     counts = [0] * len(weights)

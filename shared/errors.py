@@ -11,27 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_SHOWN = 2_000
-"""Maximum number of characters that a message quotes of a problem."""
+"""Maximum number of characters of a problem or field name in a message; longer ones are cut."""
 LEARNER = "learner"
 ENGINES = "rollout engines"
-"""The source of an error that concerns all engines."""
+"""The `actor` of an error that concerns all rollout engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A time limit and its key in the configuration."""
+    """A time limit, and the configuration key that sets it, for use in messages."""
 
     seconds: float
     key: str
 
 
 def late(who: str, limit: Timeout, check: str) -> str:
-    """Return the message about a wait that reached its limit."""
+    """Return the message that `who` did not answer within the limit, and what to check."""
     return f"no answer from {who} after {limit.key} = {round(limit.seconds, 1):g} s; check {check}"
 
 
 def ended(whose: str, reason: object = None) -> str:
-    """Return the message about a process that has ended."""
+    """Return the message that a process has ended unexpectedly; `whose` names its owner."""
     why = "" if reason is None else f" ({reason})"
     return f"{whose} process has ended{why}; check its log and the machine's memory"
 
@@ -55,7 +55,10 @@ def _rebuild(kind: type[PortableError], fields: dict[str, object]) -> PortableEr
 
 
 class ConfigError(PortableError, ValueError):
-    """The configuration is wrong. One problem per line: `a.b[0].c: what is wrong; what to do`."""
+    """Error about a wrong configuration.
+
+    The message has one problem per line: `a.b[0].c: what is wrong; what to do`.
+    """
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -63,7 +66,7 @@ class ConfigError(PortableError, ValueError):
 
 
 class RecordError(PortableError, ValueError):
-    """A row of a dataset is wrong. The message names file, line, field and remedy.
+    """Error about a wrong row of a dataset. The message names file, line, field and remedy.
 
     Example: `RecordError("is missing", field="width", remedy="add it", file="a.jsonl", line=3)`
     reads "a.jsonl:3: width: is missing; add it".
@@ -79,12 +82,14 @@ class RecordError(PortableError, ValueError):
         line: int | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        """Create the error.
+        """Create the error about one row.
 
         Args:
+            problem: what is wrong with the field.
+            remedy: what the user can do.
             file: None if the row is not from a file.
-            line: from 1.
-            more: lines about other bad rows of the same file.
+            line: line number in the file, from 1.
+            more: further lines of the message, about other bad rows of the same file.
         """
         self.problem = _shortened(problem)
         self.field = _shortened(field)
@@ -97,7 +102,10 @@ class RecordError(PortableError, ValueError):
         super().__init__("\n".join((f"{prefix}{self.field}: {self.problem}; {remedy}", *self.more)))
 
     def at(self, file: str | None, line: int | None, more: Sequence[str] = ()) -> RecordError:
-        """Return the same problem with its place in a file, and lines about other problems."""
+        """Return the same error with the row's file and line.
+
+        `more` are further lines of the message, about other bad rows.
+        """
         return type(self)(
             self.problem, field=self.field, remedy=self.remedy, file=file, line=line, more=more
         )
@@ -111,14 +119,15 @@ def _shortened(text: str) -> str:
 
 
 class UnlearnedGeometryError(RecordError):
-    """An object has a kind of geometry that the run does not learn.
+    """Error about an object whose kind of geometry the run does not learn.
 
-    The configuration does not suit the file, the row is not bad: `on_bad_row: skip` does not apply.
+    The row is correct, but the configuration does not suit it. So it is raised even with
+    `on_bad_row: skip`.
     """
 
 
 class BadRows:
-    """The bad rows of one file: counts all of them, and keeps the first 20."""
+    """Collects the errors about bad rows of one data file: counts all, keeps the first 20."""
 
     SHOWN = 20
 
@@ -132,7 +141,10 @@ class BadRows:
             self._shown.append(error)
 
     def raise_if_any(self) -> None:
-        """Raise one RecordError about all bad rows; it names their number if there are several."""
+        """Raise one RecordError about all bad rows, if there are any.
+
+        It lists the first 20 and, if there are several, says how many there are.
+        """
         if not self.count:
             return
         first, *others = self._shown
@@ -146,9 +158,9 @@ class BadRows:
 
 
 class RolloutError(PortableError, RuntimeError):
-    """A rollout engine failed, timed out, or returned something that contradicts the learner.
+    """Error about a rollout engine: it failed, timed out, or its result contradicts the learner.
 
-    `phase` is the work it was doing (`start`, `generate`, `check`, ...).
+    `actor` names the engine. `phase` is its work at that time (`start`, `generate`, `check`, ...).
     """
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:
@@ -159,34 +171,41 @@ class RolloutError(PortableError, RuntimeError):
 
 
 class UnreachableError(RolloutError):
-    """A rollout server could not be reached or failed at every try, or an actor ended and is being
-    replaced. Another one may be tried.
+    """Error about a rollout server or actor that is lost; another one may answer the request.
 
-    An *answer* that contradicts the run is a plain RolloutError: another server would not help.
+    The server could not be reached or failed at every try, or the actor ended and is being
+    replaced. An *answer* that contradicts the run is a plain RolloutError: another server would
+    not help.
     """
 
 
 class LostStartError(RolloutError):
-    """An actor was killed while it started, or started too slowly. Another start may succeed."""
+    """Error about an actor that was killed while it started, or started too slowly.
+
+    Starting it again may succeed.
+    """
 
 
 class LostRoundError(RolloutError):
-    """No engine is left to answer a round. The round may be requested again from the new engines,
-    after a sync of the same weights."""
+    """Error that no engine is left to answer the requests of a round.
+
+    New engines may answer them, after a sync of the same weights.
+    """
 
 
 class WeightSyncError(PortableError, RuntimeError):
-    """A weight transfer failed or could not be verified."""
+    """Error about a weight sync: weights could not be sent to an engine, or not be verified."""
 
     def __init__(
         self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None
     ) -> None:
-        """Create the error.
+        """Create the error about one engine, or about the learner.
 
         Args:
+            actor: name of the engine or the learner.
             phase: a `SyncPhase` of either side, or `OFFER` (`shared.weight_sync.phases`).
             quantity: what differed (a set of names, a checksum, log-probabilities); empty: nothing.
-            size: the size of the difference; None if it has none, as for a timeout.
+            size: the size of the difference; None if it has no size, as for a timeout.
         """
         self.message = message
         self.actor = actor
@@ -201,7 +220,7 @@ class WeightSyncError(PortableError, RuntimeError):
 
 
 class LearnerError(PortableError, RuntimeError):
-    """The learner failed, its process ended, or it did not answer in time."""
+    """Error about the learner: it failed, its process ended, or it did not answer in time."""
 
     def __init__(self, message: str, *, phase: str) -> None:
         self.message = message
@@ -210,15 +229,21 @@ class LearnerError(PortableError, RuntimeError):
 
 
 class LostLearnerError(LearnerError):
-    """The learner's process ended, or does not answer. Another start may continue the run."""
+    """Error that the learner's process ended or does not answer.
+
+    The run may be continued with a new learner.
+    """
 
 
 class CollectiveError(LearnerError):
-    """A learner rank waited for other ranks without success; their own errors give the reason."""
+    """Error on a learner rank that waited in vain for other ranks; their errors give the reason."""
 
 
 class StorageError(PortableError, RuntimeError):
-    """A file could not be written or deleted, usually for lack of space or permission."""
+    """Error about a file that could not be written or deleted.
+
+    Usually there is no space, or writing is not permitted.
+    """
 
     ANOTHER_FOLDER = "free space or permit writing there, or choose another folder"
     REMEDY = f"{ANOTHER_FOLDER} with telemetry.run_dir"
@@ -232,7 +257,10 @@ class StorageError(PortableError, RuntimeError):
         remedy: str = REMEDY,
         can_pass: bool = False,
     ) -> None:
-        """`can_pass`: another attempt may succeed after the disk has been freed or repaired."""
+        """Create the error; `action` is the verb that failed.
+
+        `can_pass`: another attempt may succeed after the disk has been freed or repaired.
+        """
         self.path = path
         self.reason = reason
         self.action = action

@@ -1,4 +1,4 @@
-"""The metrics in `metrics.jsonl`: their names, meanings, and how values are combined for a step.
+"""The table of all metrics in `metrics.jsonl`: name, meaning, and how values are combined.
 
 `python -m shared.metrics` prints the table of docs/reference/metrics.md. Only names in the table
 can be logged. No metric of training is an IoU: IoU only decides matches, and evaluations
@@ -18,21 +18,21 @@ from shared.run_files import Span
 
 
 class Reduction(StrEnum):
-    """How the values of rows, rollouts and learner ranks are combined to the step's value."""
+    """How a metric's values of rows, rollouts and learner ranks become one value per step."""
 
     SUM = "sum"
     MEAN = "mean"
-    """Sum of totals divided by sum of counts."""
+    """Sum of the values divided by their number, over all learner ranks."""
     MAX = "max"
     RATIO = "ratio"
-    """Quotient of two summed metrics; absent if the divisor is 0."""
+    """One summed metric divided by another; absent if the divisor is 0."""
     STEP = "step"
-    """One value per step: the driver's, or the same on every rank."""
+    """Not combined: the driver has one value per step, or all learner ranks have the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table.
+    """One metric of a run: a row of the table of all metrics.
 
     Example: `packing/fill_ratio` is a RATIO of `("packing/num_tokens", "packing/capacity")`.
     """
@@ -41,15 +41,15 @@ class Metric:
     reduction: Reduction
     meaning: str
     ratio_of: tuple[str, str] | None = None
-    """Numerator and denominator of a RATIO."""
+    """Names of the metrics that are numerator and denominator of a RATIO."""
 
 
 REWARD_FAMILY = "reward/"
-"""Prefix of the rewards by function; environments choose the names of functions."""
+"""Prefix of metrics named after reward functions; each environment names its functions."""
 TASK_FAMILY = "rollout/reward/"
-"""Prefix of the mean rewards by environment of a group; the group chooses their names."""
+"""Prefix of the mean reward in each environment of an `EnvGroup`, which names its environments."""
 SOURCE_FAMILY = "source/"
-"""Prefix of the metrics by file of `data.train`, if there are several files."""
+"""Prefix of the metrics of each data file, if `data.train` lists several files."""
 _NAMED = (REWARD_FAMILY, TASK_FAMILY)
 
 _TABLE = """
@@ -267,10 +267,11 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return the metric with this name: from the table, or a member of a family.
+    """Return the metric with this name, or None if no metric may have it.
 
-    Names in families are chosen elsewhere: of reward functions by environments, of files by the
-    configuration, and of the terms of an objective by its `term_names`.
+    It may be a row of the metric table, or have one of three prefixes. `reward/` and
+    `rollout/reward/` precede names from environments, `source/` names of data files. An unknown
+    name after `loss/` is a term of an objective (`term_names`).
     """
     if name.startswith(REWARD_FAMILY):
         return BY_NAME[f"{REWARD_FAMILY}<function>"]
@@ -285,9 +286,10 @@ def metric_of(name: str) -> Metric | None:
 
 @dataclass(slots=True)
 class MetricAccumulator:
-    """Sums of a step's metrics on one rank; the ranks' sums are merged before they are read.
+    """The sums that a step's metrics are computed from, on one learner rank.
 
-    An unknown name, or a wrong reduction, is a programming error.
+    The driver merges the sums of all ranks before it reads them. An unknown name, or a method that
+    does not suit the metric's reduction, is a programming error (AssertionError).
 
     Example: `add_mean("packing/learned_age", total=3.0, count=2)` reads as 1.5.
     """
@@ -296,20 +298,20 @@ class MetricAccumulator:
     _counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
-        """Add a value to a SUM."""
+        """Add a value to a metric whose reduction is SUM."""
         self._fold(name, value, Reduction.SUM)
 
     def add_mean(self, name: str, total: float, count: float) -> None:
-        """Add `count` values with the sum `total` to a MEAN."""
+        """Add `count` values, whose sum is `total`, to a metric whose reduction is MEAN."""
         self._fold(name, total, Reduction.MEAN)
         self._counts[name] = self._counts.get(name, 0) + count
 
     def add_max(self, name: str, value: float) -> None:
-        """Raise a MAX to at least `value`."""
+        """Add a value to a metric whose reduction is MAX."""
         self._fold(name, value, Reduction.MAX)
 
     def merge(self, others: Iterable[MetricAccumulator]) -> None:
-        """Add the sums of other ranks."""
+        """Add the sums of other learner ranks to these sums."""
         for other in others:
             for name, total in other._totals.items():
                 self._fold(name, total, _reduction_of(name))
@@ -317,7 +319,10 @@ class MetricAccumulator:
                 self._counts[name] = self._counts.get(name, 0) + count
 
     def as_dict(self) -> dict[str, float]:
-        """Return values by name in the table's order, without means and ratios that divide by 0."""
+        """Return the value of each metric by its name, in the order of the metric table.
+
+        Means and ratios that would divide by 0 are left out.
+        """
         values: dict[str, float] = {}
         for metric in self._metrics():
             if metric.ratio_of is not None:
@@ -378,8 +383,8 @@ def _reduction_of(name: str) -> Reduction:
 
 
 def markdown() -> str:
-    """Return the table of docs/reference/metrics.md."""
-    lines = ["name | of rows and ranks | meaning", "---|---|---"]
+    """Return the table of all metrics in Markdown, as docs/reference/metrics.md contains it."""
+    lines = ["| name | of rows and ranks | meaning |", "|---|---|---|"]
     for metric in METRICS:
         reduction: str = metric.reduction
         if metric.ratio_of is not None:
@@ -389,49 +394,59 @@ def markdown() -> str:
 
 
 DIGESTS = ("requests", "rollouts", "targets", "weights")
-"""Names of the ledger's digests: requests, sampled tokens, learned rows, updated weights."""
+"""Names of the digests that the ledger of a run records for each step.
+
+They are of the requests, the sampled tokens, the learned rows and the updated weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One learner rank's report of a step to the driver."""
+    """What one learner rank reports to the driver after a step: metrics, times, digests."""
 
     step: int
     channel: Channel
     weight_version: int
     """Weight version of the learner at the start of the step."""
     totals: MetricAccumulator
-    """This rank's metrics, to be merged with those of other ranks before they are read."""
+    """Sums of this rank's metrics, which the driver merges with the sums of other ranks."""
     step_metrics: Mapping[str, float]
     """Metrics with the same value on every rank."""
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of this rank's part of the step, by the names in `DIGESTS`."""
     refilled: Mapping[int, int] = field(default_factory=dict)
-    """Rows of the examples that replaced groups without signal, by the position in the step of the
-    group's first rollout."""
+    """Rows of the environment's data that replaced groups whose rewards were all equal.
+
+    Keys are positions in the step of the first rollout of each replaced group.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The merged report of all ranks about a step.
+    """The report about a step, merged from the reports of all learner ranks.
 
     Example: `StepReport(0, Channel.B, 4, {"loss/total": 0.7}, ())` is step 1 for a reader.
     """
 
     step: int
-    """From 0."""
+    """Optimizer step, from 0."""
     channel: Channel
     weight_version: int
-    """Weight version of the learner at the start of the step; its rollouts may be older by at most
-    `rollout/staleness_max` updates."""
+    """Weight version of the learner at the start of the step.
+
+    The step's rollouts may be older, by at most `rollout/staleness_max` updates.
+    """
     metrics: Mapping[str, float]
     """`loss/...`, `rollout/...`, `packing/...`, `optim/...`, `time/...`; never an IoU."""
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Hex digests of the step's inputs and results, by `DIGESTS`; empty without a ledger."""
+    """Hex digests of the step's inputs and results, by the names in `DIGESTS`.
+
+    Empty if the run has no ledger.
+    """
     refilled: Mapping[int, int] = field(default_factory=dict)
-    """The ranks' values, ordered by position."""
+    """`RankReport.refilled` of all ranks, ordered by position."""
 
     @property
     def number(self) -> int:
@@ -440,7 +455,7 @@ class StepReport:
 
 
 def merge_reports(reports: Sequence[RankReport]) -> StepReport:
-    """Merge the reports of all ranks, given in rank order."""
+    """Return the step's report, merged from the reports of all learner ranks in rank order."""
     first = reports[0]
     kinds = {(report.step, report.channel, report.weight_version) for report in reports}
     assert len(kinds) == 1, f"the learner ranks report different steps: {sorted(kinds)}"

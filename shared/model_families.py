@@ -1,4 +1,4 @@
-"""The model families that a run can train, and their properties.
+"""The model families that a run can train (such as Qwen3-VL), and how they differ.
 
 To add a family, add its types, placeholders, end of turn and parts here, and the inputs of its
 forward pass in learner/model/loading.py. No other module decides by a family's name.
@@ -16,20 +16,23 @@ TEXT_MODEL_TYPES = ("qwen2", "qwen3")
 NOT_TRAINED = {
     "qwen3_5_moe": "packed rows, syncs and files of its experts have not been tested",
 }
-"""Families that users may expect, by `model_type`, and what they lack."""
+"""Families that users may expect but a run cannot train, by `model_type`, and why."""
 IN_OTHER_FORMS = {
     "internvl_chat": "needs its own code; use the same model in transformers' format, whose name"
     " ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF",
 }
-"""Families that transformers can only read in another format, by `model_type`, and what to do."""
+"""Families whose checkpoints transformers reads only in another format, by `model_type`.
+
+Each with what the user should do.
+"""
 HYBRID_MODEL_TYPES = ("qwen3_5",)
-"""Families with layers of linear attention, which have a state instead of keys and values."""
+"""Families with layers of linear attention, which cache a state instead of keys and values."""
 EXPERT_MODEL_TYPES = ("qwen3_vl_moe",)
 """Mixture-of-experts families."""
 TILED_MODEL_TYPES = ("internvl",)
-"""Families that split images into tiles of one size. Their tokens have one position index each."""
+"""Families that split images into tiles of one size. Each token has a single position index."""
 TILING_PROCESSORS = ("InternVLProcessor",)
-"""The processor classes of these families (`shared.tokens.pictures`)."""
+"""The classes of the processors of `TILED_MODEL_TYPES` (`shared.tokens.pictures`)."""
 TURNED_IN_FILES = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 """Endings of parameter names, by `model_type`, whose last two dimensions are swapped in checkpoint
 files. transformers 5.19 swaps them when it reads, but not when it writes."""
@@ -40,24 +43,31 @@ PLACEHOLDER_KEYS = (
     "vision_start_token_id",
     "vision_end_token_id",
 )
-"""Keys in a vision model's config.json. Their tokens stand for images and are never sampled."""
+"""Keys in a vision model's config.json that hold the ids of placeholder tokens.
+
+Placeholder tokens stand for images or videos, and are never sampled.
+"""
 IMAGE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<|image_pad|>")
-"""The placeholder of an image in chat templates: the first that the tokenizer has. InternVL's
-tokenizer, which extends Qwen's, has both."""
+"""The placeholder of an image in chat templates: the first of these that the tokenizer has.
+
+InternVL's tokenizer, which extends Qwen's, has both.
+"""
 TILE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
-"""Names of the corresponding placeholder tokens of `TILED_MODEL_TYPES`."""
+"""The placeholder tokens of `TILED_MODEL_TYPES`, by name instead of by key in config.json."""
 END_OF_TURN = "<|im_end|>"
 """The token that ends an answer."""
 CONTROL_TOKENS = (
     *(END_OF_TURN, "<|im_start|>", "<|endoftext|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|video_pad|>", *IMAGE_PLACEHOLDERS),
 )
-"""Control tokens of all families; texts of the user must not contain them. A run also rejects the
-other ones of its tokenizer (`shared.tokens.hf_codec.control_tokens`)."""
+"""Control tokens of all families, which texts in the user's data must not contain.
+
+A run also rejects its tokenizer's other control tokens (`shared.tokens.hf_codec.control_tokens`).
+"""
 
 
 class ModelPart(StrEnum):
-    """The keys of `training.parts`."""
+    """A part of a vision-language model; the values are the keys of `training.parts`."""
 
     VISION_TOWER = "vision_tower"
     ALIGNER = "aligner"
@@ -88,9 +98,9 @@ _PREFIXES = (
 
 
 def find_part(name: str) -> ModelPart | None:
-    """Return the part of a parameter, by its name in `named_parameters` or in a checkpoint file.
+    """Return the part of the model that a parameter belongs to; None if no family has such a name.
 
-    Names of adapters work too. None if no family has such a name.
+    The name is as in `named_parameters` or in a checkpoint file. Names of adapters work too.
 
     Example: `find_part("model.visual.merger.ln_q.weight")` is `ModelPart.ALIGNER`.
     """

@@ -1,4 +1,4 @@
-"""The prompt of a sample: its chat messages, and its images as the model sees them."""
+"""The prompts of samples: their chat messages, and their images as the model sees them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ if TYPE_CHECKING:
 
 
 DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON object."
-"""Neutral and short, because every prompt contains its tokens."""
+"""The default user message. It is neutral and short, because every prompt contains its tokens."""
 LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
-"""Uses words from the training of Qwen's models."""
+"""The user message for answers in the list formats of Qwen's models, in words of their training."""
 PHRASE_USER_PROMPT = (
     "Detect every object in the image. Output the bounding box coordinates in [x0, y0, x1, y1]"
     " format."
 )
-"""Uses words from the training of Rex-Omni, whose prompts name classes: `Detect cat, dog. Output
-...`"""
+"""The user message for answers in the format of the model Rex-Omni, in words of its training.
+
+Rex-Omni's own prompts name classes: `Detect cat, dog. Output ...`.
+"""
 _BLANK = re.compile(r"\{(phrase|classes)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a run: each sample's own texts, or the run's templates.
+    """Gives each sample its prompt: the texts of its row, or else a template of the run.
 
     Example: the template `Find {phrase}.` and a row with `"phrase": "the red car"` give "Find the
     red car."
     """
 
     templates: tuple[str, ...] = (DEFAULT_USER_PROMPT,)
-    """User messages. If there are several, `seed` and the sample's id choose one."""
+    """Templates of the user message. Of several, `seed` and the sample's id choose one."""
     system: str | None = None
     seed: int = 0
 
     @property
     def have_blanks(self) -> bool:
-        """Return whether a template needs a value that each row must have."""
+        """Return whether a template contains `{phrase}` or `{classes}`, which rows must define."""
         return any(_BLANK.search(template) for template in self.templates)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:
-        """Return the sample's system message (None if there is none) and its user message.
+        """Return the sample's system message (or None) and its user message.
 
-        Raises RecordError if the template needs a value that the row does not have.
+        Raises RecordError if the template contains `{phrase}` or `{classes}` and the row has none.
         """
         system = self.system if sample.system is None else sample.system
         if sample.prompt is not None:
@@ -80,8 +82,8 @@ def detection_messages(
 ) -> list[dict[str, object]]:
     """Return the chat messages of one sample in the format of Hugging Face processors.
 
-    An image is only `{"type": "image"}`; the processor receives the pixels separately, in the same
-    order.
+    An image is only `{"type": "image"}` there. The processor receives the images themselves in a
+    separate argument, in the same order.
     """
     messages: list[dict[str, object]] = []
     if system_prompt is not None:
@@ -93,18 +95,18 @@ def detection_messages(
 
 WHITE = (255, 255, 255)
 WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
-"""Pillow modes of pixels without a known range, so that no value means white."""
+"""Pillow modes whose pixels have no known range, so that it is not known which value is white."""
 BITS_PER_SAMPLE = 258
-"""Tag of a TIFF file. Pillow reads 12 bits as 16."""
+"""The tag of a TIFF file with the bits of each colour. Pillow reads 12 bits as 16."""
 EXIF_ORIENTATION = 0x0112
 
 
 class PictureTooLargeError(ValueError):
-    """The header of an image has more pixels than are decoded."""
+    """Error about an image with more pixels than `MAX_PIXELS`, according to its header."""
 
 
 def open_picture(source: bytes | Path) -> Image:
-    """Open an encoded image, or an image file, without decoding its pixels.
+    """Open an encoded image, or an image file, with Pillow, without decoding its pixels.
 
     Raises:
         PictureTooLargeError: it has more than `MAX_PIXELS`.
@@ -126,8 +128,7 @@ def on_white(picture: Image) -> Image:
     """Return 8-bit RGB pixels of an image as a viewer and vLLM's loader show it.
 
     The image is rotated by its EXIF orientation, and transparent pixels get a white background.
-    Engines and learner share this rule; the caller has opened the image with Pillow. Pixels with
-    more bits, grey or colour, lose the lower ones.
+    Pixels with more than 8 bits lose the lower bits. Engines and learner both use this function.
 
     Raises:
         ValueError: the range of pixel values, and so white, is not known.

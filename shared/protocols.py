@@ -1,4 +1,7 @@
-"""Interfaces between the packages: backends that generate rollouts, and their host."""
+"""Interfaces between the packages: backends, which generate rollouts, and the rank that hosts one.
+
+A backend is an engine (vLLM or Hugging Face), or an environment that uses an engine.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,26 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.phases import SyncPhase
 
 PerRank = list[list[Any]]
-"""References to the requests or rollouts of a step or round: `[rank][i]`, by position."""
+"""Ray references to the requests or rollouts of a step or round.
+
+`[rank][i]`: of each learner rank, in the order of their positions in the step.
+"""
 
 CLOSE_S = 20.0
-"""Seconds that engines have to shut down before their processes are killed.
+"""Seconds that an engine has to shut down before its processes are killed.
 
 A killed engine leaves named resources behind, such as shared memory of several devices' processes.
-vLLM gives those `WORKER_CLOSE_S`, plus 4 s.
+vLLM waits `WORKER_CLOSE_S` + 4 s for the processes of its devices.
 """
 
 WORKER_CLOSE_S = 12
-"""Seconds that a device's process has to end. Ending Python takes 4 s of a full core."""
+"""Seconds that vLLM's process for one device has to end. Ending Python takes 4 s of a full core."""
 
 CLOSED_S = CLOSE_S + 3.0
-"""Longest wait for an engine to close. After `CLOSE_S` it kills its remaining processes itself."""
+"""Seconds that the driver waits at most for an engine to close.
+
+After `CLOSE_S` the engine kills its remaining processes itself.
+"""
 
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sets the signal sent when the parent dies."""
@@ -34,21 +43,24 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Make Linux kill this process when its parent ends, even if this process is stopped or stuck.
 
-    Ray's workers notice the end of their node, but not in such a state. If the driver is killed,
-    they would stay, with their memory and device.
+    Ray's worker processes notice the end of their node, but not if they are stopped or stuck. After
+    a killed driver they would continue to hold their memory and device.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RankBackend(Protocol):
-    """A backend in a learner rank's process: an engine, or an environment that uses one."""
+    """A backend in a learner rank's process: an engine, or an environment that uses an engine."""
 
     def generate(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one answer per request, in order; [] without requests. Raises RolloutError."""
+        """Return one rollout per request, in the order of the requests; [] without requests.
+
+        Raises RolloutError.
+        """
         ...
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Load and verify the offered weights, and adopt their version.
+        """Load and verify the weights that the learner offers, and adopt their version.
 
         Raises WeightSyncError.
         """
@@ -56,7 +68,7 @@ class RankBackend(Protocol):
 
     @property
     def version(self) -> int:
-        """Weight version in use; 0 before the first sync."""
+        """Version of the weights that generate rollouts now; 0 before the first weight sync."""
         ...
 
     def close(self) -> None:
@@ -65,7 +77,7 @@ class RankBackend(Protocol):
 
 
 class RolloutBackend(RankBackend, Protocol):
-    """A backend that generates rollouts with weights from the learner."""
+    """An engine that answers prompts with the learner's weights."""
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Return one rollout per request, in the order of the requests; [] without requests.
@@ -81,7 +93,7 @@ class RolloutBackend(RankBackend, Protocol):
 
 
 class RolloutEngine(Protocol):
-    """An engine on an event loop: vLLM in this process, or a server over HTTP."""
+    """An engine with asynchronous methods: vLLM in this process, or a client of a vLLM server."""
 
     async def start(self) -> int:
         """Load the model, or wait for the server, and return the number of rollout devices.
@@ -91,13 +103,16 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate like `RolloutBackend.generate`. Cancelling the call aborts the requests."""
+        """Return one rollout per request, as `RolloutBackend.generate` does.
+
+        Cancelling the call aborts the requests.
+        """
         ...
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase of a sync, in the order of `SyncPhase`; the last phase returns the report.
+        """Run one phase of the weight sync of this offer. Only the last phase returns a report.
 
-        Raises WeightSyncError.
+        The caller runs the phases in the order of `SyncPhase`. Raises WeightSyncError.
         """
         ...
 
@@ -113,39 +128,46 @@ class RolloutEngine(Protocol):
 
 
 class WatchedEngine(RolloutEngine, Protocol):
-    """An engine that can be lost and replaced during a run. `EngineActor` gives it a process.
+    """An engine whose health is watched, so that it can be replaced if it is lost during a run.
 
-    `progress` and `check_alive` raise EngineEndedError or UnreachableError if the engine is lost.
+    `EngineActor` (a Ray actor) gives it a process. `progress` and `check_alive` raise
+    EngineEndedError or UnreachableError if the engine is lost.
     """
 
     @property
     def process(self) -> str:
-        """Id of the server behind the engine, the same at all its addresses; empty without one."""
+        """Id of the vLLM server that the engine is a client of; empty if there is no server.
+
+        A server with several addresses has the same id at each of them.
+        """
         ...
 
     async def progress(self) -> int | None:
-        """Return the number of tokens sampled since the start, including unfinished answers.
+        """Return the number of tokens that the engine has sampled, including unfinished answers.
 
-        None: tokens are not counted, or there is nothing to do.
+        None: the engine does not count tokens, or has no requests.
         """
         ...
 
     async def check_alive(self) -> None:
-        """Return once the engine answers. It has no work during this call."""
+        """Return when the engine answers. It is called while the engine has no requests."""
         ...
 
 
 class BackendHost(Protocol):
-    """A learner rank, from the view of the backend in its process (`hf`, `vllm.mode: colocate`)."""
+    """The interface of a learner rank for the backend in its process.
+
+    Such a backend is `hf` (Hugging Face), or vLLM with `vllm.mode: colocate`.
+    """
 
     @property
     def name(self) -> str:
-        """Name of the rank, also of the backend in it (`Rollout.actor`)."""
+        """Name of the learner rank and of its backend; `Rollout.actor` records it."""
         ...
 
     @property
     def model(self) -> Any:
-        """The transformers model in training, with its adapter."""
+        """The transformers model that the rank trains, with its LoRA adapter."""
         ...
 
     @property
@@ -157,26 +179,30 @@ class BackendHost(Protocol):
         ...
 
     def raise_if_stopping(self) -> None:
-        """Raise RolloutError(phase="generate") if the run is ending. Call it between tokens.
+        """Raise RolloutError(phase="generate") if the run is ending. A backend calls it per token.
 
-        The thread that generates must then save the learner's weights.
+        The thread that generates must be free to save the learner's weights.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and tensor of all that an engine loads, with the names of a checkpoint.
+        """Yield the name and tensor of every weight that an engine loads.
 
-        Adapters are merged into copies.
+        Names are as in a checkpoint's files. Adapters are merged into copies of the weights.
         """
         ...
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
-        """Keep the parts in `rollout_matching.offload` off the device while the context is open.
+        """Move the learner's tensors off the device while the context is open, to free its memory.
 
-        `model` False: the model stays, because the engine is about to read it.
+        `rollout_matching.offload` names the parts to move. `model` False: the model itself stays,
+        because the engine is about to read it.
         """
         ...
 
 
 MakeBackend = Callable[[BackendHost], RankBackend]
-"""Creates the backend in the learner's process after the model is loaded; it is picklable."""
+"""A picklable function that creates the backend in a learner rank's process.
+
+It is called after the rank has loaded the model.
+"""

@@ -1,4 +1,7 @@
-"""A row of a dataset: images, their size, and the ground-truth objects in them (decision 31)."""
+"""A row of a dataset: images, their size, and the ground-truth objects in them (decision 31).
+
+`load_record` checks a row and returns it as a `Sample`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ T = TypeVar("T")
 
 
 def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None:
-    """Read a JSON file into the dataclass `kind`, or a list of it; None if the file does not exist.
+    """Read a JSON file into the dataclass `kind`, or into a list of dataclasses.
+
+    None if the file does not exist.
 
     Args:
         key: the key of the configuration that led to the file.
@@ -53,7 +58,7 @@ def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None
 
 
 class GeometryKind(StrEnum):
-    """The value is the JSON key of the geometry."""
+    """The kind of an object's geometry; the value is its key in JSON."""
 
     BBOX = "bbox_2d"
     POLY = "poly"
@@ -62,9 +67,12 @@ class GeometryKind(StrEnum):
 
 ALL_GEOMETRY = frozenset(GeometryKind)
 DEFAULT_GEOMETRY = frozenset({GeometryKind.BBOX, GeometryKind.POLY})
-"""The specification's kinds. Points are taught and parsed only with `rollout_matching.geometry`."""
+"""The kinds of geometry that a run learns by default.
+
+Points are taught and parsed only if `rollout_matching.geometry` names them.
+"""
 POINT_TOLERANCE = 50.0
-"""Default distance of two points, in bins, that counts as an overlap of 0.5."""
+"""Distance of two points, in bins, that counts as an overlap of 0.5 by default."""
 
 
 class PictureSize(NamedTuple):
@@ -76,38 +84,45 @@ class PictureSize(NamedTuple):
     width: int
     height: int
     orientation: int = 1
-    """EXIF: 1 to 8; 1: upright."""
+    """EXIF orientation of the file, 1 to 8; 1: upright."""
 
     @property
     def displayed(self) -> tuple[int, int]:
+        """Width and height as a viewer shows the image, after rotation."""
         return self.width, self.height
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Width and height in the file, before rotation."""
+        """Width and height of the pixels in the file, before rotation."""
         return self.displayed[::-1] if self.orientation >= 5 else self.displayed
 
 
 ImageSize = Callable[[bytes], PictureSize]
-"""Decodes an encoded image and returns its size; raises ValueError with the reason if it cannot."""
+"""A function that decodes an encoded image and returns its size.
+
+It raises ValueError with the reason if the bytes are not an image.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GroundTruthObject:
-    """One labelled object.
+    """One labelled object of an image: its geometry and its class name.
 
     Example: `GroundTruthObject(GeometryKind.BBOX, (10, 20, 300, 400), "a cat")`.
     """
 
     kind: GeometryKind
     bins: tuple[int, ...]
-    """Integers 0..999 (norm1000): (x1, y1, x2, y2), x, y per polygon vertex, or (x, y)."""
+    """Coordinates as integers 0..999 along each axis (norm1000).
+
+    (x1, y1, x2, y2) of a box, x and y of each vertex of a polygon, or (x, y) of a point.
+    """
     desc: str
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An encoded image file, by its path or with its bytes.
+    """A reference to an encoded image file: its path or its bytes, and its digest.
 
     Example: `ImageRef(Path("a.png"), None, "9f86d0...")` names a file; `with_data()` reads it.
     """
@@ -118,7 +133,10 @@ class ImageRef:
     """Hex digest of the encoded bytes; empty if the file was not read."""
 
     def with_data(self) -> ImageRef:
-        """Return the image with its bytes. RecordError if its file is missing or has changed."""
+        """Return the reference with the file's bytes in `data`.
+
+        Raises RecordError if the file is missing or has changed since its digest was computed.
+        """
         if self.data is not None:
             return self
         assert self.path is not None, "an ImageRef has a path or data"
@@ -136,9 +154,9 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """The digest (hex, of the encoded bytes) and size of an image file that can be decoded.
+    """What a check of an image file has found: its digest and its size.
 
-    The size is as in `PictureSize`: of the displayed image.
+    The digest is the sha256 of the encoded bytes, in hex. The size is of the displayed image.
     """
 
     sha256: str
@@ -154,7 +172,7 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of a dataset.
+    """One row of a dataset: images and the ground-truth objects in them.
 
     Example: `Sample("coco-7", (ImageRef(...),), 640, 480, (GroundTruthObject(...),))`.
     """
@@ -166,22 +184,22 @@ class Sample:
     objects: tuple[GroundTruthObject, ...]
     metadata: Mapping[str, object] = field(default_factory=dict)
     prompt: str | None = None
-    """The user message; None: one of the run's (`shared.prompts.Prompts`)."""
+    """The user message of this row; None: a template of the run (`shared.prompts.Prompts`)."""
     system: str | None = None
-    """The system message; None: the run's."""
+    """The system message of this row; None: the system message of the run."""
     phrase: str | None = None
-    """Replaces `{phrase}` in a template of the run."""
+    """Text that replaces `{phrase}` in the run's prompt template."""
     classes: tuple[str, ...] = ()
-    """Replace `{classes}`, joined by commas."""
+    """Names that replace `{classes}` in the run's prompt template, joined by commas."""
     annotated: tuple[Annotation, ...] = ()
     """The annotation of each object, used to evaluate answers; empty: `objects` are used."""
     ignore: tuple[IgnoredRegion, ...] = ()
-    """Regions whose predictions count as neither right nor wrong."""
+    """Regions to ignore: a prediction inside one counts as neither right nor wrong."""
     source: str | None = None
-    """Name of its file, if there are several (`data.train`); `sample_id` begins with it."""
+    """Name of the row's file if `data.train` lists several files; `sample_id` begins with it."""
 
     def with_image_data(self) -> Sample:
-        """Return the sample with its images' bytes. Raises like `ImageRef.with_data`."""
+        """Return the sample with the bytes of its images. Raises like `ImageRef.with_data`."""
         return replace(self, images=tuple(image.with_data() for image in self.images))
 
 
@@ -200,14 +218,14 @@ def load_record(
 
     Args:
         root: folder that image paths are relative to.
-        require_images: read every file once; it must be an image, and its digest is kept.
-        sort_objects: sort objects in reading order (least y, then least x); false: they must be
-            sorted.
+        require_images: read every image file, require that it is an image, and keep its digest.
+        sort_objects: sort objects in reading order (least y, then least x); false: raise an error
+            if they are not sorted.
         default_id: id of a row without `sample_id` and `id`; None: a digest of the row.
-        geometry: allowed kinds of objects.
-        image_size: also decode every image, which must have the row's width and height; the boxes
-            of the row are relative to them.
-        known_images: facts by path as in the row; these files are not read again.
+        geometry: allowed kinds of geometry.
+        image_size: decodes each image, which must have the row's width and height; None: images
+            are not decoded.
+        known_images: images that were checked before, by path as in the row; they are not read.
 
     `prompt`, `system`, `phrase` and `classes` set the prompt of the row. `annotated` and `ignore`
     are what an importer kept of the annotations (`shared.data.annotations`). All other keys become
@@ -401,7 +419,10 @@ def _sample_id(mapping: Mapping[str, object], default_id: str | None) -> str:
 
 
 def read_image(path: Path) -> bytes:
-    """Return the bytes of an image file, which is regular and of limited size. Raises OSError."""
+    """Return the bytes of an image file.
+
+    Raises OSError, also if the path is not a regular file or the file is too large.
+    """
     return read_file(path, "MAX_IMAGE_BYTES", MAX_IMAGE_BYTES)
 
 
@@ -432,7 +453,7 @@ def _read_image(field: str, path: Path) -> bytes:
 
 
 def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
-    """Read and decode an image file; None if `load_record` would report it as bad."""
+    """Return the digest and size of an image file; None if `load_record` would report it as bad."""
     try:
         data = _read_image("images", path)
         return ImageFacts(hashlib.sha256(data).hexdigest(), *image_size(data))
@@ -514,7 +535,7 @@ def _load_desc(field: str, value: object) -> str:
 
 
 def in_reading_order(objects: Sequence[GroundTruthObject]) -> tuple[GroundTruthObject, ...]:
-    """Sort objects by least y, then least x."""
+    """Return the objects in reading order: sorted by least y, then least x."""
     return tuple(sorted(objects, key=_reading_key))
 
 

@@ -14,10 +14,12 @@ from shared.weight_sync.offer import AdapterOffer, FullOffer
 MAX_TEMPERATURE = 2.0
 """The highest temperature that vLLM accepts."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Outside this range a scaled logit may become infinite or NaN without an error."""
+"""Least and greatest repetition penalty; others may make logits infinite or NaN silently."""
 
 
 class DecodeMode(StrEnum):
+    """How an engine chooses the next token of an answer."""
+
     GREEDY = "greedy"
     SAMPLE = "sample"
     BEAM = "beam"
@@ -25,7 +27,7 @@ class DecodeMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How an answer is decoded; the same for all requests of a step.
+    """How an engine decodes answers; the same for all requests of a step.
 
     Example: greedy decoding is `DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 84, 1,
     (151645,), (151655,), True)`.
@@ -33,26 +35,29 @@ class DecodeSettings:
 
     mode: DecodeMode
     temperature: float
-    """0 if and only if `mode` is greedy or beam."""
+    """Sampling temperature; 0 if and only if `mode` is greedy or beam."""
     top_p: float
     top_k: int
-    """-1: no limit."""
+    """Sample only from this many most probable tokens; -1: no limit."""
     repetition_penalty: float
     max_new_tokens: int
     num_beams: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
-    """Never sampled (vision placeholders). The learner masks them to compare log-probabilities."""
+    """Tokens that are never sampled: the placeholders of images.
+
+    The learner masks their logits before it compares log-probabilities with the engine's.
+    """
     return_logprobs: bool
     length_penalty: float = 1.0
-    """Beam search: a log-probability is divided by the length to this power."""
+    """Exponent of beam search: a beam's log-probability is divided by length ** exponent."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, in addition to stop tokens. The text is part of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request for one rollout: a prompt for an engine.
+    """A request of the learner to an engine: a prompt that the engine answers with one rollout.
 
     Example: the third request of the first step is `RolloutRequest(step=0, position=2,
     sample_id="coco-7", prompt_token_ids=(151644, ...), images=(ImageRef(...),), decode=...,
@@ -60,34 +65,39 @@ class RolloutRequest:
     """
 
     step: int
-    """From 0, as in seeds; messages and files count from 1."""
+    """Optimizer step, from 0, as in seeds; messages and files count from 1."""
     position: int
-    """Index in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
+    """Index of the request in the step, over all learner ranks: 0 .. rollouts_per_step - 1."""
     sample_id: str
     prompt_token_ids: tuple[int, ...]
-    """Not expanded: one placeholder per image, which the engine expands."""
+    """The prompt with one placeholder token per image; the engine repeats it as often as needed."""
     images: tuple[ImageRef, ...]
-    """Engines receive each with `data`; bytes are sent separately (`shared.sent_requests`)."""
+    """The prompt's images, which engines receive with `data`.
+
+    Their bytes are sent separately (`shared.sent_requests`).
+    """
     decode: DecodeSettings
     seed: int
-    """`request_seed(run_seed, step, position)`. Sampling uses it; it is recorded in any case."""
+    """`request_seed(run_seed, step, position)`: the engine samples with it, and records it."""
 
 
 class FinishReason(StrEnum):
+    """Why an engine ended an answer."""
+
     STOP = "stop"
     LENGTH = "length"
     REPETITION = "repetition"
-    """The repeat guard forced the stop token."""
+    """The repeat guard ended an answer that repeated itself, by forcing the stop token."""
     ABORTED = "aborted"
 
 
 TRIES = 2
-"""Tries per server before the request goes to another server (decision 14)."""
+"""How often a request is tried at one server before it goes to another server (decision 14)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """An engine's answer to one request.
+    """An engine's answer to one request: its token ids, log-probabilities and weight version.
 
     Example: for a request of at most 3 tokens that ended with a stop token: `Rollout(step=0,
     position=2, sample_id="coco-7", prompt_token_ids=(...), response_token_ids=(90, 3, 7),
@@ -98,32 +108,34 @@ class Rollout:
     position: int
     sample_id: str
     prompt_token_ids: tuple[int, ...]
-    """As in the engine: image placeholders are expanded."""
+    """The prompt as the engine read it, with expanded image placeholders."""
     response_token_ids: tuple[int, ...]
-    """Without the stop token."""
+    """The answer without the stop token."""
     stop_token_id: int | None
-    """None: the answer was cut by length, or a stop text ended it."""
+    """The token that ended the answer; None if its length or a stop text ended it."""
     logprobs: tuple[float, ...] | None
-    """One per token of the answer, under the temperature, top-k and top-p of sampling."""
+    """Log-probability of each token of the answer, under the temperature, top-k and top-p."""
     stop_token_logprob: float | None
-    """None if the stop token was forced, not sampled."""
+    """Log-probability of the stop token; None if it was forced, not sampled."""
     finish_reason: FinishReason
     forced_positions: tuple[int, ...]
     """Positions in the answer that the repeat guard set: only the stop token's, `len(response)`."""
     weight_version: int
     actor: str
     attempt: int
-    """0 for the first try. Each server that was tried before adds `TRIES`."""
+    """Number of tries before this one: 0 for the first. A server that failed counts `TRIES`."""
     seed: int
     generate_s: float
-    """Seconds from the arrival of the share at the engine to the end of this answer."""
+    """Seconds from `started_s` to the end of this answer."""
     started_s: float = 0.0
-    """Unix time of the arrival of the share at the engine."""
+    """Unix time when the engine received its part of the round with this request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """The learner's offer of a weight sync: weights, their transport, and the canary to check them.
+    """What the learner sends to engines to begin a weight sync.
+
+    The canary is a test prompt whose log-probabilities are compared after the sync.
 
     Example: `WeightOffer(version=3, transport="rollmatch_gloo", terms=FullOffer(...),
     canary=CanaryProbe(...))`.
@@ -131,7 +143,7 @@ class WeightOffer:
 
     version: int
     transport: str
-    """nccl, ipc, rollmatch_gloo or inproc; adapter: the offer contains the weights."""
+    """How the weights are sent: nccl, ipc, rollmatch_gloo or inproc; adapter: in the offer."""
     terms: FullOffer | AdapterOffer
     canary: CanaryProbe
 
@@ -141,7 +153,7 @@ class WeightOffer:
         return isinstance(self.terms, AdapterOffer)
 
     def for_group(self, index: int) -> WeightOffer:
-        """Return this offer for the receivers of one process group."""
+        """Return the offer as one engine receives it, with only process group number `index`."""
         if isinstance(self.terms, AdapterOffer):
             return self
         return replace(self, terms=replace(self.terms, groups=(self.terms.groups[index],)))
@@ -149,7 +161,7 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The result of a verified weight sync.
+    """The result of a weight sync whose weights were verified: version, bytes, times, differences.
 
     Example: `SyncReport(3, 8_000_000, {"pause": 0.1, "wire": 0.5, "load": 0.2}, 2e-5)`.
     """
@@ -157,25 +169,34 @@ class SyncReport:
     version: int
     bytes: int
     phase_s: Mapping[str, float]
-    """Seconds by phase (pause, wire, load, verify, canary, ...) in the slowest engine."""
+    """Seconds of each phase (pause, wire, load, verify, canary, ...), in the slowest engine."""
     canary_max_abs: float
     """Largest difference of a canary log-probability between learner and engines, in nats."""
     mode: Literal["full", "adapter"] = "full"
     fell_back: str | None = None
     """Why the adapter sync before this full sync failed; None: there was no such failure."""
     adapter_effect: float | None = None
-    """Effect of an adapter in the engine divided by its effect in the learner, farthest from 1.
-    None: full weights, or too small to measure (`shared.weight_sync.canary`)."""
+    """Effect of the adapter in an engine divided by its effect in the learner.
+
+    Of the engine that is farthest from 1. None: full weights were sent, or the effect is too small
+    to measure (`shared.weight_sync.canary`).
+    """
     canary_mean_abs: float = 0.0
-    """Mean difference of a canary log-probability, for the engine that differs most, in nats."""
+    """Mean difference of a canary log-probability, in the engine that differs most, in nats."""
     canary_noise: Differences | None = None
-    """The same differences at version 0, from rounding only; None if they were not measured."""
+    """Mean and largest difference at weight version 0, where only rounding can differ.
+
+    None if they were not measured.
+    """
     ports: tuple[int, ...] = ()
     """Ports of the process groups that carried full weights, in the order of servers."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
-        """Merge the reports of several engines, with the slowest engine's time for each phase."""
+        """Merge the reports of several engines on one sync into one.
+
+        For each phase of the sync it has the slowest engine's time.
+        """
         first = reports[0]
         phases = {
             phase: max(report.phase_s[phase] for report in reports) for phase in first.phase_s
@@ -198,17 +219,26 @@ class SyncReport:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the engines' phases. The sender's (`send_...`) run at the same time."""
+        """Seconds of all phases in the engines, without the learner's phases (`send_...`).
+
+        The learner's phases run at the same time.
+        """
         phases = self.phase_s.items()
         return sum(seconds for phase, seconds in phases if not phase.startswith("send_"))
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """Rate of the slowest engine's wire phase in 1e9 bytes/s; None without a wire phase."""
+        """Rate at which the slowest engine received the weights, in 1e9 bytes/s.
+
+        None if the sync has no phase `wire` (engines receive weights).
+        """
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
 
     def metrics(self) -> dict[str, float | str]:
-        """Return the values that are not None, by their names in `shared.metrics`."""
+        """Return the report as metrics of the step, by their names in `shared.metrics`.
+
+        Values that are None are left out.
+        """
         values = {
             "sync/version": self.version,
             "sync/mode": self.mode,

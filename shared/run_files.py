@@ -22,17 +22,29 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG = "config.json"
-"""A folder with this file is a run folder."""
+"""Name of the file with a run's configuration. A folder with this file is a run folder."""
 FAILED_CONFIG = "config_of_failed_start.json"
-"""The file's name after a start that failed before its first sync. The folder can be used again."""
+"""Name of the configuration file after a run that failed before its first weight sync.
+
+Another run can use the folder.
+"""
 FINAL_FOLDER = "checkpoint"
-"""The checkpoint after the last step, in the run folder."""
+"""Name of the folder with the checkpoint after the last step, in the run folder."""
 STATE_FOLDER = "run_state"
-"""A checkpoint with this folder is full: a run can continue from it (`learner.run_state`)."""
+"""Name of the folder with the optimizer and data state, in a full checkpoint.
+
+A run can continue from a full checkpoint (`learner.run_state`).
+"""
 SUMS = "SHA256SUMS"
-"""In a checkpoint: the sha256 of all its other files, in the format of `sha256sum -c`."""
+"""Name of the file with the sha256 of all other files, in a checkpoint.
+
+It has the format of `sha256sum -c`.
+"""
 RUN_FILE = "run.json"
-"""In the state folder: the driver's part (`launch.run_folder.saved_checkpoints.RunState`)."""
+"""Name of the file with the driver's state, in `STATE_FOLDER`.
+
+It holds a `launch.run_folder.saved_checkpoints.RunState`.
+"""
 _ENCODING_ERRORS = "backslashreplace"
 """Escape lone surrogates, which occur in file names that are not UTF-8, instead of failing."""
 _PASSING = {
@@ -50,7 +62,7 @@ _LONGEST_WAIT_S = 10.0
 def cannot_write(
     path: Path, error: Exception, *, remedy: str = StorageError.REMEDY
 ) -> StorageError:
-    """Return the error about a file or folder that could not be written."""
+    """Return a StorageError about a file or folder that could not be written."""
     number = error.errno if isinstance(error, OSError) else None
     # safetensors writes in Rust, and its errors have the number only in their text.
     if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
@@ -59,7 +71,7 @@ def cannot_write(
 
 
 class Patience:
-    """Retries failed writes for a limited time, and reports them.
+    """Calls a function that writes a file, and retries it for a limited time if it fails.
 
     Example:
         >>> patience = Patience(300.0)
@@ -67,15 +79,18 @@ class Patience:
     """
 
     def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = _LOGGER.warning) -> None:
-        """`limit_s` is `timeouts.storage_s`; with 0 nothing is retried."""
+        """Retry each write for `limit_s` seconds (`timeouts.storage_s`); 0: do not retry.
+
+        `tell` logs the messages about writes that fail and that succeed later.
+        """
         self.limit_s = limit_s
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Call `write` again while it raises an error that can pass; return its result.
+        """Call `write`, again after each error that can pass, and return its result.
 
         Raises:
-            StorageError: the first error, once the limit is reached or a later one cannot pass.
+            StorageError: the first error, if the time is over or a later error cannot pass.
         """
         first: StorageError | None = None
         started_s = time.monotonic()
@@ -109,10 +124,10 @@ class Patience:
 
 
 class RunFile:
-    """A file that is appended to while a command runs, and is complete if the command is killed.
+    """A file that a command writes to while it runs, and that is complete if the command is killed.
 
-    When `write` returns, the system has the text. No buffer is left for `close`, which could fail
-    again on a full disk and hide the error that ended the command.
+    It is not buffered: when `write` returns, the operating system has the text. So `close` cannot
+    fail on a full disk and hide the error that ended the command.
     """
 
     def __init__(
@@ -123,9 +138,10 @@ class RunFile:
         remedy: str = StorageError.REMEDY,
         patience: Patience | None = None,
     ) -> None:
-        """Open the file; `mode` is "wb", or "ab" to append. Raises StorageError with `remedy`.
+        """Open the file; `mode` is "wb" to replace it or "ab" to append.
 
-        `patience` retries later writes; None: failed writes are not retried.
+        `patience` retries failed writes, but not the opening; None: no retries. Raises StorageError
+        with `remedy`.
         """
         self.path = path
         self._remedy = remedy
@@ -136,7 +152,7 @@ class RunFile:
             raise cannot_write(path, error, remedy=remedy) from error
 
     def write(self, text: str) -> None:
-        """Write all of the text. Raises StorageError."""
+        """Append the text to the file. Raises StorageError."""
         left = memoryview(text.encode(errors=_ENCODING_ERRORS))
         was_refused = False
 
@@ -162,7 +178,7 @@ class RunFile:
 
 
 def write_run_file(path: Path, text: str) -> None:
-    """Replace the content of a file. Raises StorageError."""
+    """Write a file of a run folder, or replace its content. Raises StorageError."""
     try:
         path.write_text(text, encoding="utf-8", errors=_ENCODING_ERRORS)
     except OSError as error:
@@ -171,7 +187,11 @@ def write_run_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period on one timeline track (an engine, the learner, the driver), in Unix seconds."""
+    """A period of work of one part of the system, for a run's timeline.
+
+    `track` names the part (an engine, the learner, the driver) and `name` the work. Times are in
+    Unix seconds.
+    """
 
     track: str
     name: str
@@ -188,9 +208,9 @@ class Span:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON lines of a file; an empty list if the file does not exist.
+    """Return the JSON object of each line of a file; an empty list if the file does not exist.
 
-    The last line may be incomplete after a kill or on a full disk, and is then ignored. Raises
+    A last line without its end is ignored: the writer was killed, or the disk was full. Raises
     OSError, and RecordError for a damaged line.
     """
     try:
@@ -201,7 +221,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON lines of a file, each with an integer `step`. Raises like `read_lines`."""
+    """Return the JSON object of each line of a file; each must have an integer `step`.
+
+    Raises like `read_lines`, and RecordError for a line without `step`.
+    """
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int:
@@ -210,7 +233,10 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line; `number` is from 1. Raises RecordError if it is damaged."""
+    """Return the JSON object that a line of a file contains.
+
+    Raises RecordError if the line is damaged; the error names `path` and `number`, from 1.
+    """
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -221,15 +247,15 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def damaged_line(path: Path, number: int, problem: str) -> RecordError:
-    """Return the error about a damaged line, numbered from 1, of a file in a run folder."""
+    """Return a RecordError about a damaged line, numbered from 1, of a file in a run folder."""
     remedy = "restore the file from a copy of the run folder, or remove the line"
     return RecordError(problem, field="line", remedy=remedy, file=str(path), line=number)
 
 
 def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep only the lines for which `keeps` is true, if the file exists, and return them.
+    """Delete the lines of a file for which `keeps` is false, and return the remaining JSON objects.
 
-    Raises like `read_steps`, and OSError.
+    A file that does not exist has no lines. Raises like `read_steps`, and OSError.
     """
     kept = [line for line in read_steps(path) if keeps(line)]
     if path.exists():
@@ -248,9 +274,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
-    """Write the sha256 of a checkpoint's files into its file `name`, and return that path.
+    """Write the sha256 of these files into the file `name` in their folder; return its path.
 
-    Raises OSError.
+    The folder is a checkpoint. Raises OSError.
     """
     sums = folder / name
     lines = zip(_digests(paths := sorted(files)), paths, strict=True)
@@ -259,7 +285,7 @@ def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return how a checkpoint's files differ from the saved ones; None if they are equal.
+    """Return how a checkpoint's files differ from its list of sha256 sums; None if they are equal.
 
     Raises:
         ConfigError: a file cannot be read, so its content is unknown.

@@ -1,4 +1,7 @@
-"""The plan of every step, computed from the configuration only."""
+"""The plans of a run's steps: channel, number of samples, weight syncs and evaluations.
+
+They are computed from the configuration only.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,29 @@ from shared.seeds import request_seed
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step.
+    """The plan of one optimizer step: its channel, its samples, and what happens around it.
 
     Example: the step after 20 warm-up steps with 32 rollouts per step is `StepPlan(step=20,
     channel=Channel.B, num_samples=32, ...)`, whose `number` is 21.
     """
 
     step: int
-    """From 0, as in rules and seeds."""
+    """From 0, as in seeds."""
     channel: Channel
     num_samples: int
-    """Samples over all learner ranks, counted once per rollout. The step's loss is divided by this
-    (decision 6)."""
+    """Samples over all learner ranks, counted once per rollout.
+
+    The step's loss is divided by this number (decision 6).
+    """
     rollout_seed_base: int
     """`request_seed(run_seed, step, 0)`, which is logged with the plan."""
     evaluate_before: bool
-    """A held-out report is due with the weights at the start of this step."""
+    """Whether the held-out set is evaluated with the weights at the start of this step."""
     sync_after: bool
-    """The weights after this step generate the next step's rollouts, or a report."""
+    """Whether the weights are sent to the engines after this step.
+
+    They are sent if the next step or an evaluation generates rollouts with them.
+    """
 
     @property
     def number(self) -> int:
@@ -39,13 +47,13 @@ class StepPlan:
 
 
 class RunSchedule:
-    """The plans of all steps of a run."""
+    """Computes the plan of each step of a run from its configuration."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.max_steps = config.training.max_steps
         self.refill_rounds = 0
-        """Maximum number of times per step that groups without signal are replaced."""
+        """Maximum number of times per step that groups with equal rewards are replaced."""
         if config.environment is not None:
             self.refill_rounds = config.environment.refill_rounds
         self.num_b_steps = config.num_b_steps
@@ -56,18 +64,22 @@ class RunSchedule:
         }
         per_sample = config.stage2_ab.channel_b.rollouts_per_sample
         self.num_drawn = self._num_samples | {Channel.B: self._num_samples[Channel.B] // per_sample}
-        """Samples that a step of each channel draws; an environment's example counts once for each
-        of its rollouts."""
+        """Number of samples that a step of each channel draws from the data.
+
+        A row of an environment's data counts once for each of its rollouts.
+        """
 
     def plans(self) -> Iterator[StepPlan]:
+        """Return the plans of all steps of the run, in order."""
         return (self.plan(step) for step in range(self.max_steps))
 
     def windows(self, first_step: int = 0) -> Iterator[list[StepPlan]]:
-        """Yield the steps from `first_step` on in windows; rounds are queued within a window.
+        """Yield the plans from `first_step` on in windows of successive steps.
 
-        A window is a single step, or with `max_staleness` all successive channel-B steps.
+        Within a window, rollouts of the next step are generated while a step is learned. With
+        `max_staleness`, successive channel-B steps are one window. Other windows have one step.
 
-        Example: channels A B B A B give the windows A, BB, A, B with `max_staleness: 1`.
+        Example: steps of channels A B B A B are the windows A, BB, A, B with `max_staleness: 1`.
         """
         window: list[StepPlan] = []
         for plan in itertools.islice(self.plans(), first_step, None):
@@ -80,14 +92,15 @@ class RunSchedule:
             yield window
 
     def num_samples_before(self, step: int) -> int:
-        """Return the number of samples that all steps before this one draw."""
+        """Return the number of samples that all steps before this step draw from the data."""
         return sum(self.num_drawn[self.plan(earlier).channel] for earlier in range(step))
 
     def version_before(self, step: int) -> int:
-        """Return the weight version of the engines when this step begins."""
+        """Return the weight version that the engines have when this step begins."""
         return 1 + sum(self.plan(earlier).sync_after for earlier in range(step))
 
     def plan(self, step: int) -> StepPlan:
+        """Return the plan of the step, which counts from 0."""
         channel = self._config.channel(step)
         generates_next = step + 1 < self.max_steps and self._config.channel(step + 1) is Channel.B
         return StepPlan(
@@ -100,9 +113,9 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """Return whether a held-out report is due with the weights at the start of the step.
+        """Return whether the held-out set is evaluated with the weights at the start of the step.
 
-        It is due after the warm-up (without one: before the first step), after every
+        It is evaluated after the warm-up (without a warm-up: before the first step), after every
         `training.eval_steps` steps, and at the end of the run.
         """
         every = self._config.training.eval_steps

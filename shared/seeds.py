@@ -1,4 +1,4 @@
-"""The seed of each request (decision 10)."""
+"""The seed of an engine's sampling for each request (decision 10)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 
 
 def request_seed(run_seed: int, step: int, position: int, turn: int = 0, path: str = "") -> int:
-    """Return the sampling seed of one request, 1..2**31 - 1.
+    """Return the seed of an engine's sampling for one request, 1..2**31 - 1.
 
-    It depends only on the request's place in the run, not on chunking or on the engine that
-    answers. It is a hash, so that neighbouring steps, positions and turns have unrelated seeds.
+    It depends only on the request's place in the run, not on rounds or on the engine that answers.
+    It is a hash, so that neighbouring steps, positions and turns have unrelated seeds.
 
     Args:
         position: index of the rollout in the step, over all learner ranks.
         turn: index of the model call in the rollout.
-        path: path of a nested rollout below the outer one; empty for the outer one.
+        path: path of a nested rollout below the outer rollout; empty for the outer rollout.
     """
     digest = hashlib.sha256(f"{run_seed}/{step}/{position}/{turn}{path}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % (2**31 - 1) + 1

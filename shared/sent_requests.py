@@ -1,9 +1,10 @@
 """Requests sent to engines through Ray's object store; each image is sent once.
 
-Several requests form one object. The images among them that were not sent before form another one,
-a box. An engine reads the boxes of its requests from its node's object store without a copy. So a
-node receives an image again only after it has left the sender's shelf or the node's store. This
-module does not import Ray: the sender passes `put`.
+Several requests form one object. Those of their images that were not sent before form another
+object, a box. An engine reads the boxes of its requests from its node's object store without a
+copy. The sender remembers the images that it has sent (`PictureShelf`). So a node receives an image
+again only after the sender has forgotten it, or the node's store has dropped it. This module does
+not import Ray: the sender passes `put`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 
 REQUESTS_TOGETHER = 32
-"""Requests per object. An object costs the driver time; the first engine waits for all of them."""
+"""Requests per object in Ray's store.
+
+Fewer cost the driver more time. More delay the first engine, which waits for all of them.
+"""
 
 SHELF_BYTES = 1 << 29
 """Bytes of images that a sender keeps for later requests: 3,500 images of 150 kB."""
 
 
 class RequestRef(NamedTuple):
-    """The place of a request: index `offset` in the `SentRequests` that `sent` refers to."""
+    """A reference to one request in Ray's store: number `offset` of the requests at `sent`."""
 
     sent: Any
     offset: int
@@ -35,20 +39,26 @@ class RequestRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SentRequests:
-    """Requests in order, with references to their images.
+    """Requests as one object in Ray's store, with references to the images of their prompts.
 
     Example: for two requests with the same image, `pictures` has one entry: `SentRequests((first,
     second), {sha256: box})`.
     """
 
     requests: tuple[Any, ...]
-    """`RolloutRequest`s with images without `data`, or `EnvironmentRequest`s."""
+    """The requests: `RolloutRequest`s with images without `data`, or `EnvironmentRequest`s."""
     pictures: Mapping[str, Any]
-    """A reference to each image's box, by sha256. A box maps sha256 to uint8 arrays."""
+    """A Ray reference to the box with each image, by the image's sha256.
+
+    A box is an object that maps sha256 to the bytes of images, as uint8 arrays.
+    """
 
     @classmethod
     def chosen(cls, objects: Sequence[SentRequests], places: range | None) -> SentRequests:
-        """Join objects and select the requests at these places (None: all), with their images."""
+        """Join several objects, and keep only the requests at `places` with their images.
+
+        `places` are indices in the joined requests; None: keep all requests.
+        """
         requests = tuple(request for part in objects for request in part.requests)
         if places is not None:
             requests = requests[places.start : places.stop]
@@ -61,7 +71,10 @@ class SentRequests:
     def with_data(
         self, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> list[RolloutRequest]:
-        """Return the requests with the bytes of their images; `get` resolves box references."""
+        """Return the requests with the bytes of their images.
+
+        `get` returns the boxes that a list of Ray references refers to.
+        """
         if not self.pictures:
             return list(self.requests)
         refs = list(dict.fromkeys(self.pictures.values()))
@@ -77,20 +90,23 @@ class SentRequests:
 
 
 def in_objects(refs: Sequence[RequestRef]) -> tuple[list[Any], range]:
-    """Return the objects that contain these successive requests, and their places there."""
+    """Return references to the objects that contain these successive requests.
+
+    Also return the indices of the requests in the joined objects, as `SentRequests.chosen` needs.
+    """
     first = refs[0].offset
     return list(dict.fromkeys(ref.sent for ref in refs)), range(first, first + len(refs))
 
 
 class PictureShelf:
-    """The images that this process has sent; using one of them again sends no bytes.
+    """Sends requests to Ray's object store, and each of their images only once.
 
-    The shelf has a size limit: the least recently used images leave it. Requests in progress keep
-    theirs. Thread-safe.
+    It holds references to the sent images, up to a size limit: the least recently used images leave
+    it. Requests in progress keep their images in the store. Thread-safe.
     """
 
     def __init__(self, put: Callable[[Any], Any], max_bytes: int = SHELF_BYTES) -> None:
-        """Create an empty shelf; `put` stores a value as an object and returns its reference."""
+        """Create an empty shelf; `put` stores a value in Ray's store and returns its reference."""
         self._put = put
         self._free = max_bytes
         self._boxes: OrderedDict[Any, dict[str, int]] = OrderedDict()
@@ -99,7 +115,7 @@ class PictureShelf:
         self._lock = threading.Lock()
 
     def send(self, requests: Sequence[Any]) -> SentRequests:
-        """Send new images, and return the requests with references to all their images.
+        """Send images that were not sent before; return the requests with references to images.
 
         Raises RecordError if the file of an image is missing or has changed.
         """
@@ -124,7 +140,7 @@ class PictureShelf:
         return SentRequests(sent, pictures)
 
     def put_each(self, requests: Sequence[Any]) -> list[RequestRef]:
-        """Send all requests from this process; return their places in order."""
+        """Send all requests to Ray's store; return a reference to each of them, in order."""
         refs = []
         for first in range(0, len(requests), REQUESTS_TOGETHER):
             some = requests[first : first + REQUESTS_TOGETHER]

@@ -23,7 +23,7 @@ PROBES = (
     "sharded",
     "learner_step",
 )
-"""Modules of this folder, in the order of the runs on a new GPU."""
+"""Names of the probes (modules of this folder), in the order of their runs."""
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ LIMIT_S = 120.0
 
 
 class HostDevice:
-    """A `CudaDevice` replacement that uses host memory."""
+    """Takes the place of `CudaDevice` on a machine without a GPU, and uses host memory."""
 
     uuid = "host"
 
@@ -39,7 +39,7 @@ class HostDevice:
 
 
 def mapped(arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Return the buffer that the sender shared."""
+    """Map the buffer that the sender shares, in the receiver's process."""
     if isinstance(arguments[0], torch.Tensor):
         return arguments[0]
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -53,7 +53,10 @@ def sum_of(bytes_N: torch.Tensor) -> int:
 
 
 def receive(connection: Connection) -> None:
-    """Answer each bucket with the sums of its tensors. None ends a sync."""
+    """Receive buckets of weights, and answer each with the sums of its tensors.
+
+    None instead of a bucket ends a weight sync.
+    """
     for _ in range(NUM_SYNCS):
         buffer = None
         while (bucket := connection.recv()) is not None:

@@ -1,4 +1,4 @@
-"""Common options of all probes, and timing of work that a device runs asynchronously."""
+"""What all probes of the GPU path need: options, and timing of asynchronous work on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """Parse `device` (torch.device) and `toy` (small sizes), and print the device's name."""
+    """Parse a probe's options: `device` (torch.device) and `toy` (small sizes).
+
+    It also prints the device's name.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--toy", action="store_true", help="small sizes, for a CPU")
@@ -27,7 +30,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Return the median seconds of `work`, after one warm-up run."""
+    """Return the median seconds that `work` takes on the device, after one warm-up run."""
     seconds = []
     for _ in range(repeats + 1):
         synchronize(device)

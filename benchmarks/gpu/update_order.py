@@ -14,7 +14,7 @@ from learner.model.ranks import LearnerDevice
 
 
 def copied(device: torch.device, num_products: int, *, waits: bool) -> float:
-    """Return the weight that a side stream reads: 0 before the update, 1 after it."""
+    """Return the weight that a side stream reads: 0 is the old weight, 1 the updated weight."""
     size = 4096 if device.type == "cuda" else 64
     weights = torch.zeros(1024, device=device)
     factor = torch.full((size, size), 1.0 / size, device=device)

@@ -25,7 +25,7 @@ from shared.records import ALL_GEOMETRY, GeometryKind
 
 
 class TrainerVariant(StrEnum):
-    """The values of `custom.trainer_variant`."""
+    """A training algorithm, as `custom.trainer_variant` selects it."""
 
     STAGE1_SFT = "stage1_sft"
     """Supervised training on ground truth (channel A only)."""
@@ -39,26 +39,29 @@ class TrainerVariant(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """The properties of a training algorithm.
+    """What distinguishes a training algorithm (`custom.trainer_variant`) from the others.
 
     Example: `ALGORITHMS[TrainerVariant.STAGE1_SFT].channels == (Channel.A,)`, so such a run has no
     rollouts.
     """
 
     channels: tuple[Channel, ...]
-    """Channels of its steps. If there are two, `stage2_ab.schedule` chooses one for each step."""
+    """Channels that its steps can have. Of two, `stage2_ab.schedule` chooses one for each step."""
     learns_from: frozenset[LearnsFrom] = frozenset({LearnsFrom.GROUND_TRUTH})
-    """What its answers are compared with. Pipeline entries that need anything else are errors."""
+    """What its losses compare answers with. Pipeline entries that need anything else are errors."""
     uses_environment: bool = False
     """Whether an environment provides data and rollouts, instead of samples of `data.train`."""
     carries_segments: bool = False
-    """Whether it takes one row per micro-step and carries remaining segments over (decision 7)."""
+    """Whether it trains one packed row per micro-step, and keeps other segments for later steps.
+
+    See decision 7.
+    """
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
-    """Kinds of shapes that it can learn."""
+    """Kinds of shapes (boxes, polygons, points) that it can learn."""
 
     @property
     def learns_rewards(self) -> bool:
-        """Return whether it can also learn rollouts of samples from their rewards."""
+        """Return whether it can learn from rewards of rollouts, in addition to ground truth."""
         return not self.uses_environment and LearnsFrom.ADVANTAGES in self.learns_from
 
     @property
@@ -120,9 +123,10 @@ class ScheduleSection(Section):
     """Number of channel-A steps at the start, before `b_ratio` applies."""
 
     def channel(self, step: int) -> Channel:
-        """Return the channel of a step (from 0).
+        """Return the channel of a step, which counts from 0.
 
-        It is B if `floor((s + 1) b) > floor(s b)`, where `s` counts steps after the warm-up.
+        After the warm-up it is B if `floor((s + 1) b) > floor(s b)`. `s` is the number of steps
+        since the warm-up, and `b` is `b_ratio`.
 
         Example: `ScheduleSection(b_ratio=0.5, warmup_steps=2)` gives A A A B A B ...
         """
@@ -133,7 +137,7 @@ class ScheduleSection(Section):
         return Channel.B if is_b else Channel.A
 
     def num_b_steps(self, num_steps: int) -> int:
-        """Count the channel-B steps among the first `num_steps`."""
+        """Return the number of channel-B steps among the first `num_steps` steps of a run."""
         return self._floor_b(max(0, num_steps - self.warmup_steps))
 
     def _floor_b(self, s: int) -> int:

@@ -20,21 +20,24 @@ from pydantic_core import PydanticCustomError
 
 PATH_TAG = "a path"
 LIST_TAG = "a list"
-"""Tags for keys that take a path or a list. pydantic includes the tag in an error's location."""
+"""Tags of the alternatives of a key whose value is a path or a list.
+
+pydantic includes the tag in an error's location, which messages leave out.
+"""
 
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
 
 LearningRate = Annotated[PositiveFloat, Field(le=1.0)]
-"""A learning rate. AdamW moves each weight by about this much per update, so 1 is far too much."""
+"""A learning rate, at most 1. AdamW moves each weight by about this much per update."""
 
 
 class Section(BaseModel):
-    """A frozen mapping of known keys; the base class of all sections.
+    """Base class of the configuration's sections: immutable values of known keys.
 
     Unknown keys are errors, nothing is converted (`"8"` is not 8), and numbers must be finite.
     Attribute docstrings give unit and meaning, and error messages quote them. A required field has
-    an example, which the error for a missing key shows.
+    an example, which the error about a missing key shows.
     """
 
     model_config = ConfigDict(
@@ -44,25 +47,25 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error in a configuration.
+    """One error in a configuration, as a line of ConfigError's message.
 
     Example: `Problem("training.seed", "must be at least 0, got -1", "write 17")` reads
     "training.seed: must be at least 0, got -1; write 17".
     """
 
     path: str
-    """The dotted path, with list indices: `rollout_matching.pipeline.objective[0].weight`."""
+    """Dotted path of the key with list indices: `rollout_matching.pipeline.objective[0].weight`."""
     wrong: str
     """What is wrong, without the path."""
     remedy: str
-    """What to do."""
+    """What the user can do."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.wrong}; {self.remedy}"
 
 
 def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomError:
-    """Return the error that a validator raises for an invalid value of the right type.
+    """Return the pydantic error that a validator of a key raises for an invalid value.
 
     Args:
         key: the invalid key, if the value is a mapping.
@@ -102,7 +105,7 @@ def dotted(keys: tuple[str | int, ...]) -> str:
 
 
 def leaves(values: Mapping[str, object], prefix: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return all values that are not mappings, by their dotted keys."""
+    """Flatten nested mappings: return all values that are not mappings, by their dotted keys."""
     found: dict[str, object] = {}
     for key, value in values.items():
         path = (*prefix, key)

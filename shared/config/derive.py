@@ -12,7 +12,10 @@ from shared.tokens.fresh import FILE, FreshTokens
 
 
 def rank_name(rank: int, world_size: int) -> str:
-    """Return the name of a learner rank: of its actor, its timeline track, and the engine in it."""
+    """Return the name of a learner rank.
+
+    Its Ray actor, its track in the timeline, and the engine in its process have this name too.
+    """
     return "learner" if world_size == 1 else f"learner-{rank}"
 
 
@@ -22,7 +25,7 @@ def actor_name(index: int) -> str:
 
 
 def server_name(index: int) -> str:
-    """Return the name of a rollout server and of the actor that calls it."""
+    """Return the name of a rollout server, and of the Ray actor that is its client."""
     return f"server-{index}"
 
 
@@ -32,9 +35,9 @@ def environment_name(index: int) -> str:
 
 
 def remarks(run: RunConfig) -> tuple[str, ...]:
-    """List settings that are valid but probably not intended.
+    """Return remarks about settings that are valid but probably not intended.
 
-    They are not errors, because they may be deliberate, for example in a shortened run.
+    These settings are not errors, because they may be deliberate, for example in a shortened run.
     """
     matching = run.rollout_matching
     tokens = FreshTokens.of(Path(run.model.path))

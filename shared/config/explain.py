@@ -1,4 +1,4 @@
-"""Convert pydantic's errors to problems with path, fault and remedy."""
+"""Convert pydantic's errors about a configuration to problems with path, fault and remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
 
 MISSING = "is required, and missing"
-"""The problem of a missing key."""
+"""What a message says is wrong with a key that is required and missing."""
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -39,7 +39,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """The place of an error in the configuration.
+    """The place of an error in the configuration: the key's path, and its place in the schema.
 
     Example: for `("training", "sed")` the path is `training.sed`, and the parent TrainingSection.
     """
@@ -47,16 +47,17 @@ class KeyPath:
     path: str
     key: str | int
     field: FieldInfo | None
-    """The schema's field of the last key that has one: for `channels[1]` the field `channels`."""
+    """The schema's field of the path's last key. For `channels[1]` it is the field `channels`."""
     parent: type[Section]
     sections: tuple[type[Section], ...]
-    """The classes of section that the value may have; several for an entry with a wrong name."""
+    """The section classes that the value may be of; several for an entry with a wrong name."""
 
 
 def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
-    """Find the place of a pydantic error.
+    """Return the place in the configuration that a pydantic error is about.
 
-    pydantic adds the tag of a discriminated union to `loc`. It is not a key, and is left out.
+    `root` is the class of the whole configuration, `loc` the error's location. In `loc`, pydantic
+    adds the tag of a discriminated union. The tag is not a key, and is left out of the path.
     """
     keys: list[str | int] = []
     field: FieldInfo | None = None
@@ -124,14 +125,14 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """List all sections that a value with this annotation can be or contain."""
+    """Return the section classes that a field with this type annotation can hold."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     return tuple(section for part in get_args(annotation) for section in sections_in(part))
 
 
 def suggestion(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that `word` probably stands for; None if there is none."""
+    """Return the known word that `word` probably misspells; None if no known word is similar."""
     # Prefer the key without a prefix: `coord_soft_ce_weight` also resembles `coord_ce_weight`.
     ends = [key for key in known if word.endswith(f"_{key}")]
     close = ends or difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)
@@ -139,7 +140,7 @@ def suggestion(word: str, known: Collection[str]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Return a value as in YAML, on one line of at most 80 characters."""
+    """Return a value as a message shows it: as YAML, on one line of at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, (list, tuple)):

@@ -72,12 +72,12 @@ class TimeoutsSection(Section):
         self,
         key: Literal["start_s", "generate_s", "stall_s", "learn_s", "sync_phase_s", "interrupt_s"],
     ) -> Timeout:
-        """Return the limit of a key, with the key's name."""
+        """Return the time limit of a key of this section, with the key's name for messages."""
         return Timeout(self.model_dump()[key], f"timeouts.{key}")
 
 
 class ResumeSection(Section):
-    """The run that this run continues. On the command line `resume=RUN` means `resume.run=RUN`."""
+    """Which earlier run this run continues. `resume=RUN` on the command line sets `resume.run`."""
 
     run: ConfigPath | None = None
     """The run to continue: a run folder (from its newest full checkpoint), or one of its
@@ -95,7 +95,10 @@ class ResumeSection(Section):
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint that the learner loads, once the start has found it; None: a new run."""
+        """The checkpoint that the learner loads to continue a run; None: a new run.
+
+        `run` names the checkpoint itself after the program has found it at its start.
+        """
         return None if self.is_auto else self.run
 
 

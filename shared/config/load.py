@@ -74,7 +74,7 @@ def load_config(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def take_retired(config: dict[str, Any]) -> list[Problem]:
-    """Remove every retired key from `config`, with all keys under it, and return the problems.
+    """Remove keys of older versions from `config`, and return a problem for each of them.
 
     Example: for {"training": {"packing_length": 512}} the problem reads "training.packing_length:
     was removed; use global_max_length".
@@ -99,7 +99,7 @@ def _remove(section: object, path: str) -> bool:
 
 
 def cross_check(run: RunConfig) -> list[Problem]:
-    """List all contradictions between sections whose values are each valid."""
+    """Return a problem for each contradiction between sections that are valid by themselves."""
     matching = run.rollout_matching
     # In other runs options of matching are no error: they may come from an included experiment.
     matches = run.algorithm.uses_rollouts and not run.algorithm.uses_environment

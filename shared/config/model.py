@@ -85,15 +85,15 @@ class ModelSection(Section):
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether an adapter is trained on 4-bit weights.
+        """Return whether an adapter is trained on base weights that are held in 4 bits.
 
-        Engines hold the checkpoint's own weights, which differ, until they receive full weights.
+        Before the first sync of full weights, engines have the checkpoint's weights, which differ.
         """
         return self.adapter is not None and self.adapter.quantize is not None
 
 
 class SourceSection(Section):
-    """One of several files of samples."""
+    """One entry of `data.val` if it lists several files of held-out samples."""
 
     path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
     """A JSONL file; paths of images are relative to it."""
@@ -107,7 +107,7 @@ class SourceSection(Section):
 
 
 class WeightedSourceSection(SourceSection):
-    """One of several files of training samples."""
+    """One entry of `data.train` if it lists several files of training samples."""
 
     weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
     """Share of this file: exactly this many of any sum(weights) successive samples are from it.
@@ -115,7 +115,7 @@ class WeightedSourceSection(SourceSection):
 
 
 class DataSource(NamedTuple):
-    """One file of samples, ready to load.
+    """One data file that `data.train` or `data.val` names, with its name and weight.
 
     Example: the second of `data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]` is
     `DataSource("data.train[1].path", Path("b.jsonl"), "b", 1)`.
@@ -124,7 +124,7 @@ class DataSource(NamedTuple):
     key: str
     path: Path
     name: str | None = None
-    """None: it is the only file, so metrics and ids have no name of a file."""
+    """Name of the file in metrics and sample ids; None if it is the only file."""
     weight: int = 1
 
 
@@ -238,7 +238,7 @@ class DataSection(Section):
     """Number of rows of each file of `val` that are evaluated, from its start; null: all rows."""
 
     def sources(self, key: Literal["train", "val"]) -> tuple[DataSource, ...]:
-        """Return the files of `train` or `val`; an empty tuple if the key is null."""
+        """Return the data files that `train` or `val` names; an empty tuple if the key is null."""
         value = self.train if key == "train" else self.val
         if value is None:
             return ()

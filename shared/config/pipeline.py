@@ -58,16 +58,16 @@ EXAMPLE_POLICY_GRADIENT = {
         "advantage_std": True,
     },
 }
-"""An entry of the objective that computes advantages."""
+"""An entry for policy gradient, as messages and examples show it."""
 
 
 class Channel(StrEnum):
-    """What a step trains on."""
+    """What an optimizer step trains on: ground truth (A), or the model's own rollouts (B)."""
 
     A = "A"
-    """Supervised, on ground truth."""
+    """The step trains on the ground truth, without rollouts."""
     B = "B"
-    """On the model's own rollouts."""
+    """The step trains on the model's own rollouts."""
 
 
 class LearnsFrom(StrEnum):
@@ -78,13 +78,13 @@ class LearnsFrom(StrEnum):
 
 
 class Reads(StrEnum):
-    """The positions of a target that an objective uses."""
+    """The tokens of a training target that an objective's loss is computed for."""
 
     TEXT = "text"
     SLOTS = "slots"
-    """Coordinate slots, one token each."""
+    """Coordinate tokens whose correct bin is known."""
     SAMPLED = "sampled"
-    """Sampled tokens with an advantage."""
+    """Tokens that an engine sampled and that have an advantage."""
 
 
 def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
@@ -104,14 +104,20 @@ Channels = Annotated[
 
 
 class PipelineEntry(Section):
-    """The keys of every entry in addition to `name` and `config`, and properties of its class."""
+    """Base class of the pipeline's entries: objectives (losses) and diagnostics (metrics).
+
+    It has the keys that every entry has in addition to `name` and `config`.
+    """
 
     learns_from: ClassVar[LearnsFrom | None] = LearnsFrom.GROUND_TRUTH
-    """Algorithms that do not learn from this reject the entry; None: all algorithms accept it."""
+    """What the loss compares answers with; None: the entry suits every training algorithm.
+
+    An algorithm that does not learn from this rejects the entry.
+    """
     reads: ClassVar[Reads | None] = Reads.TEXT
-    """None: not declared."""
+    """The tokens that the loss is computed for; None if the class does not declare them."""
     needs_reference: ClassVar[bool] = False
-    """Whether it compares the learner with the model at the start of the run."""
+    """Whether the loss compares the learner with the model at the start of the run."""
 
     enabled: bool
     """false: the entry is ignored."""
@@ -133,7 +139,7 @@ class PipelineEntry(Section):
 
     @property
     def teaches(self) -> bool:
-        """Return whether its loss can differ from 0."""
+        """Return whether the entry's loss can differ from 0 with these weights."""
         return self.weight > 0
 
 
@@ -153,7 +159,7 @@ class TokenCEConfig(Section):
 
 
 class TokenCEEntry(PipelineEntry):
-    """Cross-entropy of text tokens, without coordinate tokens."""
+    """Entry for the cross-entropy loss of text tokens, without coordinate tokens."""
 
     name: Literal["token_ce"]
     """The module: cross-entropy of text tokens."""
@@ -181,7 +187,7 @@ class CoordRegConfig(Section):
 
 
 class CoordRegEntry(PipelineEntry):
-    """Losses of coordinates, at supervised coordinate slots."""
+    """Entry for the losses of coordinate tokens: cross-entropy, soft target, distance, gates."""
 
     reads = Reads.SLOTS
     name: Literal["coord_reg"]
@@ -203,7 +209,7 @@ class BboxGeoConfig(Section):
 
 
 class BboxGeoEntry(PipelineEntry):
-    """Losses of boxes, whose coordinates are decoded as expected values."""
+    """Entry for the losses of whole boxes, whose coordinates are decoded as expected values."""
 
     reads = Reads.SLOTS
     name: Literal["bbox_geo"]
@@ -277,7 +283,7 @@ class PolicyGradientConfig(Section):
 
 
 class PolicyGradientEntry(PipelineEntry):
-    """Policy gradient on sampled tokens."""
+    """Entry for the policy-gradient loss of sampled tokens."""
 
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
@@ -303,8 +309,10 @@ class ReferenceKLConfig(Section):
 
 
 class ReferenceKLEntry(PipelineEntry):
-    """KL divergence of the learner from the model at the start of the run, on tokens of
-    `policy_gradient` and with their weights."""
+    """Entry for the KL divergence of the learner from the model at the start of the run.
+
+    It is computed at the tokens that `policy_gradient` learns, with the same weights.
+    """
 
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
@@ -316,11 +324,14 @@ class ReferenceKLEntry(PipelineEntry):
 
 
 class CoordDiagConfig(Section):
-    """It has no settings: write an empty mapping."""
+    """The settings of `coord_diag`. It has none: write an empty mapping."""
 
 
 class CoordDiagEntry(PipelineEntry):
-    """Error of the expected bin, top-5 accuracy, and coordinate probability at coordinate slots."""
+    """Entry for the metrics of coordinate tokens, which has no loss.
+
+    They are the error of the expected bin, the top-5 accuracy, and the probability of coordinates.
+    """
 
     reads = Reads.SLOTS
     name: Literal["coord_diag"]
@@ -332,7 +343,7 @@ class CoordDiagEntry(PipelineEntry):
 
 
 IMPORTED = "module:Class"
-"""The form of the name of an imported objective; also its name in lists of modules."""
+"""The form of the name of an objective from the user's own module, also in lists of names."""
 
 
 def _module_and_class(name: str) -> str:
@@ -344,7 +355,7 @@ def _module_and_class(name: str) -> str:
 
 
 class ImportedEntry(PipelineEntry):
-    """An objective from your own module: docs/how_to/change_the_algorithm.md."""
+    """Entry for an objective class in the user's own Python module (docs/explanation/objectives.md)."""
 
     learns_from = None
     reads = None
@@ -375,7 +386,7 @@ ObjectiveEntry = (
     | Annotated[ReferenceKLEntry, Tag("reference_kl")]
     | Annotated[ImportedEntry, Tag(IMPORTED)]
 )
-"""The entry of an objective; the tag is its name."""
+"""An entry of `pipeline.objective`; the tag of each alternative is the objective's name."""
 
 
 def _no_diagnostic(entry: object) -> object:
@@ -427,7 +438,7 @@ class PipelineSection(Section):
         return self
 
     def enabled(self) -> Iterator[tuple[str, ObjectiveEntry | CoordDiagEntry]]:
-        """Yield every enabled entry with its path in the configuration."""
+        """Yield each enabled objective or diagnostic, after its path in the configuration."""
         lists = (("objective", self.objective), ("diagnostics", self.diagnostics))
         for key, entries in lists:
             for index, entry in enumerate(entries):
@@ -435,36 +446,39 @@ class PipelineSection(Section):
                     yield f"rollout_matching.pipeline.{key}[{index}]", entry
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
-        """Return the enabled objectives of steps of this channel."""
+        """Return the objectives whose losses are summed in the steps of this channel."""
         entries = self.objective
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
     def active_diagnostics(self, channel: Channel) -> tuple[CoordDiagEntry, ...]:
-        """Return the enabled diagnostics of steps of this channel."""
+        """Return the diagnostics that are logged in the steps of this channel."""
         entries = self.diagnostics
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
     @property
     def policy_gradient(self) -> PolicyGradientConfig | None:
-        """The settings of the policy gradient on channel B; None if there is no such entry."""
+        """The settings of the `policy_gradient` objective on channel B; None if it is not used."""
         entries = self.active(Channel.B)
         found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
         return next(found, None)
 
     @property
     def divides_by_tokens(self) -> bool:
-        """Whether a step's loss is divided by its sampled tokens instead of its rollouts."""
+        """Whether a step's loss is divided by its number of sampled tokens, not of rollouts."""
         config = self.policy_gradient
         return config is not None and config.normalize == "batch"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run must also load the model that it started from."""
+        """Whether an objective needs the model that the run started from, as a reference."""
         return any(entry.needs_reference for entry in self.active(Channel.B))
 
     @property
     def num_reference_top(self) -> int:
-        """Number of the reference's tokens read at each sampled token; 0: only the sampled one."""
+        """How many of the reference model's most probable tokens are read at each sampled token.
+
+        0: only the probability of the sampled token is read.
+        """
         entries = self.active(Channel.B)
         found = (entry.config for entry in entries if isinstance(entry, ReferenceKLEntry))
         return max((config.top_tokens or 0 for config in found), default=0)

@@ -30,36 +30,36 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 
 
 class EngineLocation(StrEnum):
-    """The kind of process that generates the rollouts of a run."""
+    """The kind of process that contains the engines of a run."""
 
     RANKS = "ranks"
-    """Each learner rank's own process; generating and learning alternate."""
+    """Engines are in the learner ranks' processes; generating and learning alternate."""
     ACTORS = "actors"
-    """Ray actors of the run, on their own devices."""
+    """Engines are in Ray actors of the run, on their own devices."""
     SERVERS = "servers"
-    """Servers that were started separately."""
+    """Engines are servers that the user has started separately."""
 
     @property
     def engine_noun(self) -> str:
-        """The word for one engine in messages."""
+        """The word that messages use for one engine at this location."""
         return {"ranks": "engine", "actors": "actor", "servers": "server"}[self]
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """The properties of a rollout backend."""
+    """What distinguishes a rollout backend (a way to run engines) from the others."""
 
     location: EngineLocation
     title: str
-    """The keys that select it, as messages show them."""
+    """The configuration keys that select the backend, as messages show them."""
     has_beams: bool
-    """Whether it supports beam search (decision 21)."""
+    """Whether the backend supports beam search (decision 21)."""
     takes_adapters: bool = True
-    """Whether a sync can send its engines only a LoRA adapter."""
+    """Whether a weight sync can send the engines a LoRA adapter without the base weights."""
     uses_vllm: bool = True
-    """Whether vLLM generates, so that vLLM's limits apply."""
+    """Whether the engines are vLLM, so that vLLM's limits apply."""
     shares_model: bool = False
-    """Whether it generates with the learner's own model, so that no weights are sent."""
+    """Whether the engine is the learner's own model, so that no weights are sent."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
@@ -93,7 +93,10 @@ class RepeatTerminateSection(Section):
     """End the answer after more `object_{n}` keys than this; null: no limit."""
 
     def settings(self) -> RepeatGuardSettings | None:
-        """Return the settings of the repeat guard; None if it is off."""
+        """Return the settings of the repeat guard, which ends answers that repeat themselves.
+
+        None if the guard is off.
+        """
         if not self.enabled:
             return None
         return RepeatGuardSettings(
@@ -211,20 +214,25 @@ class ServerSection(Section):
 
     @property
     def answer_limit(self) -> Timeout:
-        """Time limit for a server to join the weight transfer, and for its silence while it
-        generates."""
+        """Time limit for a server to join a weight sync, and to answer or sample another token."""
         return Timeout(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
 
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises positive temperatures below this one to it; so do all backends and the learner."""
+"""Lower positive temperatures are raised to this, by vLLM, all other backends and the learner."""
 HIGHEST_TEMPERATURE = 5.0
-"""Token ids are banned by a logit bias of -100, which is divided by the temperature. At 5 a banned
-token keeps e^-20 of its probability; at 50 it would keep e^-2."""
+"""The highest temperature of the backend `hf`, so that banned tokens are not sampled.
+
+Token ids are banned by a logit bias of -100, which is divided by the temperature. At 5 a banned
+token keeps e^-20 of its probability; at 50 it would keep e^-2.
+"""
 LEAST_BUCKET_BYTES = 1 << 16
-"""A smaller bucket would hold at most one tensor, and each one costs a message and a checksum."""
+"""Least bytes of a bucket of weights in a sync; each bucket costs a message and a checksum.
+
+A smaller bucket would hold only one tensor.
+"""
 DEDICATED_MEMORY_UTILIZATION = 0.85
-"""Fraction of the device's memory for an engine that does not share the device."""
+"""Default fraction of a GPU's memory for an engine that does not share the GPU."""
 
 
 def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
@@ -259,7 +267,7 @@ class DecodingSection(Section):
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature used for sampling: 0, or at least `LOWEST_TEMPERATURE`."""
+        """The temperature of sampling: 0 (greedy), or at least `LOWEST_TEMPERATURE`."""
         return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature > 0 else 0.0
 
 
@@ -353,12 +361,12 @@ class OffloadSection(Section):
 
     @property
     def moves_model(self) -> bool:
-        """Return whether the learner's weights are moved off the device."""
+        """Return whether the learner's weights leave the device while the engine generates."""
         return self.enabled and (self.offload_model or not self.offload_optimizer)
 
     @property
     def moves_optimizer(self) -> bool:
-        """Return whether the optimizer's state is moved off the device."""
+        """Return whether the optimizer's state leaves the device while the engine generates."""
         return self.enabled and (self.offload_optimizer or not self.offload_model)
 
 
@@ -453,7 +461,7 @@ class RolloutMatchingSection(Section):
 
     @property
     def backend_name(self) -> str:
-        """The name of the selected backend in `BACKENDS`."""
+        """The name, in `BACKENDS`, of the rollout backend that the run uses."""
         return self.vllm.mode if self.rollout_backend == "vllm" else self.rollout_backend
 
     @property
@@ -467,7 +475,7 @@ class RolloutMatchingSection(Section):
 
     @property
     def servers(self) -> ServerSection | None:
-        """The servers that generate; None if the run's own processes generate."""
+        """The servers that generate rollouts; None if the run's own processes generate them."""
         return self.vllm.server if self.backend.location is EngineLocation.SERVERS else None
 
     @property
@@ -477,7 +485,10 @@ class RolloutMatchingSection(Section):
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:
-        """`decode_mode`; if it is not set, sample or greedy by the temperature (decision 27)."""
+        """How engines decode: `decode_mode` if it is set (decision 27).
+
+        If not: sample at temperatures above 0, else greedy.
+        """
         if self.decode_mode is not None:
             return self.decode_mode
         return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY
@@ -485,7 +496,7 @@ class RolloutMatchingSection(Section):
     def decode_settings(
         self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]
     ) -> DecodeSettings:
-        """Return the run's decoding settings with these stop token ids and banned token ids."""
+        """Return the decoding settings that requests of the run carry, with these token ids."""
         return DecodeSettings(
             mode=self.resolved_decode_mode,
             temperature=self.decoding.effective_temperature,

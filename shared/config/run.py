@@ -44,18 +44,21 @@ tokens (float32: 1e-5). A run compares millions of tokens, of deeper models."""
 
 
 class RowRule(StrEnum):
-    """How the segments of a step are put into rows (decision 7)."""
+    """How the segments of a step are put into rows (decision 7).
+
+    A segment is a prompt with its target. A row is the input of one forward pass.
+    """
 
     SEGMENT = "segment"
-    """No packing: each segment is a row."""
+    """Each segment is a row of its own, without packing."""
     STEP = "step"
-    """Packed; all segments of a step are learned in that step."""
+    """Several segments are packed into a row; all segments of a step are learned in that step."""
     CARRY = "carry"
-    """Packed, one row per micro-step; the remaining segments wait for later rows or steps."""
+    """One row is packed per micro-step; the other segments wait for later rows or steps."""
 
 
 class RunConfig(Section):
-    """The validated configuration of a run, made by `shared.config.load_config` only.
+    """The validated configuration of a run, which only `shared.config.load_config` creates.
 
     Example: with `learner.world_size: 2`, `per_device_train_batch_size: 4` and
     `effective_batch_size: 32` a step has 4 accumulation steps of 8 samples.
@@ -100,12 +103,12 @@ class RunConfig(Section):
 
     @property
     def algorithm(self) -> AlgorithmSpec:
-        """The properties of the run's `custom.trainer_variant`."""
+        """The properties of the run's training algorithm (`custom.trainer_variant`)."""
         return ALGORITHMS[self.custom.trainer_variant]
 
     @property
     def geometry(self) -> frozenset[GeometryKind]:
-        """Kinds of shapes that are taught and parsed (decision 8)."""
+        """Kinds of shapes (boxes, polygons, points) that are taught and parsed (decision 8)."""
         kinds = self.rollout_matching.geometry
         if kinds is None:
             return self.algorithm.geometry & self.answer_format.geometry & DEFAULT_GEOMETRY
@@ -113,44 +116,48 @@ class RunConfig(Section):
 
     @property
     def user_prompt(self) -> str:
-        """`data.user_prompt`; if it is not set, the default prompt of `data.answer_format`."""
+        """The user message: `data.user_prompt`, or else the default of `data.answer_format`."""
         written = self.data.user_prompt
         return self.answer_format.user_prompt if written == DEFAULT_USER_PROMPT else written
 
     @property
     def prompts(self) -> Prompts:
-        """The prompts that samples are shown with."""
+        """The prompts of the run, which give each sample its prompt."""
         templates = self.data.prompts or (self.user_prompt,)
         return Prompts(templates, self.data.system_prompt, self.training.seed)
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """The format of the model's answers."""
+        """The text format of the model's answers (`data.answer_format`)."""
         return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
     def canary_tolerance(self) -> float | None:
-        """Largest allowed canary difference in nats: the key, or its default by `model.dtype`.
+        """Largest allowed difference of a canary log-probability after a weight sync, in nats.
 
-        None in bfloat16: the sync compares with measured noise instead.
+        The key `canary_tolerance`, or its default for `model.dtype`. None in bfloat16, where the
+        sync compares with measured noise instead.
         """
         written = self.rollout_matching.vllm.sync.canary_tolerance
         return written or _CANARY_TOLERANCE[self.model.dtype]
 
     @property
     def logprob_tolerance(self) -> float:
-        """`rollout_matching.logprob_tolerance`, or its default by `model.dtype`, in nats."""
+        """Largest allowed difference of log-probabilities between engine and learner, in nats.
+
+        `rollout_matching.logprob_tolerance`, or its default for `model.dtype`.
+        """
         return self.rollout_matching.logprob_tolerance or _LOGPROB_TOLERANCE[self.model.dtype]
 
     def channel(self, step: int) -> Channel:
-        """Return the channel of a step (from 0)."""
+        """Return the channel of a step, which counts from 0."""
         if self.algorithm.is_scheduled:
             return self.stage2_ab.schedule.channel(step)
         return self.algorithm.channels[0]
 
     @property
     def used_channels(self) -> tuple[Channel, ...]:
-        """The channels of the run's steps, if the run is long enough to reach all of them."""
+        """The channels of the run's steps. A short run may not reach all of them."""
         if not self.algorithm.is_scheduled:
             return self.algorithm.channels
         schedule = self.stage2_ab.schedule
@@ -162,20 +169,20 @@ class RunConfig(Section):
 
     @property
     def num_b_steps(self) -> int:
-        """The number of channel-B steps."""
+        """The number of the run's channel-B steps."""
         if self.algorithm.is_scheduled:
             return self.stage2_ab.schedule.num_b_steps(self.training.max_steps)
         return self.training.max_steps if self.algorithm.uses_rollouts else 0
 
     @property
     def warmup_steps(self) -> int:
-        """The number of channel-A steps before the schedule's ratio applies."""
+        """The number of channel-A steps at the start, before `b_ratio` of the schedule applies."""
         if not self.algorithm.is_scheduled:
             return 0
         return min(self.stage2_ab.schedule.warmup_steps, self.training.max_steps)
 
     def maskiou_gate(self, step: int) -> float:
-        """Return the least mask IoU of a matched pair in a step (from 0).
+        """Return the least mask IoU at which objects are matched in a step, which counts from 0.
 
         Example: with `maskiou_gate: 0.3` and the schedule `{start: 0.1, steps: 100}`, after 20
         steps of warm-up, it is 0.1 up to step 20, 0.2 at step 70, and 0.3 from step 120 on.
@@ -189,14 +196,14 @@ class RunConfig(Section):
 
     @property
     def row_rule(self) -> RowRule:
-        """How segments are put into rows in this run."""
+        """How the run puts segments into rows."""
         if not self.training.packing:
             return RowRule.SEGMENT
         return RowRule.CARRY if self.algorithm.carries_segments else RowRule.STEP
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-steps per update: as configured, derived from `effective_batch_size`, or 1."""
+        """Number of micro-steps (batches of gradient accumulation) per update."""
         training = self.training
         if training.gradient_accumulation_steps is not None:
             return training.gradient_accumulation_steps
@@ -205,7 +212,7 @@ class RunConfig(Section):
         return self.needed_accumulation_steps(training.effective_batch_size)
 
     def needed_accumulation_steps(self, num_samples: int) -> int:
-        """Return the fewest micro-steps that have at least `num_samples` samples over all ranks.
+        """Return how many micro-steps all ranks together need for `num_samples` samples.
 
         Example: 33 samples need 5 micro-steps of 2 ranks with 4 samples each.
         """
@@ -217,36 +224,36 @@ class RunConfig(Section):
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per update over all ranks, counted from the micro-steps."""
+        """Samples per update over all learner ranks: micro-steps x ranks x samples of each."""
         return self._samples_per_micro_step * self.accumulation_steps
 
     @property
     def raw_rollouts_per_step(self) -> int:
-        """Rollouts per channel-B update over all ranks; 0 if the variant has no rollouts."""
+        """Rollouts per channel-B step over all learner ranks; 0 if the run has no rollouts."""
         if not self.algorithm.uses_rollouts:
             return 0
         return self.stage2_ab.channel_b.rollouts_per_step or self.effective_batch_size
 
     @property
     def group_size(self) -> int:
-        """Rollouts that must stay together when steps are split into rounds and over ranks.
+        """Number of rollouts that must stay together when steps are split into rounds and ranks.
 
-        Rollouts of one example of an environment are compared with each other.
+        These are the rollouts of one row, whose rewards are compared with each other.
         """
         return 1 if self.environment is None else self.environment.rollouts_per_example
 
     @property
     def has_held_out(self) -> bool:
-        """Return whether the run has held-out samples or examples to report on."""
+        """Return whether the run has held-out samples, or held-out rows of an environment."""
         if self.environment is None:
             return self.data.val is not None
         return self.environment.num_eval_examples != 0
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:
-        """The number of devices of each engine, in the order of the split of rounds.
+        """The number of devices of each engine, in the order of the engines' requests.
 
-        None if it is known only after asking the servers, or the cluster for its GPUs.
+        None if only the servers, or the cluster, know it.
 
         Example: three actors with `tensor_parallel_size: 2` are `(2, 2, 2)`.
         """
@@ -263,12 +270,12 @@ class RunConfig(Section):
 
     @property
     def adapted_parts(self) -> tuple[ModelPart, ...]:
-        """The parts that the run's adapter is in; none without one."""
+        """The parts of the model that the run's adapter adapts; empty without an adapter."""
         return () if self.model.adapter is None else self.training.parts.adapted
 
     @property
     def adapts_vision(self) -> bool:
-        """Return whether the run's adapter is in the vision tower or the aligner.
+        """Return whether the run's adapter adapts layers of the vision tower or the aligner.
 
         Such an adapter is sent as full weights: vLLM's support for it is experimental, and its
         results have not been compared with the learner's here.
@@ -277,9 +284,10 @@ class RunConfig(Section):
 
     @property
     def tokens_beside_adapter(self) -> FreshTokens | None:
-        """The checkpoint's fresh tokens if they are trained together with the run's adapter.
+        """The checkpoint's newly added tokens, whose embeddings are trained next to the adapter.
 
-        vLLM accepts no adapter with rows of embeddings, so these runs send full weights.
+        None if there are no such tokens or no adapter. vLLM accepts no adapter with rows of
+        embeddings, so runs with such tokens send full weights.
         """
         if ModelPart.LANGUAGE_MODEL not in self.adapted_parts:
             return None
@@ -287,7 +295,10 @@ class RunConfig(Section):
 
     @property
     def sync_mode(self) -> Literal["full", "adapter"]:
-        """`sync.mode`, with `auto` resolved: `adapter` if the engines can take one, else `full`."""
+        """What a weight sync sends: `sync.mode`, with `auto` resolved.
+
+        `auto` becomes `adapter` if the engines can receive the run's adapter, else `full`.
+        """
         mode = self.rollout_matching.vllm.sync.mode
         if mode != "auto":
             return mode
@@ -295,7 +306,7 @@ class RunConfig(Section):
 
     @property
     def why_full_sync(self) -> str | None:
-        """Why the adapter cannot be sent without the base weights; None if it can."""
+        """Why a sync must send full weights, not only the adapter; None if an adapter suffices."""
         adapter = self.model.adapter
         if adapter is None:
             return "the learner trains no adapter (model.adapter)"
@@ -321,5 +332,8 @@ class RunConfig(Section):
 
     @property
     def may_send_full(self) -> bool:
-        """Return whether a sync may send full weights: always, or after an adapter sync failed."""
+        """Return whether some sync may send full weights.
+
+        Every sync does, or the syncs after a failed adapter sync do.
+        """
         return self.sync_mode == "full" or self.rollout_matching.vllm.sync.fallback_to_full

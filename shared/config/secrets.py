@@ -83,17 +83,17 @@ def masked(value: Any, *, in_secret: bool = False) -> Any:
 
 
 def masked_keys(values: Mapping[str, object]) -> list[str]:
-    """Return the dotted keys whose values contain a masked secret."""
+    """Return the dotted keys whose values contain `MASK`, the text that replaces a secret."""
     return [key for key, value in leaves(values).items() if MASK in str(value)]
 
 
 def hide(values: Mapping[str, object]) -> None:
-    """Make `redacted` also replace the secrets of this mapping, in this process."""
+    """Make `redacted` also replace the secrets in this configuration, in this process."""
     _hidden.update(_secrets_in(values))
 
 
 def redacted(text: str) -> str:
-    """Replace all secrets known to this process in a text."""
+    """Return the text with all secrets that this process knows replaced by `MASK`."""
     of_variables = (
         value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS
     )

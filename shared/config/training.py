@@ -98,14 +98,14 @@ class PartsSection(Section):
         return self
 
     def items(self) -> Iterator[tuple[ModelPart, PartSection]]:
-        """Yield every part and its section."""
+        """Yield every part of the model and its section."""
         yield ModelPart.VISION_TOWER, self.vision_tower
         yield ModelPart.ALIGNER, self.aligner
         yield ModelPart.LANGUAGE_MODEL, self.language_model
 
     @property
     def adapted(self) -> tuple[ModelPart, ...]:
-        """The parts that get an adapter, if the run has one."""
+        """The parts of the model that get an adapter, if the run trains an adapter."""
         unset = {part: part is ModelPart.LANGUAGE_MODEL for part in ModelPart}
         return tuple(
             part

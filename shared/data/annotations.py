@@ -21,23 +21,26 @@ from shared.errors import RecordError
 
 Box = tuple[float, float, float, float]
 Segmentation = Sequence[Sequence[float]] | Mapping[str, object]
-"""Rings x, y, ... in pixels, or COCO's run-length encoding."""
+"""The outline of an object: polygons with vertices x, y, x, y, ... in pixels, or COCO's RLE.
+
+RLE is COCO's run-length encoding of a mask.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """One annotation as in its file.
+    """The original annotation of an object, in pixels, as the imported file has it.
 
     Example: `Annotation((10.5, 20.0, 30.0, 40.0))` reaches from x 10.5 to 40.5.
     """
 
     box: Box
-    """x, y, w, h in pixels, half-open."""
+    """The box (x, y, width, height) in pixels, half-open."""
     segmentation: Segmentation | None = None
 
     @property
     def corners(self) -> Box:
-        """x1, y1, x2, y2 in pixels."""
+        """The box as its corners (x1, y1, x2, y2) in pixels."""
         x, y, w, h = self.box
         return x, y, x + w, y + h
 
@@ -53,21 +56,30 @@ class IgnoredRegion:
     annotation: Annotation
     desc: str
     is_crowd: bool
-    """A prediction is inside by the share of its area (COCO's crowds), else by its IoU."""
+    """How it is decided whether a prediction is inside the region.
+
+    True: by the share of the prediction's area in it (a crowd in COCO). False: by their IoU.
+    """
 
     def as_json(self) -> dict[str, object]:
         return {**self.annotation.as_json(), "desc": self.desc, "iscrowd": int(self.is_crowd)}
 
 
 def load_annotated(value: object, num_objects: int) -> tuple[Annotation, ...]:
-    """Read `annotated` of a row with `num_objects` objects. Raises RecordError."""
+    """Check the value of `annotated` in a row of a dataset, and return the annotations.
+
+    There must be one for each of the row's `num_objects` objects. Raises RecordError.
+    """
     if not isinstance(value, list) or len(value) != num_objects:
         _refuse("annotated", f"is not a list of {num_objects} annotations, one per object")
     return tuple(_annotation(f"annotated[{i}]", one) for i, one in enumerate(value))
 
 
 def load_ignored(value: object) -> tuple[IgnoredRegion, ...]:
-    """Read `ignore` of a row. Raises RecordError."""
+    """Check the value of `ignore` in a row of a dataset, and return the regions to ignore.
+
+    In these regions of the image, predictions are neither right nor wrong. Raises RecordError.
+    """
     if not isinstance(value, list):
         _refuse("ignore", "is not a list of regions")
     regions = []

@@ -1,7 +1,7 @@
-"""The rows of a JSONL file as samples, read on access.
+"""The rows of a JSONL data file as samples, which are read from the file each time they are used.
 
 A process keeps about 100 bytes per row, whatever the row contains. So a run on a hundred thousand
-images, with its learner ranks, needs no more memory than a run on a hundred.
+images needs hardly more memory than a run on a hundred.
 
 Shape legend: N rows, M images of all rows.
 """
@@ -41,7 +41,7 @@ _LEAST_SIDE = 64
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """The rules for turning a row into a sample: arguments of `load_dataset`."""
+    """How a row of a data file becomes a sample: arguments of `load_dataset`."""
 
     sort_objects: bool
     check_images: bool
@@ -57,7 +57,10 @@ class RowRules:
         image_size: ImageSize | None = None,
         known_images: Mapping[str, ImageFacts],
     ) -> Sample:
-        """Make a sample from line `number` of a file. Raises RecordError without file and line."""
+        """Return the sample of a decoded row, which is on line `number` of the file at `path`.
+
+        Raises RecordError, which does not name file and line.
+        """
         sample = load_record(
             mapping,
             root=path.parent,
@@ -75,24 +78,27 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """The positions of the usable rows in their file, and their images: arrays of N rows.
+    """Where the N usable rows of a data file are in the file, and the digests of their images.
 
     About 100 bytes per row, whatever the row contains.
     """
 
     places_N3: np.ndarray
-    """int64: the line's offset and length in bytes, and its number from 1."""
+    """int64: the offset and length of the row's line in bytes, and its line number from 1."""
     checks_N: np.ndarray
     """uint64: checksum of the line's bytes."""
     sizes_N2: np.ndarray
-    """int32: width and height of the row."""
+    """int32: width and height of the row's image."""
     images_N1: np.ndarray
-    """int64 [N + 1]: images in all rows before; row i has `images_N1[i]` to `images_N1[i + 1]`."""
+    """int64 [N + 1]: number of images in all earlier rows.
+
+    Row i has the images `images_N1[i]` to `images_N1[i + 1]`.
+    """
     sha256_M: np.ndarray
     """uint8 [images_N1[-1], 32]: digests of the image files; empty if they were not checked."""
 
     def keep(self, rows: np.ndarray) -> RowTable:
-        """Return the table of these rows, in ascending order."""
+        """Return the table of only the rows at these ascending indices."""
         counts = np.diff(self.images_N1)
         images_N1 = np.concatenate([[0], np.cumsum(counts[rows])])
         sha256_M = self.sha256_M
@@ -113,7 +119,7 @@ class _OpenFile:
 
 
 class IndexedSamples(Sequence[Sample]):
-    """Samples that are made on access, by an index or a slice."""
+    """Base class of sequences whose samples are made when an index or a slice is read."""
 
     @abstractmethod
     def _sample(self, row: int) -> Sample:
@@ -134,7 +140,7 @@ class IndexedSamples(Sequence[Sample]):
 
 
 class FileRows(IndexedSamples):
-    """The samples of a JSONL file, each read and made on access.
+    """The samples of a JSONL data file, each read from the file when it is used.
 
     The file stays open: replacing it does not affect a run, and changing it is detected.
     """
@@ -142,14 +148,14 @@ class FileRows(IndexedSamples):
     def __init__(
         self, path: Path, table: RowTable, rules: RowRules, file: _OpenFile | None = None
     ) -> None:
-        """`file`: the open file, or None to open it. Raises RecordError."""
+        """Create the sequence. `file` is the open file; None: open it. Raises RecordError."""
         self.table = table
         self._path = path
         self._rules = rules
         self._file = file or _OpenFile(path)
 
     def keep(self, rows: np.ndarray) -> FileRows:
-        """Return the samples of these rows, in ascending order."""
+        """Return the sequence of only the rows at these ascending indices."""
         return FileRows(self._path, self.table.keep(rows), self._rules, self._file)
 
     def __len__(self) -> int:
@@ -179,12 +185,12 @@ class FileRows(IndexedSamples):
 
 
 def checksum(line: bytes) -> np.uint64:
-    """Return a 64-bit digest of a line."""
+    """Return a 64-bit digest of a line, so that a later change of the file is noticed."""
     return np.uint64(int.from_bytes(hashlib.blake2b(line, digest_size=8).digest()))
 
 
 class TableBuilder:
-    """Builds a `RowTable` row by row; it keeps only numbers of each sample."""
+    """Builds a `RowTable` row by row while a data file is read. It keeps no samples."""
 
     def __init__(self) -> None:
         self._places = array("q")
@@ -212,7 +218,10 @@ class TableBuilder:
 
 
 class Oddities:
-    """Counts unusual but allowed contents of rows; it keeps one number per row."""
+    """Counts the rows of a data file with unusual but allowed contents, to report them to the user.
+
+    It keeps one number per row.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -220,7 +229,7 @@ class Oddities:
         self._rows: dict[int, int] = {}
 
     def add(self, number: int, sample: Sample) -> None:
-        """Add the sample of line `number`."""
+        """Add the sample on line `number` of the file."""
         boxes = [one.bins for one in sample.objects if one.kind is GeometryKind.BBOX]
         # A box of one pixel is one step of bins, rounded outwards.
         steps = (1000 / sample.width + 2, 1000 / sample.height + 2)
@@ -260,20 +269,26 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def lines_of(path: Path) -> Iterator[FileLine]:
-    """Yield the lines of a file that are not blank. Raises RecordError."""
+    """Yield the lines of a data file that are not blank. Raises RecordError."""
     with readable(path):
         yield from file_lines(path)
 
 
 def require_utf8(content: bytes, path: Path) -> None:
-    """Raise RecordError if a text begins as UTF-16 does, with or without a byte order mark."""
+    """Raise RecordError if the beginning of a data file looks like UTF-16.
+
+    It is recognised with or without a byte order mark.
+    """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         remedy = "save the file as UTF-8"
         raise RecordError("is UTF-16, not UTF-8", field="file", remedy=remedy, file=str(path))
 
 
 def decode_row(path: Path, line: bytes) -> Any:
-    """Parse one line strictly: no duplicate keys, no integers of thousands of digits."""
+    """Parse one line of a data file as JSON.
+
+    Duplicate keys and integers of thousands of digits are errors.
+    """
     require_utf8(line, path)
     try:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)

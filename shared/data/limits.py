@@ -1,7 +1,7 @@
-"""Limits for data from outside: beyond them a file is damaged, or made to exhaust a machine.
+"""Limits of the sizes of the user's data: larger files are damaged, or made to exhaust a machine.
 
-They are far above what fits into a context of a million tokens. Edit them here if your data is
-valid and larger.
+The limits are far above what fits into a context of a million tokens. Edit them here if your data
+is valid and larger.
 """
 
 from __future__ import annotations
@@ -18,34 +18,39 @@ from shared.errors import RecordError
 
 WHERE = "shared/data/limits.py"
 MAX_LINE_BYTES = 16 * 2**20
-"""Line of a JSONL file."""
+"""Bytes of a line in a JSONL file."""
 MAX_FILE_BYTES = 8 * 2**30
-"""File that is read as a whole: annotations."""
+"""Bytes of a file that is read as a whole: annotations."""
 MAX_SEARCH_BYTES = 2**30
-"""Line that is too long: the search for its end stops here."""
+"""Bytes after which the search for the end of a line that is too long stops."""
 MAX_EXAMPLE_BYTES = 256 * 2**20
-"""Line with an environment's example or rollout, which may contain images."""
+"""Bytes of a line with an environment's example or rollout, which may contain images."""
 MAX_LABEL_BYTES = 16 * 2**20
-"""Labels of an image, and YOLO's `data.yaml`."""
+"""Bytes of the file with an image's labels, and of YOLO's `data.yaml`."""
 MAX_PICKLE_BYTES = 64 * 2**20
-"""RefCOCO's file of refs; the releases have 15 MB. Reading it may take 64 times its size in
-memory."""
+"""Bytes of RefCOCO's pickle file of references; the releases have 15 MB.
+
+Reading it may take 64 times its size in memory.
+"""
 MAX_VALUES = 10_000_000
-"""Values in that file with its references expanded; the releases have 3 million."""
+"""Number of values in RefCOCO's pickle file, with shared values counted each time they are used.
+
+The releases have 3 million.
+"""
 MAX_TEXT = 1_000_000
-"""Characters of a text, such as a prompt or a name."""
+"""Number of characters of a text, such as a prompt or a name."""
 MAX_IMAGES = 1_000
-"""Images of a row."""
+"""Number of images of a row."""
 MAX_COORDINATES = 100_000
-"""Numbers of all boxes, polygons and points of a row: each is at least one token of the answer."""
+"""Number of coordinates of all objects of a row; each is at least one token of the answer."""
 MAX_VERTICES = 20_000
-"""Vertices of an imported polygon; the time to simplify it is quadratic."""
+"""Number of vertices of an imported polygon; the time to simplify it is quadratic."""
 MAX_IMAGE_BYTES = 512 * 2**20
-"""Image file."""
+"""Bytes of an image file."""
 MAX_PIXELS = 128 * 2**20
 """Width times height of an image. Decoded it takes 384 MiB; Pillow's limit is a third higher."""
 MAX_FOLDER_FILES = 5_000_000
-"""Files of a folder that is searched recursively."""
+"""Number of files in a folder that is searched recursively."""
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -55,14 +60,17 @@ _KINDS = {
 
 
 def above(name: str, limit: int) -> str:
-    """Name an exceeded limit: `more than MAX_IMAGES = 1000 (shared/data/limits.py)`."""
+    """Return how messages name an exceeded limit.
+
+    Example: `more than MAX_IMAGES = 1000 (shared/data/limits.py)`.
+    """
     return f"more than {name} = {limit} ({WHERE})"
 
 
 def require_file(path: Path) -> os.stat_result:
-    """Return the status of a file. Raises OSError for a pipe, a socket or a device.
+    """Return the status of a regular file. Raises OSError for a pipe, a socket or a device.
 
-    It is not opened, because reading one of these might never end.
+    The file is not opened, because reading a pipe, socket or device might never end.
     """
     status = path.stat()
     if (kind := _KINDS.get(stat.S_IFMT(status.st_mode))) is not None:
@@ -71,7 +79,9 @@ def require_file(path: Path) -> os.stat_result:
 
 
 def read_file(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read a regular file of at most `limit` bytes; messages name it `name`. Raises OSError."""
+    """Return the content of a regular file. Raises OSError, also for more than `limit` bytes.
+
+    `name` is the limit's name in messages."""
     size = require_file(path).st_size
     if size > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, {above(name, limit)}")
@@ -80,21 +90,21 @@ def read_file(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BY
 
 
 class FileLine(NamedTuple):
-    """A line of a file."""
+    """One line of a data file, and its place in the file."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     offset: int
-    """Bytes of the file before it."""
+    """Number of bytes before the line in the file."""
     content: bytes
-    """Without its end; if the line is too long, only its beginning."""
+    """The line without its end; if the line is too long, only its beginning."""
     size: int
-    """Bytes, including its end."""
+    """Number of bytes of the line, including its end."""
     problem: str | None
-    """Why it is too long, or None."""
+    """What a message says if the line is too long; None if it is not."""
 
     def require_short(self) -> None:
-        """Raise RecordError, without file and line, if the line is too long."""
+        """Raise RecordError if the line is too long. The error does not name file and line."""
         if self.problem is not None:
             remedy = "split the row, or put its data into separate files"
             raise RecordError(self.problem, field="row", remedy=remedy)

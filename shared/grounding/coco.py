@@ -1,4 +1,6 @@
-"""Convert boxes, polygons, annotations and results to and from COCO; `launch` handles the files.
+"""Convert objects, annotations and predictions between norm1000 and the COCO format.
+
+`launch` reads and writes the files.
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
 (docs/explanation/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is
@@ -21,7 +23,7 @@ from shared.records import GeometryKind, Sample
 
 @dataclass(frozen=True, slots=True)
 class ScoredObject:
-    """One predicted object."""
+    """One object that a model found in an image, with a confidence."""
 
     kind: GeometryKind
     bins: tuple[int, ...]
@@ -30,11 +32,10 @@ class ScoredObject:
     score: float
     """Confidence: any finite number; greater means more certain."""
     pixels: tuple[float, ...] | None = None
-    """The same coordinates in pixels of the image, as the answer has them, not rounded to bins.
-    None: use the bins."""
+    """The coordinates in pixels of the image, not rounded to bins; None: compute from `bins`."""
 
     def pixels_in(self, width: int, height: int) -> tuple[float, ...]:
-        """Return the coordinates in pixels of an image of that size."""
+        """Return the object's coordinates in pixels of its image, which has this size."""
         return self.pixels or pixels_of(self.bins, width=width, height=height)
 
 
@@ -44,35 +45,38 @@ class ImagePredictions:
 
     image_id: int
     width: int
-    """Pixels."""
+    """Width of the image in pixels."""
     height: int
-    """Pixels."""
+    """Height of the image in pixels."""
     objects: tuple[ScoredObject, ...]
     orientation: int = 1
-    """EXIF orientation, if the COCO annotations refer to the image as stored."""
+    """EXIF orientation of the image file, if COCO annotations refer to the unrotated pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class CocoResults:
-    """The content of a COCO results file, and counts of what it cannot contain."""
+    """The content of a COCO results file, and counts of objects that it cannot contain."""
 
     results: list[dict[str, Any]]
     """One `{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in order."""
     unknown_names: Mapping[str, int]
-    """Objects left out because no category has their name: counts by name."""
+    """Number of objects, by name, that were left out because no category has their name."""
     num_points: int = 0
-    """Points left out: COCO detections are only boxes and masks."""
+    """Number of points that were left out, because COCO detections are only boxes and masks."""
 
 
 def box_around(pixels: Sequence[float]) -> list[float]:
-    """Return `[x, y, w, h]` of the smallest box around x, y, ..."""
+    """Return `[x, y, w, h]` of the smallest box around the points x, y, x, y, ..."""
     xs = pixels[::2]
     ys = pixels[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
 def ring_of(pixels: Sequence[float]) -> list[float]:
-    """Return the ring of a polygon x, y, ..., or of a box x1, y1, x2, y2."""
+    """Return the outline x, y, x, y, ... of a shape, as COCO's `segmentation` has it.
+
+    Four numbers are a box (x1, y1, x2, y2), more are a polygon.
+    """
     if len(pixels) != 4:
         return list(pixels)
     x1, y1, x2, y2 = pixels
@@ -80,7 +84,7 @@ def ring_of(pixels: Sequence[float]) -> list[float]:
 
 
 def ring_area(ring: Sequence[float]) -> float:
-    """Return the area inside a ring, in square pixels."""
+    """Return the area inside a polygon with vertices x, y, x, y, ..., in square pixels."""
     xs = ring[::2]
     ys = ring[1::2]
     turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
@@ -88,7 +92,9 @@ def ring_area(ring: Sequence[float]) -> float:
 
 
 def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
-    """Turn `[x, y, w, h]` into bins (x1, y1, x2, y2), rounded outwards and clamped to 0..999.
+    """Turn a COCO box `[x, y, w, h]` in pixels into bins (x1, y1, x2, y2).
+
+    Bins are rounded outwards and clamped to 0..999.
 
     Raises ValueError for an image with an axis under 2 pixels.
     """
@@ -97,10 +103,11 @@ def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
-    """Turn one ring into bins x, y, ..., rounded to the nearest and clamped to 0..999.
+    """Turn the vertices x, y, x, y, ... of a COCO polygon in pixels into bins.
 
-    Neighbouring vertices in the same bin become one, also the last and the first. Raises ValueError
-    for an image with an axis under 2 pixels.
+    Bins are rounded to the nearest and clamped to 0..999. Neighbouring vertices in the same bin
+    become one, also the last and the first. Raises ValueError for an image with an axis under 2
+    pixels.
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
@@ -114,30 +121,33 @@ def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
 
 
 def has_area(bins: Sequence[int]) -> bool:
-    """Return whether the vertices x, y, ... are not all on one line."""
+    """Return whether a polygon with vertices x, y, x, y, ... has an area (is not on one line)."""
     points = list(zip(bins[::2], bins[1::2], strict=True))
     directions = [(x - points[0][0], y - points[0][1]) for x, y in points if (x, y) != points[0]]
     return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
 
 
 def number_categories(names: Iterable[str]) -> dict[str, int]:
-    """Number categories 1, 2, ... in alphabetical order."""
+    """Return the COCO id of each category name: 1, 2, ... in alphabetical order."""
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
 NOT_JUDGED_AREA = 1e12
-"""Area written for a region to ignore that is not a crowd. pycocotools ignores objects outside its
-area range and compares them by IoU."""
+"""The `area` that is written for a region to ignore that is not a crowd.
+
+pycocotools ignores objects whose area is outside its range, and compares them by IoU.
+"""
 
 
 def samples_to_coco(
     samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the samples' ground truth as a COCO data set, one image per sample, without points.
+    """Return the ground truth of samples as a COCO data set with one image per sample.
 
-    An object is its annotation if the sample has annotations, else its bins in pixels. Regions to
-    ignore become crowds, or objects larger than any area range. `image_ids` has one id per sample;
-    annotations are numbered from 1. Raises KeyError for a name that is not in `category_ids`.
+    Points are left out. An object is its annotation if the sample has annotations, else its bins in
+    pixels. Regions to ignore become crowds, or objects larger than any area range. `image_ids` has
+    one id per sample; annotations are numbered from 1. Raises KeyError for a name that is not in
+    `category_ids`.
     """
     annotations: list[dict[str, Any]] = []
 
@@ -184,7 +194,10 @@ def samples_to_coco(
 
 
 def annotation_of(sample: Sample, index: int) -> Annotation:
-    """Return an object's annotation; if the sample has none, make one from its bins."""
+    """Return the annotation, in pixels, of object number `index` of a sample.
+
+    If the sample has no annotations, it is made from the object's bins.
+    """
     if sample.annotated:
         return sample.annotated[index]
     truth = sample.objects[index]
@@ -196,7 +209,7 @@ def annotation_of(sample: Sample, index: int) -> Annotation:
 def predictions_to_coco(
     predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]
 ) -> CocoResults:
-    """Return predictions as COCO results; `category_ids` maps object names to ids."""
+    """Return predictions in the format of COCO results; `category_ids` has the id of each name."""
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
     num_points = 0

@@ -1,4 +1,6 @@
-"""Detection quality on held-out scenes: pairs, counts, tables.
+"""How well a model finds the objects of held-out samples: precision, recall and F1.
+
+A scene is a sample with the objects that the model found in it.
 
 IoU is computed only here, not in training metrics (spec: training-time counters). Boxes overlap by
 their exact areas: in pixels of the annotations if the sample has them, else in norm1000. Polygons
@@ -33,31 +35,34 @@ class Scene:
     """One held-out sample and the objects that the model found in it."""
 
     position: int
-    """Index of the sample in the validation data."""
+    """Index of the sample in the held-out data."""
     sample: Sample
-    """The sample; its images are given by path only."""
+    """The sample, with the paths of its images but not their bytes."""
     objects: tuple[ScoredObject, ...]
-    """Valid objects, in order of appearance."""
+    """Valid objects of the model's answer, in order of appearance."""
     dropped: tuple[DropReason, ...]
-    """Reasons of the complete entries that are not valid objects, in order of appearance."""
+    """Why complete entries of the answer are not valid objects, in order of appearance."""
     truncated: bool
-    """No container was closed: the answer ended too early, or it never opened one."""
+    """Whether the answer's JSON object or list was not closed, or never opened."""
     text: str = ""
     """The answer without its stop token; bytes that are not UTF-8 are U+FFFD."""
     finish_reason: FinishReason = FinishReason.STOP
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT
-    """The format that the prompt asks for."""
+    """The answer format that the prompt asks for."""
     num_behind: int = 0
-    """Number of unread objects after the container's end, for example in a second list."""
+    """Number of objects after the end of the JSON object or list, which are not read.
+
+    They are, for example, in a second list.
+    """
 
     @property
     def never_opened(self) -> bool:
-        """The answer does not begin with a container: it is prose or empty."""
+        """Whether the answer does not begin with a JSON object or list: it is prose or empty."""
         return self.truncated and not self.answer_format.opens(self.text)
 
 
 class Outcome(Protocol):
-    """The outcome of one held-out sample: a `Scene`, or a rollout of an environment."""
+    """The model's result on one held-out sample: a `Scene`, or a rollout of an environment."""
 
     @property
     def position(self) -> int:
@@ -70,20 +75,20 @@ OutcomeT = TypeVar("OutcomeT", bound=Outcome, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(Generic[OutcomeT]):
-    """Greedy rollouts on all held-out samples with one set of weights."""
+    """The results of one evaluation: greedy rollouts on all held-out samples."""
 
     step: int | None
-    """Number of steps before it; None if unknown."""
+    """Number of optimizer steps before the evaluation; None if unknown."""
     weight_version: int
     """Version of the engines' weights; 0 is the checkpoint that they loaded."""
     outcomes: tuple[OutcomeT, ...]
-    """In order of position."""
+    """The result on each held-out sample, in order of position."""
     wall_s: float
-    """Seconds of generation and scoring."""
+    """Seconds that generation and scoring took."""
 
 
 class NamedShape(Shape, Protocol):
-    """A ground-truth or predicted object."""
+    """A ground-truth or predicted object: a shape with a name."""
 
     @property
     def desc(self) -> str: ...
@@ -97,21 +102,23 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DetectionCounts:
-    """Counts over any number of scenes; they can be added. A ratio with an empty denominator is 0.
+    """Counts of objects in any number of scenes, and the precision, recall and F1 of the counts.
+
+    Counts can be added. A ratio whose denominator is 0 is 0.
 
     Example: 4 predictions with 3 matches and 5 ground truths: precision 0.75, recall 0.6.
     """
 
     num_predictions: int = 0
-    """Valid objects."""
+    """Number of valid predicted objects."""
     num_dropped: int = 0
-    """Complete entries that are not valid objects."""
+    """Number of complete entries in answers that are not valid objects."""
     num_ground_truth: int = 0
     num_matched: int = 0
     num_class_correct: int = 0
-    """Matched pairs with equal `desc`."""
+    """Number of matched pairs with equal names (`desc`)."""
     num_ignored: int = 0
-    """Unpaired predictions in a region to ignore; precision leaves them out."""
+    """Number of unpaired predictions in regions to ignore, which precision leaves out."""
 
     def __add__(self, other: DetectionCounts) -> DetectionCounts:
         counts = zip(astuple(self), astuple(other), strict=True)
@@ -119,7 +126,7 @@ class DetectionCounts:
 
     @property
     def valid_rate(self) -> float:
-        """Share of valid objects among all complete entries."""
+        """Share of valid objects among all complete entries of the answers."""
         return _ratio(self.num_predictions, self.num_predictions + self.num_dropped)
 
     @property
@@ -128,7 +135,7 @@ class DetectionCounts:
 
     @property
     def num_judged(self) -> int:
-        """Predictions that count as right or wrong."""
+        """Number of predictions that count as right or wrong: all that are not ignored."""
         return self.num_predictions - self.num_ignored
 
     @property
@@ -142,40 +149,46 @@ class DetectionCounts:
 
     @property
     def class_accuracy(self) -> float:
-        """Share of matched pairs with equal names."""
+        """Share of pairs with equal names among all matched pairs."""
         return _ratio(self.num_class_correct, self.num_matched)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdCounts:
-    """Counts of the same scenes, paired in two ways at one threshold."""
+    """Counts at one IoU threshold, with predictions paired in two ways with the ground truth."""
 
     iou_threshold: float
     any_class: DetectionCounts
-    """A pair may have different names."""
+    """Counts if the objects of a pair may have different names."""
     same_class: DetectionCounts
-    """A pair must have equal names."""
+    """Counts if the objects of a pair must have equal names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionSummary:
-    """The summary of an evaluation's scenes."""
+    """The detection quality of an evaluation: counts over all scenes, by threshold and by class."""
 
     thresholds: tuple[ThresholdCounts, ...]
-    """In ascending order, at least one."""
+    """Counts at each IoU threshold, at least one, in ascending order of thresholds."""
     classes: Mapping[str, DetectionCounts]
-    """Counts of pairs with equal names at the first threshold, by name in alphabetical order."""
+    """Counts of each class at the first threshold, by name in alphabetical order.
+
+    The objects of a pair have equal names.
+    """
     dropped: Mapping[DropReason, int]
-    """Number of entries per reason that occurred, the most frequent first."""
+    """Number of invalid entries of answers by reason, the most frequent first."""
     num_truncated: int
-    """Answers whose container was not closed or never opened."""
+    """Number of answers whose JSON object or list was not closed, or never opened."""
     num_never_opened: int
     num_length_limited: int
-    """Answers that ended at `max_new_tokens`."""
+    """Number of answers that ended at `max_new_tokens`."""
     num_behind: int
-    """Unread objects after the end of the answers' containers."""
+    """Number of objects after the end of the answers' JSON objects or lists, which are not read."""
     scene_f1: tuple[float, ...]
-    """F1 of each scene at the first threshold, any class; 1 without objects and predictions."""
+    """F1 of each scene at the first threshold, with pairs of any names.
+
+    1 for a scene without objects and predictions.
+    """
 
 
 def summarise(
@@ -184,9 +197,11 @@ def summarise(
     *,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> DetectionSummary:
-    """Summarise the scenes at the given thresholds, in ascending order, at least one.
+    """Compute the detection quality over scenes.
 
-    `point_tolerance`: the distance between two points, in bins, that counts as an overlap of 0.5.
+    Args:
+        iou_thresholds: least IoU of a pair, at least one, in ascending order.
+        point_tolerance: the distance of two points, in bins, that counts as an IoU of 0.5.
     """
     any_class = [_Overlaps.of(scene, point_tolerance) for scene in scenes]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
@@ -213,7 +228,10 @@ def summarise(
 
 
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
-    """Return the indices of up to `count` imperfect scenes with the lowest F1, lowest first."""
+    """Return the indices of the `count` scenes with the lowest F1, lowest first.
+
+    Scenes with an F1 of 1 are left out, so there may be fewer.
+    """
     ranked = sorted(range(len(summary.scene_f1)), key=summary.scene_f1.__getitem__)
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
 
@@ -225,10 +243,11 @@ def pair_objects(
     iou_threshold: float,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> list[Pair]:
-    """Pair predictions with ground truth of any class.
+    """Pair predictions with ground-truth objects by IoU, whatever their names.
 
-    Greedy, in order of falling IoU; ties by prediction, then by ground truth. A pair has an IoU of
-    at least `iou_threshold`, which must be above 0. Each object is in at most one pair.
+    Each object is in at most one pair. Pairs are chosen in order of falling IoU; of equal IoUs the
+    first prediction, then the first ground truth. A pair has an IoU of at least `iou_threshold`,
+    which must be above 0.
     """
     return _greedy_pairs(_iou(predictions, ground_truth, point_tolerance), iou_threshold)
 
@@ -236,7 +255,10 @@ def pair_objects(
 def pair_scene(
     scene: Scene, *, iou_threshold: float, point_tolerance: float = POINT_TOLERANCE
 ) -> list[Pair]:
-    """Pair a scene's predictions with its ground truth of any class, as `summarise` does."""
+    """Pair the predictions of a scene with its ground truth as `summarise` does.
+
+    The objects of a pair may have different names.
+    """
     return _Overlaps.of(scene, point_tolerance).pairs(iou_threshold)
 
 

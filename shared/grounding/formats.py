@@ -1,9 +1,8 @@
 """The answer formats: how objects are written as text (`data.answer_format`).
 
-Each format provides four parts: a strict parser that knows the token of every part, a prefix to
-which objects can be appended, a serializer, and the tokens that write coordinates. Everything else,
-from cutting the prefix to matching, is the same for all formats. A format is a subclass of
-`AnswerFormat` and one line of `FORMATS`.
+Each format has a strict parser, a serializer, a way to append objects to a kept answer, and tokens
+for coordinates. Everything else is the same for all formats, such as matching. A format is a
+subclass of `AnswerFormat` and one line of `FORMATS`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ _LONGEST_KEY_INDEX = 10**9
 
 @dataclass(frozen=True, slots=True)
 class ObjectDictionary(AnswerFormat):
-    """`{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`, with coordinate tokens."""
+    """The answer format `coord_tokens`: a JSON object with coordinate tokens.
+
+    `{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`
+    """
 
     field_order: str = DESC_FIRST
 
@@ -94,9 +96,12 @@ FORMATS: dict[str, AnswerFormat] = {
     "qwen2_5_vl": BoxList(in_pixels=True),
     "rex_omni": PhraseList(),
 }
-"""The formats by the value of `data.answer_format`."""
+"""The answer formats, by the value of `data.answer_format` that selects them."""
 
 
 def answer_format(name: str, field_order: str) -> AnswerFormat:
-    """Return the format of that name; only `coord_tokens` uses `field_order`."""
+    """Return the answer format with this name in `data.answer_format`.
+
+    `field_order` (`custom.object_field_order`) is used only by `coord_tokens`.
+    """
     return ObjectDictionary(field_order) if name == "coord_tokens" else FORMATS[name]

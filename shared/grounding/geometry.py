@@ -1,4 +1,6 @@
-"""Geometry in norm1000: pixels to bins and back, boxes around shapes, and overlaps (decision 34).
+"""Geometry of objects: conversion between pixels and bins, and overlap of shapes (decision 34).
+
+A bin is a coordinate in norm1000: an integer 0..999 along an axis of the image.
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices
 of all of them, R canvas pixels per axis, W words of 64 pixels per canvas row, T edges, C crossings
@@ -36,9 +38,9 @@ _MAX_CELLS = 1_000_000
 
 
 def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
-    """Return the IoU of the areas inside two rings with bins 0..999 (even-odd rule).
+    """Return the exact IoU of two polygons, given by their vertices in bins (even-odd rule).
 
-    If neither ring has area, it is 1 for the same vertices, else 0.
+    If neither polygon has an area, it is 1 for the same vertices, else 0.
     """
     edges_a = _edges(a)
     edges_b = _edges(b)
@@ -110,7 +112,7 @@ MIN_VERTICES = 3
 def simplify_ring(
     points: Sequence[tuple[Number, Number]], max_vertices: int
 ) -> list[tuple[Number, Number]]:
-    """Reduce a ring to at most `max_vertices` vertices, in order (Visvalingam and Whyatt).
+    """Reduce a polygon to at most `max_vertices` vertices, in order (Visvalingam and Whyatt).
 
     Each vertex costs tokens. The vertex whose triangle with its two neighbours is smallest is
     removed first, ties by index. Raises ValueError if `max_vertices` is below 3.
@@ -137,13 +139,13 @@ def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
 
 MAX_BIN = NUM_BINS - 1
 MIN_RASTER_PIXELS = 16
-"""Shapes that cover fewer canvas pixels are compared by exact area."""
+"""Shapes that cover fewer pixels of the canvas are compared by their exact areas instead."""
 
 Box: TypeAlias = tuple[int, int, int, int]
 
 
 class Shape(Protocol):
-    """A ground-truth object or a parsed one."""
+    """The geometry of a ground-truth or predicted object: its kind and its coordinates in bins."""
 
     @property
     def kind(self) -> GeometryKind: ...
@@ -153,7 +155,7 @@ class Shape(Protocol):
 
 
 def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
-    """Turn pixels (x1, y1, x2, y2) into bins, rounded outwards and clamped to 0..999.
+    """Turn a box (x1, y1, x2, y2) in pixels into bins, rounded outwards and clamped to 0..999.
 
     Raises ValueError for an axis under 2 pixels.
     """
@@ -169,9 +171,10 @@ def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
 
 
 def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int, ...]:
-    """Turn polygon vertices x, y, ... in pixels into the nearest bins (half up), clamped to 0..999.
+    """Turn the vertices x, y, x, y, ... of a polygon in pixels into the nearest bins.
 
-    Raises ValueError for an axis under 2 pixels.
+    Halves are rounded up, and bins are clamped to 0..999. Raises ValueError for an axis under 2
+    pixels.
     """
     scales = _last_pixel(width), _last_pixel(height)
     return tuple(
@@ -180,15 +183,15 @@ def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int
 
 
 def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, ...]:
-    """Turn bins x, y, ... into pixels of an image of that size, not rounded."""
+    """Turn bins x, y, x, y, ... into pixels of an image of this size, without rounding."""
     scales = _last_pixel(width), _last_pixel(height)
     return tuple(bin * scales[i % 2] / MAX_BIN for i, bin in enumerate(bins))
 
 
 def vertices(shape: Shape) -> list[Point]:
-    """Return the ring of a shape, clamped to 0..999; a box clockwise from (x1, y1).
+    """Return the vertices of a shape in bins, clamped to 0..999.
 
-    The ring of a point is the point.
+    Those of a box are clockwise from (x1, y1). A point has itself as its only vertex.
     """
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
@@ -201,7 +204,7 @@ def aabb(shape: Shape) -> Box:
 
 
 def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
-    """Return the IoU of the areas of [P, 4] and [G, 4] boxes: float64 [P, G].
+    """Return the IoU of each pair of boxes: [P, 4] and [G, 4] bins to float64 [P, G].
 
     Identical boxes have an IoU of 1, even without area.
     """
@@ -209,17 +212,17 @@ def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
 
 
 def point_overlap(a_P2: np.ndarray, b_G2: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return how close points are, 0..1: [P, 2] and [G, 2] bins to float64 [P, G].
+    """Return how close each pair of points is, 0..1: [P, 2] and [G, 2] bins to float64 [P, G].
 
-    It falls linearly with distance: 1 at distance 0, 0.5 at `tolerance` bins, 0 from twice
-    `tolerance` on. So the same thresholds work for points and for IoU.
+    It is used like an IoU, with the same thresholds. It falls linearly with distance: 1 at distance
+    0, 0.5 at `tolerance` bins, 0 from twice `tolerance` on.
     """
     distance_PG = np.linalg.norm(a_P2[:, None] - b_G2[None], axis=-1)
     return np.maximum(0.0, 1.0 - distance_PG / (2 * tolerance))
 
 
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
-    """Return the IoU of two shapes on a canvas of `resolution` x `resolution` pixels.
+    """Return the IoU of two filled shapes, drawn on a canvas of `resolution` pixels per axis.
 
     Bins are scaled by `(resolution - 1) / 999`. A pixel is covered if its centre is inside the
     half-open shape (even-odd rule). If either shape covers fewer than 16 pixels, exact areas are
@@ -231,25 +234,30 @@ def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rasters:
-    """Shapes on one canvas, to compare them with each other."""
+    """Shapes drawn on a canvas, to compute the mask IoU of many pairs of them."""
 
     shapes: Sequence[Shape]
-    """[N]"""
+    """The N shapes."""
     is_box_N: np.ndarray
-    """bool [N]"""
+    """bool [N]: whether each shape is a box."""
     boxes_N4: np.ndarray
     """int64 [N, 4]: the box around each shape, in bins."""
     windows_N4: np.ndarray
     """int64 [N, 4]: the pixels of that box as half-open column and row ranges (x1, y1, x2, y2)."""
     words_NRW: np.ndarray | None
-    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, lowest bit leftmost. None if
-    all shapes are boxes: then their windows are their pixels."""
+    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, lowest bit leftmost.
+
+    None if all shapes are boxes, which cover all pixels of their windows.
+    """
     num_pixels_N: np.ndarray
-    """int64 [N]: covered pixels."""
+    """int64 [N]: number of pixels that each shape covers."""
 
     @classmethod
     def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
-        """Rasterise the shapes. Raises ValueError for a canvas under 2 pixels per axis."""
+        """Draw the shapes on a canvas of `resolution` pixels per axis.
+
+        Raises ValueError for a canvas under 2 pixels per axis.
+        """
         if resolution < 2:
             raise ValueError(f"canvas has {resolution} pixels per axis; use at least 2")
         rings = [_ring(shape) for shape in shapes]
@@ -270,7 +278,7 @@ class Rasters:
         return cls(shapes, is_box_N, boxes_N4, windows_N4, words_NRW, num_pixels_N)
 
     def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
-        """Return the mask IoU of shape `left[p]` with each `right[p, k]`: float64 [P, K]."""
+        """Return the mask IoU of shape `left[p]` with each shape `right[p, k]`: float64 [P, K]."""
         left_P1 = left_P[:, None]
         common_PK = self._common_pixels(left_P, right_PK)
         union_PK = self.num_pixels_N[left_P1] + self.num_pixels_N[right_PK] - common_PK

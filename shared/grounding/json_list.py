@@ -106,13 +106,15 @@ def _scan(text: bytes) -> _Scanned | None:
 
 @dataclass(frozen=True, slots=True)
 class PictureResize:
-    """The size to which Qwen's image processors resize an image: whole image tokens, within limits.
+    """Computes the size to which Qwen's image processors resize an image.
+
+    The size is a multiple of an image token's side, within limits.
 
     Example: `PictureResize(28, 3136, 1003520).size_of(640, 480)` is (644, 476).
     """
 
     side: int
-    """Pixels of an image token's side."""
+    """Side of an image token, in pixels."""
     min_pixels: int
     max_pixels: int
 
@@ -133,14 +135,17 @@ class PictureResize:
 
 @dataclass(frozen=True, slots=True)
 class BoxList(AnswerFormat):
-    """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`, in digits."""
+    """The answer formats `qwen3_vl` and `qwen2_5_vl`: a JSON list with coordinates in digits.
+
+    `[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`
+    """
 
     in_pixels: bool = False
-    """Whether numbers are pixels of the resized image; else thousandths."""
+    """Whether coordinates are pixels of the resized image; else thousandths of its sides."""
     resize: PictureResize | None = None
-    """How images are resized, once known; None if coordinates are not pixels."""
+    """How the model resizes images; None if it is not known yet, or if `in_pixels` is False."""
     size: tuple[int, int] | None = None
-    """Width and height of one resized image; only if `in_pixels`."""
+    """Width and height of the sample's resized image; None if `in_pixels` is False."""
 
     opening = "["
     geometry = frozenset({GeometryKind.BBOX, GeometryKind.POINT})
@@ -229,9 +234,10 @@ class BoxList(AnswerFormat):
         return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
 
     def clamped(self, number: float, axis: int) -> tuple[float, int] | None:
-        """Clamp any number to the image, and return it with its bin.
+        """Clamp a coordinate of an answer to the image, and return it with its bin.
 
-        Returns None if it is outside by more than a tenth of the side. `axis` is even for x.
+        Returns None if it is outside by more than a tenth of the side. `axis` is even for x, odd
+        for y.
         """
         most = float(self._most(axis))
         if not -0.1 * most <= number <= 1.1 * most:  # also true for NaN

@@ -1,6 +1,7 @@
-"""Matching of predictions with ground truth: Hungarian, by maskIoU, any class (decision 34).
+"""Matching of predicted objects with ground-truth objects, whatever their names (decision 34).
 
-Points are matched only with points, by their distance.
+It is the assignment of least cost (Hungarian algorithm), where a cost falls with the mask IoU: the
+IoU of the filled shapes. Points are matched only with points, by their distance.
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
@@ -20,26 +21,30 @@ from shared.records import POINT_TOLERANCE, GeometryKind, GroundTruthObject
 
 
 class MatchedPair(NamedTuple):
+    """A predicted object and the ground-truth object that it is matched with, by their indices."""
+
     prediction: int
     ground_truth: int
     iou: float
-    """maskIoU; for points, their overlap by distance (`point_overlap`)."""
+    """Mask IoU of the two objects; for points, their overlap by distance (`point_overlap`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The assignment. Indices refer to the arguments of `match_objects`.
+    """Which predicted objects are matched with which ground-truth objects, and which are not.
+
+    Numbers are indices in the arguments of `match_objects`.
 
     Example: of 2 predictions and 1 ground truth the second matched: `MatchResult((MatchedPair(1, 0,
     0.8),), unmatched_predictions=(0,), unmatched_ground_truth=(), gating_rejections=1)`.
     """
 
     pairs: tuple[MatchedPair, ...]
-    """In order of predictions."""
+    """The matched pairs, in order of predictions."""
     unmatched_predictions: tuple[int, ...]
     unmatched_ground_truth: tuple[int, ...]
     gating_rejections: int
-    """Number of candidate pairs below the gate."""
+    """Number of compared pairs whose mask IoU is below the gate, so that they cannot match."""
 
 
 def match_objects(
@@ -53,7 +58,7 @@ def match_objects(
     fn_cost: float = 1.0,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> MatchResult:
-    """Return the assignment of least total cost.
+    """Match predicted objects with ground-truth objects, one to one, at least total cost.
 
     A pair costs `1 - maskIoU`, an unmatched prediction `fp_cost`, an unmatched ground truth
     `fn_cost`. Each prediction is compared only with its `candidate_top_k` nearest ground truths. A
@@ -111,9 +116,10 @@ def _indices(shapes: Sequence[Shape], are_points: bool) -> np.ndarray:
 
 
 def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
-    """Choose the ground truths to compare each prediction with: int [P, K].
+    """Return the indices of the K nearest ground truths of each prediction: int [P, K].
 
-    Overlapping boxes come first, by IoU, then the others by distance; ties by index.
+    Ground truths with overlapping boxes come first, by IoU, then the others by distance. Ties are
+    in order of indices.
     """
     iou_PG = box_iou(boxes_P4, boxes_G4)
     # Twice the centres, in integers, so that rounding does not break ties of equal distance.

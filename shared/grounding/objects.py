@@ -1,4 +1,7 @@
-"""The objects of an answer, as values (decision 32)."""
+"""The objects that the parser finds in a model's answer, valid or not (decision 32).
+
+An answer's container is its JSON object or list; each element of the container is an entry.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +12,57 @@ from shared.records import GeometryKind
 
 
 class DropReason(StrEnum):
-    """The first reason, in this order, why a complete entry is not a valid object."""
+    """Why a complete entry of an answer is not a valid object; the first of these that applies."""
 
     MALFORMED = "malformed"
-    """Invalid JSON (except unquoted coordinate tokens), not an object, or not after exactly one
-    comma."""
+    """The entry is invalid JSON or not an object, or not exactly one comma precedes it.
+
+    Coordinate tokens may be unquoted.
+    """
     KEY_INVALID = "key_invalid"
-    """A key that is not allowed, `desc` twice, two geometries, or a nested object."""
+    """The entry has a key that is not allowed, `desc` twice, two geometries or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
-    """One unknown key whose value is an array."""
+    """The entry has one unknown key, whose value is an array."""
     MISSING_DESC = "missing_desc"
     """`desc` (`label` in a list) is absent, not a string, empty or blank."""
     MISSING_GEOM = "missing_geom"
     """No geometry key has an array as its value."""
     NON_COORD_TOKEN = "non_coord_token"
-    """The geometry has something other than coordinate tokens (or digits of numbers in range)."""
+    """The geometry contains something other than coordinate tokens.
+
+    In a format with digits: something other than numbers in range.
+    """
     WRONG_ARITY = "wrong_arity"
-    """A wrong number of coordinates, or the geometry twice."""
+    """The geometry has a wrong number of coordinates, or occurs twice."""
     BBOX_INVALID = "bbox_invalid"
-    """x1 > x2 or y1 > y2."""
+    """The box has x1 > x2 or y1 > y2."""
     POLY_UNSUPPORTED = "poly_unsupported"
-    """A valid polygon, but only boxes are wanted."""
+    """The entry is a valid polygon, but the run does not learn polygons."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedObject:
-    """One valid object. Positions count tokens of `ParsedRollout.prefix_token_ids`.
+    """One valid object of a model's answer, with the places of its parts in the answer.
+
+    Positions count tokens of `ParsedRollout.prefix_token_ids`, the prefix.
 
     Example: the first object of an answer is `ParsedObject("object_1", 1, GeometryKind.BBOX,
     desc="cat", bins=(10, 20, 300, 400), coord_positions=(14, 18, 22, 26), span=(4, 29))`.
     """
 
     key: str
-    """`object_{n}`; `[n]` in a list or a phrase list."""
+    """The object's key: `object_{n}`, or `[n]` in a list or a phrase list."""
     index: int
-    """The n of its key."""
+    """The number n in `key`."""
     kind: GeometryKind
     desc: str
-    """Unescaped, as written: not stripped."""
+    """The object's name, with JSON escapes decoded and white space kept."""
     bins: tuple[int, ...]
-    """0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
+    """Coordinates 0..999: (x1, y1, x2, y2), x, y per polygon vertex, or (x, y) of a point."""
     coord_positions: tuple[int, ...]
     """Positions of the tokens that write the bins, ascending: one per bin, or more in digits."""
     span: tuple[int, int]
-    """Half-open range of the tokens that overlap `value`."""
+    """Half-open range of the tokens that overlap the bytes in `value`."""
     value: tuple[int, int] = (0, 0)
     """Half-open byte range of the value `{...}` in the prefix. In a phrase list: the coordinates of
     a box; for a phrase's first box, everything after `<|object_ref_start|>`."""
@@ -69,7 +79,7 @@ class ParsedObject:
 
 @dataclass(frozen=True, slots=True)
 class DroppedObject:
-    """An entry of the kept prefix that is not a valid object."""
+    """An entry in the kept prefix of an answer that is not a valid object, and the reason."""
 
     key: str
     reason: DropReason
@@ -77,24 +87,31 @@ class DroppedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """The usable part of an answer: an open container to which objects can be appended."""
+    """The parsed answer: its valid objects, and the prefix of the answer that training keeps.
+
+    The prefix is an open container, to which objects can be appended.
+    """
 
     prefix_token_ids: tuple[int, ...]
     prefix_text: str
     """Text of the prefix; bytes that are not UTF-8 are U+FFFD."""
     objects: tuple[ParsedObject, ...]
-    """In order of appearance."""
+    """The valid objects, in order of appearance."""
     dropped: tuple[DroppedObject, ...]
     """Complete entries of the prefix that are not valid objects, in order of appearance."""
     max_object_index: int | None
     """The largest n of an `object_{n}` key in the prefix; None if no such key exists."""
     truncated: bool
-    """No container was closed: the answer ended too early, or has none (prose, an empty answer)."""
+    """Whether the answer's container was not closed, or the answer has none (prose, or empty)."""
     fallback: bool
-    """Nothing could be kept: the prefix is `{`, `[` in a list, or empty in a phrase list."""
+    """Whether nothing was kept: the prefix is `{`, `[` in a list, or empty in a phrase list."""
     num_unchanged: int = 0
-    """Number of leading prefix tokens taken unchanged from the answer. The replaced end of a fused
-    token and the fallback's bracket do not count."""
+    """Number of tokens at the start of the prefix that are as the engine sampled them.
+
+    Tokens that replace the end of a fused token, and the bracket of a fallback, do not count.
+    """
     num_behind: int = 0
-    """Number of objects after the container's end, for example in a second list. They are not read,
-    only their geometry keys are counted."""
+    """Number of objects after the container's end, for example in a second list.
+
+    They are not read; only their geometry keys are counted.
+    """

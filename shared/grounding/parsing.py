@@ -44,15 +44,17 @@ def parse_rollout(
     geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
-    """Return the valid objects of an answer and the prefix to append to, in linear time.
+    """Find the valid objects of a model's answer, and the prefix that training keeps.
+
+    The time is linear in the length of the answer.
 
     Args:
         token_ids: the answer, with or without its stop token.
-        geometry: the wanted kinds; without `poly` every valid polygon is dropped.
+        geometry: kinds of shapes that are kept; without `poly` every valid polygon is dropped.
         answer_format: the format that the prompt asks for.
 
     Raises:
-        ValueError: `geometry` does not include boxes. No answer raises.
+        ValueError: `geometry` does not include boxes. No answer raises an error.
     """
     if GeometryKind.BBOX not in geometry:
         raise ValueError(f"geometry {sorted(geometry)} lacks bbox_2d, which is always read; add it")
@@ -112,10 +114,10 @@ def trim_prefix(
     geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY,
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
-    """Cut the prefix after its first `num_objects` objects and drop everything that follows.
+    """Return a parsed answer that ends after its first `num_objects` valid objects.
 
-    With 0 objects the result is the fallback. `geometry` and `answer_format` must be the arguments
-    with which `parsed` was read.
+    With 0 objects nothing is kept (`ParsedRollout.fallback`). `geometry` and `answer_format` must
+    be as in the call of `parse_rollout`.
 
     Example: a prefix of two objects and a damaged entry, cut after 1, is `{"object_1": {...}`.
     """

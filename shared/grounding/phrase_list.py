@@ -112,7 +112,10 @@ def _scan(text: bytes) -> _ScannedPhrases | None:
 
 @dataclass(frozen=True, slots=True)
 class PhraseList(AnswerFormat):
-    """`<|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400><|box_end|>`."""
+    """The answer format `rex_omni`: each phrase is followed by the boxes of all its objects.
+
+    `<|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400><|box_end|>`
+    """
 
     opening = PHRASE_START
     empty_prefix = ""

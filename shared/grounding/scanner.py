@@ -1,5 +1,6 @@
-"""One pass over the bytes of an answer: find its container and entries (decision 32).
+"""Find the container and entries of an answer, in one pass over its bytes (decision 32).
 
+The container is the answer's JSON object or list; each of its elements is an entry.
 The scan reads only strings, braces and the text between entries. `shared.grounding.validation`
 reads the inside of an entry. Most entries are *plain*: a key without escapes, one `desc` and one
 array of coordinate tokens, in any field order and spacing. One regular expression reads a plain
@@ -21,7 +22,7 @@ from shared.records import GeometryKind
 
 SPACE = rb"[ \t\n\r]*+"
 STRING_CHARACTERS = rb'(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
-"""The characters that JSON allows between the quotes of a string."""
+"""A pattern for the characters that JSON allows between the quotes of a string."""
 KEY_INDEX = rb"object_(0|[1-9][0-9]{0,8})"
 COORD_START = b"<|coord_"
 
@@ -46,38 +47,47 @@ _KEY_START = len(b'"object_')
 
 # Named tuples, because one is made for every entry, and a frozen dataclass takes longer to make.
 class PlainFields(NamedTuple):
-    """The parts of a plain entry, or of a phrase's box. Spans are half-open, in bytes."""
+    """The places of name and coordinates in a plain entry of an answer, or in a phrase's box.
+
+    Spans are half-open, in bytes.
+    """
 
     kind: GeometryKind
     desc: tuple[int, int]
-    """Between the quotes, with escapes; in a phrase list, the phrase's name."""
+    """Span of the name between its quotes, with escapes; in a phrase list, of the phrase's name."""
     array: tuple[int, int]
-    """`[...]` of the geometry, or a phrase's coordinates. The text looks like coordinate tokens,
-    but may be written by other tokens."""
+    """Span of the array `[...]` of coordinates; in a phrase list, of a box's coordinates.
+
+    The text looks like coordinate tokens, but other tokens may have written it.
+    """
 
 
 class Entry(NamedTuple):
-    """One entry of the container. Offsets count bytes, spans are half-open."""
+    """The place of one entry in an answer's text. Offsets count bytes, spans are half-open."""
 
     key: str
-    """`object_{n}`; `[n]` in a list or a phrase list."""
+    """The entry's key: `object_{n}`, or `[n]` in a list or a phrase list."""
     number: int
-    """The n of its key."""
+    """The number n in `key`."""
     start: int
     """Offset of the key's opening quote, or of the phrase; in a list, offset of the value."""
     value: tuple[int, int] | None
-    """Span of `{...}`; None if the value is not an object. In a phrase list: of a box's
-    coordinates; for a phrase's first box, it begins at the name."""
+    """Span of the entry's object `{...}`; None if its value is not an object.
+
+    In a phrase list: the span of a box's coordinates; for a phrase's first box, it begins at the
+    name.
+    """
     separated: bool
     """Whether exactly one separator precedes the entry and one colon follows its key."""
     plain: PlainFields | None = None
-    """None if the entry is not plain."""
+    """Places of name and coordinates in a plain entry; None if the entry is not plain."""
 
 
 def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entry], int]:
-    """Read the plain entries from `position` on, and return them and their end.
+    """Return the plain entries that begin at `position`, and the offset of their end.
 
-    `position` is after the container's opening (`first`) or after an entry.
+    A plain entry has a key without escapes, one `desc` and one array of coordinate tokens.
+    `position` is after the container's opening bracket (`first`) or after an entry.
     """
     entries: list[Entry] = []
     pattern = _FIRST_ENTRY if first else _NEXT_ENTRY
@@ -101,7 +111,7 @@ def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entr
 
 
 def unescape(raw: bytes) -> str:
-    """Decode a JSON string, given the `STRING_CHARACTERS` between its quotes.
+    """Decode a JSON string, given the bytes between its quotes.
 
     Lone surrogates and bytes that are not UTF-8 become U+FFFD.
     """
@@ -135,17 +145,17 @@ _OTHER = b"other"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """The top-level object or list of an answer; in a phrase list, the whole answer."""
+    """The JSON object or list that an answer consists of; in a phrase list, the whole answer."""
 
     entries: tuple[Entry, ...]
-    """Complete entries, in order of appearance."""
+    """The complete entries, in order of appearance."""
     closed: bool
     end: int = 0
-    """Offset after the end of a closed container."""
+    """Offset after the container's closing bracket, if it is closed."""
 
 
 def scan_container(text: bytes) -> Container | None:
-    """Find the entries of the top-level object. Return None if `text` does not begin with one.
+    """Find the entries of the JSON object at the beginning of an answer; None if there is none.
 
     An entry ends at the brace that closes its value; braces inside strings do not count. An entry
     whose value is not an object ends before the next comma, the next key or the container's end. An
@@ -159,7 +169,7 @@ def scan_container(text: bytes) -> Container | None:
 
 
 def object_indices(text: bytes) -> list[int]:
-    """List the n of every `object_{n}` key in `text`, at any depth.
+    """Return the number n of every key `object_{n}` in an answer, at any depth.
 
     A key is a string that a colon follows and that is not part of another string.
     """
@@ -167,9 +177,9 @@ def object_indices(text: bytes) -> list[int]:
 
 
 def is_open_container(text: bytes) -> bool:
-    """Return whether entries can be appended to `text`.
+    """Return whether entries can be appended to this beginning of an answer.
 
-    The top-level object must be open, and no string or object inside it may be open.
+    Its top-level JSON object must be open, and no string or object inside it may be open.
     """
     opening = _OPENING.match(text)
     if opening is None:
@@ -266,9 +276,9 @@ class _Scan:
 
 
 def read_lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
-    """Read the next symbol and its half-open span; a nested object is one symbol.
+    """Return the next JSON symbol of a text and its half-open span.
 
-    Returns None if the text ends inside the symbol.
+    A nested object counts as one symbol. None if the text ends inside the symbol.
     """
     found = _LEXEME.match(text, position)
     if found is None:

@@ -1,4 +1,4 @@
-"""The score of one answer: how many of the true objects it finds."""
+"""The score of one answer: how many of the image's ground-truth objects it finds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shared.records import POINT_TOLERANCE, GroundTruthObject
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """The rule that decides whether an object counts as found."""
+    """The rule that decides whether a predicted object finds a ground-truth object."""
 
     iou: float
-    """Minimum mask IoU."""
+    """Least mask IoU of the two objects."""
     by_name: bool
-    """Whether the names must be equal."""
+    """Whether the two objects must have equal names."""
     point_tolerance: float = POINT_TOLERANCE
     """Distance between two points, in bins, that counts as a mask IoU of 0.5."""
 
@@ -25,7 +25,7 @@ class Criterion:
 def num_found(
     predictions: Sequence[ParsedObject], truth: Sequence[GroundTruthObject], criterion: Criterion
 ) -> int:
-    """Count the true objects that are found, each by a different prediction."""
+    """Return the number of ground-truth objects that are found, each by a different prediction."""
     total = 0
     for name in {one.desc for one in truth} if criterion.by_name else {None}:
         named = [one for one in predictions if name in (None, one.desc)]
@@ -41,7 +41,9 @@ def num_found(
 
 
 def f1(num_matched: int, num_predictions: int, num_ground_truth: int) -> float:
-    """Return the harmonic mean of precision and recall; 1 without objects and predictions.
+    """Return the F1 score: the harmonic mean of precision and recall.
+
+    It is 1 if there are neither predictions nor ground-truth objects.
 
     Example:
         >>> f1(1, 2, 2)

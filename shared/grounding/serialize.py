@@ -1,5 +1,7 @@
-"""Write objects as the text that the model learns (decisions 1 and 33); base class of answer
-formats."""
+"""Write objects as the answer that the model learns to give (decisions 1 and 33).
+
+`AnswerFormat` is the base class of all answer formats.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,27 @@ FIELD_ORDERS = (DESC_FIRST, GEOMETRY_FIRST)
 
 @dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """The location of one object in `SerializedText.text`. Half-open spans of UTF-8 bytes."""
+    """The places of one object's parts in a serialized answer: half-open spans of UTF-8 bytes."""
 
     value: tuple[int, int]
-    """`{...}` with its braces. In a phrase list: the coordinates of a box; for the first box
-    written in a phrase, also the name."""
+    """Span of the object `{...}` with its braces.
+
+    In a phrase list: of the coordinates of a box; for a phrase's first box, also of the name.
+    """
     desc: tuple[int, int]
-    """The value of `desc` without its quotes; empty if an earlier object already has the name."""
+    """Span of the name without quotes; empty if the object shares an earlier object's name."""
     coords: tuple[tuple[int, int], ...]
-    """One span per bin: the coordinate token without its quotes, or the digits."""
+    """Span of each coordinate: of its coordinate token without quotes, or of its digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SerializedText:
-    """Text with the location of every object in it."""
+    """Objects written as the text of an answer, with the place of each object in the text."""
 
     text: str
     objects: tuple[ObjectLayout, ...]
     closing: tuple[int, int]
-    """Byte span of the closing top-level brace or of the last phrase's end; may be empty."""
+    """Byte span of the answer's closing bracket, or of the last phrase's end; may be empty."""
 
 
 class AnswerFormat(ABC):
@@ -58,21 +62,24 @@ class AnswerFormat(ABC):
 
     __slots__ = ()
     opening: ClassVar[str]
-    """The text at the start of an answer with objects."""
+    """The text at the beginning of an answer in this format, if it has objects."""
     user_prompt: ClassVar[str]
-    """The question that asks for this format."""
+    """The default user message, which asks for this format."""
     coord_tokens: ClassVar[tuple[str, ...]] = ()
-    """The token of each bin, 0..999; empty if coordinates are written in digits."""
+    """The coordinate token of each bin, 0..999; empty if coordinates are written in digits."""
     markup_tokens: ClassVar[tuple[str, ...]] = ()
-    """The other special tokens of the format. A name must not contain one."""
+    """The other special tokens of the format, which names of objects must not contain."""
     names_each_object: ClassVar[bool] = True
-    """Whether every object has a separate name; else several objects may share one."""
+    """Whether a name is written for every object; else several objects may share a name."""
     geometry: ClassVar[frozenset[GeometryKind]] = frozenset({GeometryKind.BBOX})
-    """Kinds of shapes that the format can write."""
+    """Kinds of shapes (boxes, polygons, points) that the format can write."""
 
     @abstractmethod
     def scan(self, text: bytes) -> Container | None:
-        """Find the complete entries of an answer; None if it does not begin with a container."""
+        """Find the complete entries of an answer, valid objects or not.
+
+        None if the answer does not begin with a JSON object or list.
+        """
 
     @abstractmethod
     def validate(
@@ -82,61 +89,72 @@ class AnswerFormat(ABC):
         ends: Sequence[int],
         geometry: frozenset[GeometryKind],
     ) -> ValidValue | DropReason:
-        """Return the object of a complete entry, or the first reason why it is invalid.
+        """Return the object that a complete entry describes, or the first reason why it is invalid.
 
         Args:
-            ends: [token of the kept prefix]: offset after its bytes.
-            geometry: the wanted kinds.
+            response: the answer as tokens and bytes.
+            ends: for each token of the kept prefix, the offset after its bytes.
+            geometry: the kinds of shapes that are kept.
         """
 
     @abstractmethod
     def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Write a whole answer, with the location of every part."""
+        """Write these objects as a whole answer, with the place of each part in the text."""
 
     @abstractmethod
     def layout_append(
         self, prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int
     ) -> SerializedText:
-        """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
+        """Write the text that appends objects to the beginning of an answer, and closes it.
 
-        Byte spans start at the end of the prefix. Raises ValueError if nothing can be appended.
+        Objects are numbered from `start_index`. Byte spans count from the end of `prefix_text`.
+        Raises ValueError if nothing can be appended.
         """
 
     @property
     def empty_prefix(self) -> str:
-        """The text of an open container without entries: the prefix of an unusable answer."""
+        """The beginning of an answer without objects, to which objects can be appended."""
         return self.opening
 
     def for_pictures(self, resize: PictureResize) -> Self:  # noqa: ARG002
-        """Return the format for a model that resizes its images in this way."""
+        """Return this answer format for a model that resizes its images in this way."""
         return self
 
     def of(self, sample: Sample) -> Self:  # noqa: ARG002
-        """Return the format for answers about this sample; numbers may be in the image's pixels."""
+        """Return this answer format for answers about one sample.
+
+        They differ between samples if coordinates are in pixels of the image.
+        """
         return self
 
     def opens(self, text: str) -> bool:
-        """Return whether an answer begins with a container, whatever follows."""
+        """Return whether a text begins like an answer in this format, whatever follows."""
         return self.scan(text.encode(errors="replace")) is not None
 
     def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
-        """Return the largest number of a key in the kept text; None if no key has a number."""
+        """Return the largest n of the keys `object_{n}` in an answer; None if there are none."""
         return None
 
     def pixels(self, found: ParsedObject, sample: Sample) -> tuple[float, ...]:
-        """Return the coordinates of a parsed object in pixels of the sample's image."""
+        """Return the coordinates of an object in an answer, in pixels of the sample's image."""
         return pixels_of(found.bins, width=sample.width, height=sample.height)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
-        """Write each coordinate of an object in digits; not for coordinate tokens."""
+        """Return the digits of each coordinate of an object, in a format that writes digits."""
         return tuple(map(str, bins))
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Append the objects to the prefix that makes the appended text longest."""
+        """Append the objects to the prefix of an answer that makes the appended text longest.
+
+        The result bounds the length of a training target.
+        """
         return self.layout_append(self.empty_prefix, objects, start_index=1)
 
     def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
-        """Return the byte at which an answer could have ended instead of the entry of `value`."""
+        """Return the byte offset at which an answer chose another object instead of ending.
+
+        `value` is the byte span of that object in the answer's text.
+        """
         before = text[: value[0]].rstrip(b" \t\n\r")
         return len(before) - 1 if before.endswith(b",") else value[0]
 
@@ -144,7 +162,9 @@ class AnswerFormat(ABC):
 def serialize_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> str:
-    """Write `{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` does.
+    """Write objects as JSON on one line: `{"object_1": {...}, ...}`.
+
+    The text is as `json.dumps(ensure_ascii=False)` writes it.
 
     Example: one cat is `{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`.
     """
@@ -154,7 +174,7 @@ def serialize_objects(
 def layout_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> SerializedText:
-    """Write as `serialize_objects` does, with the location of every part."""
+    """Write objects as `serialize_objects` does, and return the place of each part too."""
     return _layout("{", objects, start_index, field_order)
 
 
@@ -165,9 +185,9 @@ def layout_append(
     start_index: int,
     field_order: str = DESC_FIRST,
 ) -> SerializedText:
-    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
+    """Write the text that appends objects to the JSON object in `prefix_text`, and closes it.
 
-    Byte spans are relative to the end of the prefix.
+    Objects are numbered from `start_index`. Byte spans count from the end of `prefix_text`.
 
     Raises:
         ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
@@ -242,14 +262,14 @@ def _add_geometry(text: SpannedText, object_: GroundTruthObject) -> tuple[tuple[
 
 
 class SpannedText:
-    """Text under construction, with its number of bytes."""
+    """Builds a text from parts, and returns the byte span of each part."""
 
     def __init__(self, opening: str) -> None:
         self._parts = [opening]
         self._num_bytes = len(opening.encode())
 
     def add(self, part: str) -> tuple[int, int]:
-        """Append `part` and return its byte span."""
+        """Append a part to the text, and return its byte span."""
         start = self._num_bytes
         self._parts.append(part)
         self._num_bytes += len(part.encode())

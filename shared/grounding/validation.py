@@ -1,4 +1,4 @@
-"""The strict check of a complete entry: its object, or the first reason to drop it (decision 32).
+"""The strict check of one entry of an answer: is it a valid object, or why not (decision 32)?
 
 An entry's value is read as strict JSON in which coordinate tokens may also be unquoted.
 """
@@ -52,16 +52,16 @@ _BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
-    """A string, a coordinate token, a number or a JSON literal.
+    """A JSON value that is not an array or object: string, coordinate token, number or literal.
 
-    The span is half-open, in bytes of the object's text, without quotes.
+    The span is half-open, in bytes of the text of the object that contains it, without quotes.
     """
 
     start: int
     end: int
     quoted: bool
     coord: int | None
-    """Index of the coordinate token if this leaf is exactly one, else None."""
+    """Index of the coordinate token if the value is exactly one coordinate token, else None."""
 
 
 Value: TypeAlias = "Leaf | list[Value]"
@@ -69,16 +69,18 @@ Value: TypeAlias = "Leaf | list[Value]"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The members of one object."""
+    """The keys and values of one JSON object in an answer."""
 
     fields: tuple[tuple[str, Value], ...]
-    """Key and value of each member, in order; keys may repeat, nested objects are empty lists."""
+    """Key and value of each member, in order. Keys may repeat. Nested objects are empty lists."""
     nested: bool
-    """Whether there is an object inside, at any depth."""
+    """Whether the object contains another object, at any depth."""
 
 
 def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
-    """Read the members of an object; None if it is not JSON (coordinate tokens may be unquoted).
+    """Read the keys and values of a JSON object; None if it is not JSON.
+
+    Coordinate tokens may be unquoted.
 
     Args:
         coords: index of each coordinate token by its byte span. If other tokens spell the same
@@ -163,7 +165,10 @@ _MIN_POLY_COORDS = 6
 
 
 class ValidValue(NamedTuple):
-    """A valid object. The desc span counts bytes, the positions count tokens."""
+    """A valid object that an entry describes: name, coordinates, and their places in the answer.
+
+    The span of the name (`desc`) counts bytes, positions count tokens.
+    """
 
     kind: GeometryKind
     desc: str
@@ -171,18 +176,19 @@ class ValidValue(NamedTuple):
     coord_positions: tuple[int, ...]
     bins: tuple[int, ...]
     coord_spans: tuple[tuple[int, int], ...] = ()
-    """Byte spans of the digits of each bin; empty if bins are coordinate tokens."""
+    """Byte span of the digits of each coordinate; empty if coordinates are coordinate tokens."""
     numbers: tuple[int, ...] = ()
-    """The numbers as written in digits; empty if bins are coordinate tokens."""
+    """The coordinates as written in digits; empty if coordinates are coordinate tokens."""
 
 
 def validate_entry(
     entry: Entry, response: Response, geometry: frozenset[GeometryKind]
 ) -> ValidValue | DropReason:
-    """Return the object of a complete entry, or the first reason why it is invalid.
+    """Return the object that a complete entry describes, or the first reason why it is invalid.
 
     Args:
-        geometry: the wanted kinds.
+        response: the answer as tokens and bytes.
+        geometry: the kinds of shapes that are kept.
     """
     value = None if entry.plain is None else _plain_value(entry.plain, response)
     found = value or _validate_members(entry, response, geometry | DEFAULT_GEOMETRY)
@@ -251,10 +257,11 @@ def _validate_members(
 def find_wrong_keys(
     members: Fields, desc_key: str, known: frozenset[GeometryKind]
 ) -> DropReason | None:
-    """Return `key_invalid`, `unknown_geom` or None, from the keys and the types of the values.
+    """Return `key_invalid` or `unknown_geom` if the keys of an object are wrong, else None.
 
     Args:
-        desc_key: the key of the name.
+        members: the keys and values of the object.
+        desc_key: the key of the object's name.
         known: the kinds of shapes whose keys are allowed.
     """
     keys = [key for key, _ in members.fields]
@@ -309,26 +316,26 @@ def is_utf8(data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The tokens of an answer as one text, with a mapping from bytes back to tokens.
+    """A model's answer as tokens and as bytes, with a mapping from bytes back to tokens.
 
-    It ends at `<|im_end|>`. Each list by coordinate token has one element per coordinate token, at
-    any place in the answer.
+    It ends before `<|im_end|>`. The lists `coord_...` have one element per coordinate token, at any
+    place in the answer.
     """
 
     token_ids: list[int]
     text: bytes
     ends: list[int]
-    """[token]: offset after each token's bytes, ascending."""
+    """For each token: the offset after its bytes, ascending."""
     coord_positions: list[int]
-    """[coordinate token]: its position in `token_ids`, ascending."""
+    """For each coordinate token: its position in `token_ids`, ascending."""
     coord_ends: list[int]
-    """[coordinate token]: offset after its bytes."""
+    """For each coordinate token: the offset after its bytes."""
     coord_bins: list[int]
-    """[coordinate token]: 0..999."""
+    """For each coordinate token: its bin, 0..999."""
 
     @classmethod
     def read(cls, token_ids: Sequence[int], codec: TokenCodec) -> Response:
-        """Read an answer up to `<|im_end|>`, which ends it as a token or as text."""
+        """Read an answer up to `<|im_end|>`, which may be one token or spelled by other tokens."""
         kept = list(token_ids)
         if codec.eos_token_id in kept:
             del kept[kept.index(codec.eos_token_id) :]
@@ -345,13 +352,14 @@ class Response:
         return cls(kept, text, ends, positions, coord_ends, coord_bins)
 
     def coords_in(self, span: tuple[int, int]) -> slice:
-        """Return the slice, of the coordinate-token lists, of tokens that end in a byte span."""
+        """Return the slice of the lists `coord_...` with the tokens that end in a byte span."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
-        """Map the byte span of each coordinate token that ends in `span` to its index in the lists.
+        """Return which coordinate tokens end in the byte span `span`.
 
-        The byte spans are relative to the start of `span`.
+        Keys are byte spans of tokens, relative to the start of `span`. Values are indices of tokens
+        in the lists `coord_...`.
         """
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)

@@ -1,4 +1,4 @@
-"""Tokens with new, untrained embeddings: a file in the checkpoint's folder.
+"""A file in a checkpoint's folder that names tokens with new, untrained embeddings.
 
 `rollmatch add-coord-tokens` writes the file. A run with an adapter does not train the embeddings,
 except these rows. So it copies the file to its checkpoints. A run that trains the embeddings needs
@@ -23,7 +23,7 @@ REMEDY = "recreate the checkpoint, or restore the file"
 @with_config(ConfigDict(extra="forbid", strict=True))
 @dataclass(frozen=True, slots=True)
 class FreshTokens:
-    """A contiguous range of token ids.
+    """The tokens that were added to a checkpoint and have untrained embeddings: a range of ids.
 
     Example: `FreshTokens(first_id=151669, count=1000)` are the ids 151669 to 152668.
     """
@@ -33,14 +33,14 @@ class FreshTokens:
 
     @classmethod
     def of(cls, folder: Path) -> FreshTokens | None:
-        """Read the file of the checkpoint in `folder`; None if it has no file.
+        """Read the tokens from the file in a checkpoint's folder; None if there is no file.
 
         Raises ConfigError with file and field if the content is invalid.
         """
         return read_record(folder / FILE, cls, key="model.path", remedy=REMEDY)
 
     def save(self, folder: Path) -> None:
-        """Write the file. Raises OSError."""
+        """Write the file into a checkpoint's folder. Raises OSError."""
         (folder / FILE).write_text(json.dumps(asdict(self)) + "\n")
 
     @property

@@ -1,4 +1,7 @@
-"""The codec of a `tokenizers`-backed tokenizer; it does not import transformers."""
+"""Conversion between tokens and bytes for a Hugging Face tokenizer.
+
+It does not import transformers.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ LACKING = (
     " format that the model knows: qwen3_vl or (for Qwen2.5-VL) qwen2_5_vl, with coordinates in"
     " digits, or (for Rex-Omni) rex_omni"
 )
-"""The remedy for a tokenizer without coordinate tokens."""
+"""What a message advises if the tokenizer has no coordinate tokens."""
 
 LACKING_OTHERS = (
     "set model.path to a checkpoint trained on this answer format, or data.answer_format to the"
     " format of this checkpoint"
 )
-"""The remedy for a tokenizer without the tokens of another format (`rex_omni`)."""
+"""What a message advises if the tokenizer lacks the tokens of `data.answer_format: rex_omni`."""
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
@@ -37,7 +40,10 @@ def add_coord_tokens(tokenizer: Any) -> int:
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
-    """Return the `piece_table` of a byte-level BPE tokenizer; raise ValueError for other kinds."""
+    """Return the bytes of each token of a byte-level BPE tokenizer, by token id (`piece_table`).
+
+    Raises ValueError for other kinds of tokenizers.
+    """
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return piece_table(
         tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()}
@@ -49,11 +55,11 @@ _COORD_NAME = re.compile(r"<(?:\|coord_[0-9]+\||[0-9]+)>")
 
 
 def control_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the added tokens with a meaning beyond their characters, by id.
+    """Return the tokens of a tokenizer that texts in the user's data must not contain, by id.
 
-    These are the special tokens, tokens with names like `<|...|>`, and the image placeholders. They
-    do not include coordinate tokens, because a question may name a position, nor ordinary added
-    tokens such as `<think>`, because a question may mention them.
+    They control the model: special tokens, tokens with names like `<|...|>`, and placeholders of
+    images. They do not include coordinate tokens, because a question may name a position, nor
+    ordinary added tokens such as `<think>`, because a question may mention them.
     """
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     placeholders = {*IMAGE_PLACEHOLDERS, *TILE_PLACEHOLDERS}
@@ -70,16 +76,16 @@ def control_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def find_control_token(text: str, tokens: Iterable[str]) -> str | None:
-    """Return the first of these tokens that `text` contains, or None."""
+    """Return the first of these control tokens that a text contains, or None."""
     return next((token for token in tokens if token in text), None)
 
 
 class MissingTokensError(ValueError):
-    """A tokenizer lacks tokens that answers need."""
+    """Error about a tokenizer that lacks tokens which answers need."""
 
 
 class HFTokenCodec:
-    """The `TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
+    """Conversion between token ids and bytes for a byte-level BPE tokenizer (Qwen's family).
 
     The bytes of every token are computed once.
 
@@ -101,7 +107,7 @@ class HFTokenCodec:
         Args:
             coord_tokens: the answer format's token of each bin; empty if coordinates are digits.
             markup_tokens: the other tokens that the format needs.
-            has_pieces: False if answers are not read token by token; then any kind of tokenizer
+            has_pieces: whether answers are read token by token; if not, any kind of tokenizer
                 works.
         """
         self._tokenizer = tokenizer
@@ -142,7 +148,7 @@ class HFTokenCodec:
         """These and the other `control_tokens`; text to be learned must not contain them."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token; empty for an id outside the vocabulary."""
+        """Return the UTF-8 bytes of a token; empty if the id is not in the vocabulary."""
         assert self._pieces is not None, "create the codec with has_pieces=True"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
@@ -155,7 +161,7 @@ class HFTokenCodec:
 
     @property
     def coord_ids(self) -> tuple[int, ...]:
-        """Ids of the coordinate tokens by bin; empty if there are no such tokens."""
+        """Ids of the coordinate tokens, in the order of bins; empty if there are no such tokens."""
         return self._coord_ids
 
     def coord_id(self, bin: int) -> int:

@@ -1,4 +1,4 @@
-"""Images in the prompts of a model family: inputs of the vision tower and placeholder tokens.
+"""How a model family encodes images: inputs of its vision tower, and placeholder tokens.
 
 Qwen-VL resizes an image and cuts it into patches, one row of `pixel_values` each; its grid
 (`image_grid_thw`) gives their number. InternVL cuts it into tiles of one size, each a row [3,
@@ -31,7 +31,7 @@ _CUT = MappingProxyType({"crop_to_patches": True})
 
 
 class EncodedImages(NamedTuple):
-    """Images as inputs of the vision tower.
+    """Images encoded as inputs of the model's vision tower: patches or tiles, and their numbers.
 
     Example: images of 8 x 8 and 4 x 4 patches have R = 80 and the grid [[1, 8, 8], [1, 4, 4]];
     images of 7 and 4 tiles with 16 x 16 tokens have R = 11 and the grid [[7, 16, 16], [4, 16, 16]].
@@ -41,13 +41,13 @@ class EncodedImages(NamedTuple):
     image_grid_I3: torch.Tensor
 
     def first(self, number: int) -> EncodedImages:
-        """Keep the first `number` images."""
+        """Return only the first `number` images."""
         grid = self.image_grid_I3[:number]
         rows_I = grid[:, 0] if self.pixel_values_RD.ndim == _TILE_AXES else grid.prod(dim=1)
         return EncodedImages(self.pixel_values_RD[: int(rows_I.sum())], grid)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the vision arguments of the model's forward; empty if there are no images."""
+        """Return the images as keyword arguments of the model's forward; empty without images."""
         if not len(self.image_grid_I3):
             return {}  # text models have none, and Qwen-VL rejects empty pixel values
         if self.pixel_values_RD.ndim == _TILE_AXES:
@@ -56,35 +56,38 @@ class EncodedImages(NamedTuple):
 
 
 class Pictures:
-    """Images as the processor of a Qwen-VL checkpoint encodes them."""
+    """Encodes images as the processor of a Qwen-VL checkpoint does."""
 
     takes_modality = True
-    """Whether the model's forward takes `mm_token_type_ids`, which say which tokens are images."""
+    """Whether the model's forward takes `mm_token_type_ids`, which mark the tokens of images."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     @property
     def token_id(self) -> int:
-        """The placeholder: one per image in requests, one per image token in prompts."""
+        """Id of the placeholder token of images.
+
+        A request has one placeholder per image. An expanded prompt has one per token of the image.
+        """
         return int(self._processor.image_token_id)
 
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens that expansion puts before and after the tokens of an image."""
+        """Ids of the tokens that an expanded prompt has before and after the tokens of an image."""
         return (), ()
 
     @property
     def resize(self) -> PictureResize:
-        """The size to which the model resizes an image."""
+        """The rule for the size to which the model resizes an image."""
         images = self._processor.image_processor
         side = images.patch_size * images.merge_size
         return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Return the number of tokens of an image of this size, without the tokens around them.
+        """Return the number of tokens of an image of this size in pixels, without `around`.
 
-        Raises ValueError for a shape that the processor does not accept.
+        Raises ValueError for a shape of image that the processor does not accept.
         """
         images = self._processor.image_processor
         return int(images.get_number_of_image_patches(height, width)) // images.merge_size**2
@@ -94,12 +97,12 @@ class Pictures:
         return EncodedImages(encoded["pixel_values"], encoded["image_grid_thw"])
 
     def token_counts(self, image_grid_I3: torch.Tensor) -> list[int]:
-        """Return the number of tokens of each image, without the tokens around them."""
+        """Return the number of tokens of each image, without the tokens in `around`."""
         per_token = self._processor.image_processor.merge_size**2
         return [patches // per_token for patches in image_grid_I3.prod(dim=1).tolist()]
 
     def expand(self, token_ids: Sequence[int], image_grid_I3: torch.Tensor) -> tuple[int, ...]:
-        """Replace each placeholder by the tokens of its image.
+        """Expand a prompt: replace each image's placeholder by the tokens of the image.
 
         Raises ValueError if the numbers of placeholders and images differ.
         """
@@ -119,7 +122,7 @@ class Pictures:
 
 
 class TiledPictures(Pictures):
-    """Images as the processor of an InternVL checkpoint encodes them."""
+    """Encodes images as the processor of an InternVL checkpoint does, in tiles."""
 
     takes_modality = False
 
@@ -154,9 +157,9 @@ class TiledPictures(Pictures):
 
 @dataclass(frozen=True, slots=True)
 class TileResize(PictureResize):
-    """The total size of all tiles of an image.
+    """Computes the size to which InternVL's processor resizes an image: whole tiles, within limits.
 
-    `side` is the side of a tile; the pixel limits are the fewest and the most tiles, in pixels.
+    `side` is the side of a tile in pixels; the limits are numbers of pixels of all tiles.
 
     Example: `TileResize(448, 448**2, 12 * 448**2).size_of(640, 480)` is (1792, 1344): 4 x 3 tiles.
     """
@@ -171,6 +174,6 @@ class TileResize(PictureResize):
 
 
 def pictures_of(processor: Any) -> Pictures:
-    """Return the image encoding of a checkpoint's processor, chosen by its class."""
+    """Return the image encoding that suits a checkpoint's processor, by the processor's class."""
     is_tiling = type(processor).__name__ in TILING_PROCESSORS
     return TiledPictures(processor) if is_tiling else Pictures(processor)

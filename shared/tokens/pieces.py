@@ -9,7 +9,7 @@ from shared.tokens.vocabulary import TokenCodec
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map the characters of byte-level BPE vocabularies to their bytes (GPT-2's table).
+    """Return the byte of each character in byte-level BPE vocabularies (GPT-2's table).
 
     Visible Latin-1 characters map to themselves; the others are numbered from U+0100 on.
     """
@@ -24,11 +24,11 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tuple[bytes, ...]:
-    """Return the bytes of each token by token id; empty if an id has no token.
+    """Return the bytes of each token of a vocabulary, by token id; empty for an id without a token.
 
     Args:
-        vocabulary: tokens, written in the byte alphabet, to ids.
-        literal: ids of added tokens (special and coordinate tokens) to their plain text.
+        vocabulary: id of each token, which is written in the characters of `byte_alphabet`.
+        literal: plain text of each added token (special and coordinate tokens), by id.
 
     Raises:
         ValueError: the vocabulary is not byte-level.
@@ -50,9 +50,9 @@ def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tu
 
 
 def piece_spans(token_ids: Sequence[int], codec: TokenCodec) -> list[tuple[int, int]]:
-    """Return the half-open byte span of each token in the concatenated bytes of all tokens.
+    """Return the half-open byte span of each token in the concatenated bytes of these tokens.
 
-    Example: pieces of 2, 0 and 3 bytes have the spans `(0, 2), (2, 2), (2, 5)`.
+    Example: tokens of 2, 0 and 3 bytes have the spans `(0, 2), (2, 2), (2, 5)`.
     """
     lengths = (len(codec.piece_bytes(token_id)) for token_id in token_ids)
     return list(pairwise(accumulate(lengths, initial=0)))

@@ -1,7 +1,7 @@
-"""The rule that ends a sequence that repeats itself (spec: repeat termination).
+"""The repeat guard: a rule that ends an answer that repeats itself (spec: repeat termination).
 
-A sequence is its generated tokens; the prompt does not count. Once it has `min_new_tokens` tokens,
-it is checked after each token. It is repetitive if
+A sequence here is the generated tokens of an answer, without the prompt. Once it has
+`min_new_tokens` tokens, it is checked after each token. It is repetitive if
 
 - its last `max_consecutive_token_repeats` tokens are all the same token, or
 - its last tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or
@@ -30,7 +30,7 @@ from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout
 
 PieceBytes = Callable[[int], bytes]
-"""Returns the bytes of one token (`TokenCodec.piece_bytes`)."""
+"""A function that returns the bytes of a token (`TokenCodec.piece_bytes`)."""
 
 _OPENING = b'"object_'
 _NUMBER = len(_OPENING)
@@ -64,14 +64,20 @@ FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8
 
 
 class ObjectKeys:
-    """The automaton over tokens of one vocabulary; caches every token's step, but no sequence."""
+    """Counts the JSON keys `object_{n}` in an answer, token by token, with a finite automaton.
+
+    It holds no answer: the caller keeps the automaton's state. The step of each token is cached.
+    """
 
     def __init__(self, piece_bytes: PieceBytes) -> None:
         self.piece_bytes = piece_bytes
         self._known: list[dict[int, tuple[int, int]]] = [{} for _ in range(NUM_STATES)]
 
     def step(self, state: int, token_id: int) -> tuple[int, int]:
-        """Return the state after this token, and the number of keys that it completes."""
+        """Return the automaton's state after this token of an answer.
+
+        Also return the number of JSON keys `object_{n}` in the answer that the token completes.
+        """
         known = self._known[state]
         if token_id not in known:
             known[token_id] = self._read(state, token_id)
@@ -86,9 +92,10 @@ class ObjectKeys:
 
 
 def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `ObjectKeys.step` of every state and token, as tables for a device.
+    """Return the results of `ObjectKeys.step` for every state and token, as tables for a GPU.
 
-    They are the next states and the numbers of completed keys, each uint8 [S, V].
+    They are the next states and the numbers of completed keys, each uint8 [S, V]. `pieces` are the
+    bytes of each token.
     """
     lengths = np.array([len(piece) for piece in pieces])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -106,31 +113,34 @@ def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class RepeatGuardSettings:
-    """The settings of `rollout_matching.repeat_terminate`.
+    """The settings of the repeat guard (`rollout_matching.repeat_terminate`).
 
     Example: `RepeatGuardSettings(64, 32, 16, 4, None)` ends a sequence of at least 64 tokens after
     32 equal tokens in a row, or after 16 tokens four times back to back.
     """
 
     min_new_tokens: int
-    """Generated tokens before the first check."""
+    """Number of generated tokens before the first check."""
     max_consecutive_token_repeats: int
-    """Number of equal tokens in a row that is a repetition; at least 1."""
+    """How many equal tokens in a row count as a repetition; at least 1."""
     ngram_size: int
-    """Length of the compared token sequences; at least 1."""
+    """Length, in tokens, of the n-grams that `ngram_repeats` counts; at least 1."""
     ngram_repeats: int
-    """Number of equal sequences, back to back, that is a repetition; at least 2."""
+    """How many equal n-grams in a row count as a repetition; at least 2."""
     max_object_keys: int | None
-    """More keys than this are a repetition; None means no limit."""
+    """Answers with more JSON keys `object_{n}` count as a repetition; None means no limit."""
 
 
 class RepeatRule:
-    """The settings and, if keys are limited, the vocabulary; creates one guard per sequence."""
+    """The repeat guard's rule for all answers of an engine; it creates the guard of each answer.
+
+    It holds the settings and, if JSON keys are limited, the bytes of the vocabulary's tokens.
+    """
 
     def __init__(
         self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None
     ) -> None:
-        """Keep the settings; `piece_bytes` is needed if and only if `max_object_keys` is set."""
+        """Create the rule; `piece_bytes` is needed if and only if `max_object_keys` is set."""
         assert piece_bytes is not None or settings.max_object_keys is None, (
             "max_object_keys needs piece_bytes"
         )
@@ -140,11 +150,11 @@ class RepeatRule:
             self.object_keys = ObjectKeys(piece_bytes)
 
     def guard(self) -> RepeatGuard:
-        """Create the guard of a new sequence."""
+        """Create the repeat guard of a new answer."""
         return RepeatGuard(self)
 
     def first_repetition(self, token_ids: Sequence[int]) -> int | None:
-        """Return the number of tokens after which the rule ends the sequence, or None."""
+        """Return the number of tokens after which the rule ends this answer, or None."""
         guard = self.guard()
         for number, token_id in enumerate(token_ids, 1):
             if guard.push(token_id):
@@ -153,7 +163,7 @@ class RepeatRule:
 
 
 class RepeatGuard:
-    """Watches one sequence, at constant cost per token."""
+    """Finds out when one answer begins to repeat itself, at constant cost per token."""
 
     __slots__ = (
         "_key_state",
@@ -186,7 +196,7 @@ class RepeatGuard:
         self._num_keys = 0
 
     def push(self, token_id: int) -> bool:
-        """Add the next token. Return True if the token after it must be the stop token."""
+        """Add the answer's next token. Return True if the token after it must be the stop token."""
         tokens = self._tokens
         num_before = len(tokens)
         self._run = self._run + 1 if num_before and tokens[-1] == token_id else 1
@@ -209,12 +219,12 @@ class RepeatGuard:
 
 
 def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
-    """Mark the stop token of a rollout as forced if the guard forced it.
+    """Return the rollout, with its stop token marked as forced if the repeat guard forced it.
 
-    Only for requests with a stop token: without one, nothing can be forced.
+    Only for requests with a stop token: without a stop token, nothing can be forced.
 
     Raises:
-        RolloutError: the answer continues after a repetition, which an active guard prevents.
+        RolloutError: the answer continues after a repetition, so the engine did not apply the rule.
     """
     length = rule.first_repetition(rollout.response_token_ids)
     if length is None:

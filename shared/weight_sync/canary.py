@@ -1,6 +1,8 @@
-"""A probe that checks that a rollout engine computes what the learner computes (decision 38).
+"""The canary: a test prompt that checks an engine's weights after a sync (decision 38).
 
-In float32 two correct engines differ by 3e-6, and no token may differ by more than 1e-4. In
+Learner and engine compute the log-probabilities of its tokens, which must agree.
+
+In float32 correct weights differ by 3e-6, and no token may differ by more than 1e-4. In
 bfloat16 both sides round every logit, and a few of many tokens differ by much. There the *mean*
 difference has a bound, and so has the *share* of tokens that differ by more than a second bound.
 The effect of rounding for this model and hardware is measured: at version 0 both sides hold the
@@ -65,9 +67,9 @@ SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
 
 Logprobs = tuple[float, ...]
-"""One per token of a probe except the first."""
+"""Log-probabilities of a canary's tokens, one per token except the first."""
 Scores = tuple[Sequence[int], Sequence[float]]
-"""An engine's result for a probe: expanded token ids, log-probabilities of all but the first."""
+"""An engine's result for a canary: expanded token ids, log-probabilities of all but the first."""
 
 # `Differences.from_values` may return NaN, which is never noise: no record or message may contain
 # it.
@@ -77,7 +79,9 @@ Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 @with_config(ConfigDict(extra="forbid", strict=True))
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Absolute differences between the log-probabilities of a learner and an engine, in nats.
+    """Mean and largest difference of a canary's log-probabilities between learner and engine.
+
+    The differences are absolute, in nats.
 
     Example: 0.01, 0.03 and 0.02 give `Differences(mean=0.02, largest=0.03)`.
     """
@@ -87,7 +91,7 @@ class Differences:
 
     @classmethod
     def from_values(cls, differences: Sequence[float]) -> Differences:
-        """Summarise the differences: NaN if one of them is NaN, 0 if the list is empty."""
+        """Return the mean and the largest value: NaN if a value is NaN, 0 if there are none."""
         if not differences:
             return cls(0.0, 0.0)
         # max() ignores a NaN that is not the first value.
@@ -97,14 +101,14 @@ class Differences:
 
     @classmethod
     def worst(cls, several: Sequence[Differences]) -> Differences:
-        """Return the largest mean and the largest difference of several engines."""
+        """Return the largest mean and the largest difference among those of several engines."""
         return cls(max(one.mean for one in several), max(one.largest for one in several))
 
     @classmethod
     def load(cls, run_dir: Path) -> Differences | None:
-        """Return the noise recorded in a run folder, or None.
+        """Return the differences at weight version 0 that a run folder records, or None.
 
-        Raises ConfigError for an invalid file.
+        Raises ConfigError if the file is invalid.
         """
         return read_record(
             run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
@@ -117,7 +121,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class CanaryProbe:
-    """A fixed sequence (prompt and short answer) with the learner's log-probabilities.
+    """The canary of a weight sync: a fixed prompt and answer, with the learner's log-probabilities.
 
     If the model has a vision tower, the prompt has an image. Log-probabilities are plain
     `log_softmax(logits)`: an engine scores a prompt without temperature or banned ids.
@@ -127,23 +131,32 @@ class CanaryProbe:
     """
 
     token_ids: tuple[int, ...]
-    """Prompt and answer, unexpanded: one placeholder per image."""
+    """Prompt and answer, with one placeholder token per image."""
     images: tuple[ImageRef, ...]
-    """Each has `data`."""
+    """The images of the prompt, with their bytes in `data`."""
     expanded_token_ids: tuple[int, ...]
     """`token_ids` with placeholders expanded by the learner's processor."""
     expected_logprobs: tuple[float, ...] | None
-    """One per expanded token except the first. None: the learner computes them while the engines
-    load, and sends them after the weights (`shared.weight_sync.offer.CANARY`)."""
+    """The learner's log-probabilities, one per expanded token except the first.
+
+    None: the learner computes them while the engines load the weights, and sends them after the
+    weights (`shared.weight_sync.offer.CANARY`).
+    """
     tolerance: float | None
-    """Maximum difference of a token, for float32; None: mean and share are compared."""
+    """Maximum difference of each token's log-probability, for float32.
+
+    None: only the mean, and the share of large differences, have bounds.
+    """
     base_logprobs: tuple[float, ...] | None = None
-    """`expected_logprobs` without the learner's adapter; None if no adapter is sent."""
+    """The learner's log-probabilities without its adapter; None if no adapter is sent."""
     placeholder_ids: tuple[int, ...] = ()
-    """Tokens that stand for parts of images. They are not compared: they are never sampled, and
-    their log-probabilities are the farthest from 0 and so the noisiest."""
+    """Ids of the tokens that stand for parts of images; their log-probabilities are not compared.
+
+    These tokens are never sampled. Their log-probabilities are the farthest from 0, and so differ
+    most by rounding.
+    """
     noise: Differences | None = None
-    """Differences at version 0; None: not measured yet, or not needed."""
+    """Differences at weight version 0, caused by rounding; None: not measured, or not needed."""
 
     def __post_init__(self) -> None:
         for logprobs in (self.expected_logprobs, self.base_logprobs):
@@ -158,14 +171,15 @@ class CanaryProbe:
         return len(self.expanded_token_ids) - 1
 
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
-        """Return the probe with the log-probabilities that arrived after the weights."""
+        """Return the canary with the learner's log-probabilities, received after the weights."""
         return replace(self, expected_logprobs=tuple(logprobs))
 
     def measure(self, actor: str, scores: Scores) -> Differences | None:
-        """Return the noise: the difference of an engine that loaded the checkpoint from disk.
+        """Return the differences of an engine with the same checkpoint: the noise of rounding.
 
-        None if its mean is above the usual bound: that is a fault or other weights. Raises
-        WeightSyncError if the engine expanded the prompt differently.
+        `actor` names the engine. None if the mean is above the usual bound: then the engine has a
+        fault or other weights. Raises WeightSyncError if the engine expanded the prompt
+        differently.
         """
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
@@ -175,17 +189,19 @@ class CanaryProbe:
     def check(
         self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> Differences:
-        """Return the difference between engine and learner.
+        """Compare an engine's log-probabilities with the learner's, and return the differences.
 
-        Raises WeightSyncError with the first token that differs by too much.
+        Raises WeightSyncError about `actor`, with the first token that differs by too much.
         """
         scores = (expanded_token_ids, logprobs)
         return self._check_agreement(actor, scores, self._expected, "weights are not the learner's")
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
-        """Return the slope of the adapter's effect, after `check`; None if the effect is too small.
+        """Check, after `check`, that an engine applies the adapter that it has received.
 
-        Raises WeightSyncError if the adapter is not applied correctly.
+        `adapted` and `base` are the engine's results with and without the adapter. Return the
+        slope: the adapter's effect in the engine relative to its effect in the learner. None if the
+        effect is too small. Raises WeightSyncError if the slope is too far from 1.
         """
         assert self.base_logprobs is not None, "an adapter's probe needs base_logprobs"
         self._check_agreement(

@@ -1,9 +1,9 @@
-"""A checksum of a bucket of weights: exact, 64 bits, the same on GPU, CPU and in plain Python.
+"""Checksums of the weights that a sync sends: 64 bits, equal on GPU, CPU and in plain Python.
 
-A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a
-hash of the sums of every row and of every column of a block, modulo 2**64, and of the bytes that do
-not fill a row. Integer sums do not depend on their order, so any parallel reduction agrees
-(decision 38).
+A bucket is a number of tensors that are sent together, and has one checksum. A tensor's memory is
+read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a hash of the sums of
+every row and of every column of a block, modulo 2**64, and of the bytes that do not fill a row.
+Integer sums do not depend on their order, so any parallel reduction agrees (decision 38).
 
 It detects (up to a hash collision, 2**-64) any change within one word, two exchanged words that
 differ, and exchanged rows, blocks or tensors whose sums differ. It cannot detect changes that
@@ -29,20 +29,25 @@ if TYPE_CHECKING:
     import torch
 
 SIDE = 512
-"""Words per row and rows per block. A block is 2 MiB, so it stays in a core's cache between its two
-sums."""
+"""Words per row, and rows per block.
+
+A block has 2 MiB, so it stays in a core's cache between the sums of its rows and of its columns.
+"""
 WORD_BYTES = 8
 ROW_BYTES = SIDE * WORD_BYTES
 
 
 class BucketChecksum:
-    """The checksum of one bucket: add its tensors in order, then take the value."""
+    """Computes the checksum of a bucket of weights: add its tensors in order, then call `value`."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=8)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a contiguous tensor of any dtype; from a device, only 0.4 % of it is copied."""
+        """Add a contiguous tensor of any dtype to the bucket.
+
+        A GPU computes the sums of its tensors, so only 0.4 % of their size is copied to the CPU.
+        """
         import torch
 
         bytes_N = tensor.reshape(-1).view(torch.uint8)
@@ -62,14 +67,14 @@ class BucketChecksum:
         self._hash.update(bytes_N[whole:].cpu().numpy().tobytes())
 
     def value(self) -> int:
-        """Return the checksum as a signed number, as an int64 tensor stores it."""
+        """Return the checksum of the tensors added so far, as a signed number of 64 bits."""
         return int.from_bytes(self._hash.digest(), "little", signed=True)
 
 
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sums of all rows [R] and of each block's columns [B, SIDE], even if it is partial.
+    """Return the sums of all rows [R], and of the columns of each block [B, SIDE].
 
-    One pass over the memory: 0.05 s for a gigabyte.
+    The last block may have fewer rows. It takes one pass over the memory: 0.05 s for a gigabyte.
     """
     rows_R = np.empty(len(words_RS), np.int64)
     columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)
@@ -81,7 +86,7 @@ def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
 
 
 def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the numbers of `cached_sums` in the same order, by three reductions."""
+    """Yield the numbers of `cached_sums` in the same order, computed on the tensor's device."""
     yield words_RS.sum(1)
     whole = len(words_RS) // SIDE * SIDE
     yield words_RS[:whole].reshape(-1, SIDE, SIDE).sum(1)
@@ -91,20 +96,23 @@ def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(eq=False, repr=False)
 class ChecksummedWeights:
-    """Weights to send, followed by their checksums and the canary's log-probabilities.
+    """The tensors that a weight sync sends, in order, to be iterated once.
 
-    It can be iterated once.
+    These are the weights, then their checksums, then the canary's log-probabilities.
     """
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """Contiguous tensors, in the order of `terms`."""
+    """Name and contiguous tensor of each weight, in the order of `terms`."""
     terms: FullOffer
     logprobs: Callable[[], Sequence[float]] | None = None
-    """Called last, if the terms include log-probabilities."""
+    """Returns the learner's log-probabilities of the canary, if the terms include them.
+
+    It is called after the last weight.
+    """
     gather_s: float = field(init=False, default=0.0)
-    """Seconds that the source needs to make tensors."""
+    """Seconds that `weights` has needed to make its tensors."""
     verify_s: float = field(init=False, default=0.0)
-    """Seconds that the checksums need."""
+    """Seconds that the checksums have needed."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch

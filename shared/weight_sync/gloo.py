@@ -1,7 +1,8 @@
-"""Both ends of the transport between processes with weights in host memory (decision 38).
+"""Sender and receiver of the transport `rollmatch_gloo`, for weights in host memory (decision 38).
 
-If all receivers of a group are on the sender's machine, they read the buckets from shared memory,
-and broadcasts of one byte say when a bucket is ready. Otherwise the buckets are broadcast.
+Weights are sent in buckets of several tensors, to one process group per engine. If all receivers of
+a group are on the sender's machine, they read the buckets from shared memory, and a broadcast of
+one byte says when a bucket is ready. Otherwise the buckets are broadcast.
 
     GlooSender (rank 0)               GlooReceiver (rank 1, 2, ...)
     id of this machine     ------>    is it my machine?       all say yes
@@ -35,11 +36,14 @@ from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, bu
 from shared.weight_sync.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 
 NUM_BUFFERS = 2
-"""Buffers for buckets sent over the network: one is packed while the previous one is sent."""
+"""Number of buffers for sending over the network: a bucket is packed while another is sent."""
 
 
 def gloo_options(host: str, timeout: timedelta) -> Any:
-    """Return options of a group with this timeout; its other ranks reach this rank at `host`."""
+    """Return gloo's options of a process group with this timeout.
+
+    `host` is the address at which the other ranks of the group reach this rank.
+    """
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # Otherwise Gloo resolves the host's name, which may be 127.0.1.1 on a Debian machine.
@@ -88,14 +92,18 @@ class _Member:
 
 
 class GlooSender:
-    """The sender's end: rank 0 of every group, kept from sync to sync.
+    """The learner's end of the gloo transport: rank 0 of every process group.
 
-    Shared memory holds a whole sync, so the sender need not wait until a bucket has been read. It
-    is allocated when the first group on this machine has formed, and freed with the groups.
+    Groups are kept from one weight sync to the next. Shared memory holds all weights, so the sender
+    does not wait until a bucket has been read. It is allocated when the first group on this machine
+    has formed, and freed with the groups.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """Join the groups; return when all receivers have connected to the groups' ports."""
+        """Open the process groups of `terms`; return when all receivers have connected to them.
+
+        `listening` are the open sockets at the groups' ports.
+        """
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
         joining = timedelta(seconds=terms.join_limit.seconds)
         timeout = timedelta(seconds=terms.timeout_s)
@@ -144,7 +152,7 @@ class GlooSender:
             group.agree(True)
 
     def close(self) -> None:
-        """Leave the groups: receivers that wait for this rank see a closed connection."""
+        """Leave the process groups. Receivers that wait for the sender get an error."""
         for group in self._groups:
             group.leave()
         # The traceback of a failed send refers to this sender.
@@ -208,7 +216,7 @@ class _RankZero(_Member):
 
 
 class GlooReceiver:
-    """The receiving end, in one worker of an engine."""
+    """The receiving end of the gloo transport, in one worker process of an engine."""
 
     def __init__(
         self,
@@ -221,12 +229,13 @@ class GlooReceiver:
         timeout_s: float,
         machine: Callable[[], Sequence[int]] = this_machine,
     ) -> None:
-        """Join the group at `host:port`; return when all ranks have joined.
+        """Join the sender's process group at `host:port`; return when all ranks have joined.
 
-        Raises RuntimeError after `join_s`.
+        Raises RuntimeError if not all have joined after `join_s` seconds.
 
         Args:
-            timeout_s: limit of every later wait.
+            rank: this worker's rank in the group, from 1.
+            timeout_s: limit of every later wait, in seconds.
             machine: returns the id of this worker's machine.
         """
         joining = timedelta(seconds=join_s)
@@ -249,9 +258,10 @@ class GlooReceiver:
     def receive(
         self, tensors: tuple[TensorSpec, ...], bucket_bytes: int
     ) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
-        """Yield every bucket and its bytes at `offsets`, while the next bucket is on its way.
+        """Yield each bucket's tensors and its bytes, while the next bucket is on its way.
 
-        The bytes do not change until the next sync.
+        A tensor begins in the bytes where `offsets` says. The bytes do not change until the next
+        weight sync.
         """
         arriving: deque[tuple[tuple[TensorSpec, ...], torch.Tensor]] = deque()
         begin = 0
@@ -277,7 +287,7 @@ class GlooReceiver:
         self._member.agree(True)
 
     def close(self) -> None:
-        """Leave the group; this ends the waits of the other ranks."""
+        """Leave the process group. Other ranks that wait for this rank get an error."""
         self._member.leave()
         self._shared = None
 
@@ -290,7 +300,7 @@ class GlooReceiver:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine that connections to `host` use."""
+    """Return the address that this machine uses for connections to `host`."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent

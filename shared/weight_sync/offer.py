@@ -1,4 +1,7 @@
-"""A learner's offer of weights, and the cutting of full weights into buckets (decision 38)."""
+"""What the learner offers to engines in a weight sync: full weights or an adapter (decision 38).
+
+Full weights are sent in buckets of several tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,33 @@ from shared.chunking import cut_past
 from shared.errors import Timeout
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that an engine supports; another rank uses the space of the next larger one."""
+"""LoRA ranks that vLLM reserves space for; an adapter of another rank uses the next larger one."""
 
 CHECKSUMS = "rollmatch.checksums"
-"""Name of the tensor after the weights: one int64 per bucket, computed while the bucket was packed.
+"""Name of the tensor with the checksums, one int64 per bucket, which is sent after the weights.
 
 It is sent as bytes, like `CANARY`, because vLLM's packing puts a tensor at any byte.
 """
 CANARY = "rollmatch.canary"
-"""Name of the tensor after the checksums: the probe's log-probabilities, in double precision."""
+"""Name of the tensor with the canary's log-probabilities (float64), sent after the checksums."""
 PHASE_LIMIT = "timeouts.sync_phase_s"
-"""The key that limits each phase of a sync."""
+"""The configuration key that limits each phase of a weight sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The files of an adapter, under the names that peft and vLLM load."""
+    """The contents of an adapter's two files, as peft and vLLM load them from a folder."""
 
     tensors: bytes
-    """`adapter_model.safetensors`."""
+    """Content of `adapter_model.safetensors`."""
     config: str
-    """`adapter_config.json`."""
+    """Content of `adapter_config.json`."""
 
     def save(self, folder: Path) -> None:
-        """Write a folder for `peft.PeftModel.from_pretrained(model, folder)`. Raises OSError."""
+        """Write the files into a folder, for `peft.PeftModel.from_pretrained(model, folder)`.
+
+        Raises OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "adapter_model.safetensors").write_bytes(self.tensors)
         (folder / "adapter_config.json").write_text(self.config)
@@ -42,51 +48,58 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor to send, under its parameter name in transformers.
+    """Name, type and size of one tensor that a weight sync sends.
+
+    The name is the parameter's name in transformers.
 
     Example: `TensorSpec("lm_head.weight", "bfloat16", (1000, 64), 128000)`.
     """
 
     name: str
     dtype: str
-    """Name in the module torch."""
+    """Name of the type in the module torch."""
     shape: tuple[int, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupSpec:
-    """One process group of a sync; the sender hosts it and is its rank 0."""
+    """Address and size of a process group of a weight sync: the learner and one engine's workers.
+
+    The learner hosts the group and is its rank 0.
+    """
 
     host: str
     port: int
-    """The sender binds it before publishing it here."""
+    """The port of the group, which the learner has opened already."""
     world_size: int
-    """The sender and all receiving workers; a receiver's rank is 1 plus the workers before it."""
+    """Number of processes in the group: the learner, and workers with ranks from 1."""
     key: str
-    """Changes each time the group is opened; a new key means that receivers must join again."""
+    """Id of the group, new each time it is opened; at a new id receivers must join again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullOffer:
-    """Full weights: what a receiver needs for joining and checking. Plain data, JSON-compatible.
+    """An offer of full weights: what an engine needs to receive and check them.
+
+    It is plain data, compatible with JSON.
 
     Example: three tensors of 10 bytes with `bucket_bytes` 15 are sent as two buckets, of 20 and of
     10 bytes, followed by a tensor `CHECKSUMS` of 2 numbers.
     """
 
     groups: tuple[ProcessGroupSpec, ...]
-    """One per entry of `RankTopology.receivers`; empty if no process group is needed."""
+    """Process groups, one per engine (`RankTopology.receivers`); empty if none is needed."""
     timeout_s: float
-    """Limit of each phase except joining (`timeouts.sync_phase_s`)."""
+    """Limit of each phase of the sync except joining the groups (`timeouts.sync_phase_s`)."""
     bucket_bytes: int
-    """A bucket ends with the tensor that takes it past this size."""
+    """A bucket ends with the tensor that makes it larger than this."""
     tensors: tuple[TensorSpec, ...]
-    """The weights in the order of sending."""
+    """The weights, in the order of sending."""
     num_logprobs: int = 0
-    """Number of values in `CANARY`; 0: the probe of the offer contains them."""
+    """Number of log-probabilities in the tensor `CANARY`; 0: the offer's canary contains them."""
     join: Timeout | None = None
-    """Limit of joining the groups; None: `timeout_s`."""
+    """Time limit for joining the process groups; None: `timeout_s`."""
 
     @property
     def join_limit(self) -> Timeout:
@@ -98,13 +111,13 @@ class FullOffer:
 
     @property
     def group(self) -> ProcessGroupSpec:
-        """The only group: an offer to one engine contains only its group."""
+        """The process group of an offer to one engine, which contains no other group."""
         (group,) = self.groups
         return group
 
     @property
     def sent(self) -> tuple[TensorSpec, ...]:
-        """Everything that is sent, in order: weights, checksums, the canary's log-probabilities."""
+        """All tensors that are sent, in order: weights, checksums, canary's log-probabilities."""
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
         numbers = [(CHECKSUMS, num_buckets)]
         if self.num_logprobs:
@@ -115,13 +128,16 @@ class FullOffer:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """An adapter, small enough to send with the call. Plain data, no pickle."""
+    """An offer that contains a LoRA adapter, which is small enough to send with the call.
+
+    It is plain data, without pickle.
+    """
 
     files: AdapterFiles
     sha256: str
-    """Hexadecimal digest of tensors and configuration."""
+    """Hexadecimal digest of the adapter's two files."""
     timeout_s: float
-    """Limit of each phase (`timeouts.sync_phase_s`)."""
+    """Limit of each phase of the sync (`timeouts.sync_phase_s`)."""
 
     @classmethod
     def make(cls, files: AdapterFiles, *, timeout_s: float) -> AdapterOffer:
@@ -137,12 +153,15 @@ class AdapterOffer:
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    """Cut after each tensor that takes a bucket past `bucket_bytes`, as vLLM's packing does."""
+    """Yield the tensors of a weight sync in buckets, in order.
+
+    A bucket ends with the tensor that makes it larger than `bucket_bytes`, as in vLLM's packing.
+    """
     return cut_past(tensors, bucket_bytes, lambda tensor: tensor.num_bytes)
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
-    """Return the byte offset of each tensor in a packed bucket, and finally the bucket's size."""
+    """Return the byte offset of each tensor in a packed bucket, followed by the bucket's size."""
     # Aligned, so that tensors of any dtype can follow each other.
     starts = [0]
     for tensor in bucket:

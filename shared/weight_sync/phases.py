@@ -1,4 +1,4 @@
-"""One weight sync, for both sides: its phases, limits and messages (decision 38).
+"""The protocol of a weight sync between learner and engines: phases and limits (decision 38).
 
 ::
 
@@ -40,11 +40,11 @@ POOL_MARGIN_S = 4.0  # the pool, and callers that wait for the sender
 SYNC_MARGIN_S = 6.0  # the whole sync
 
 OFFER = "offer"
-"""Phase in an error before a receiver did anything, or if its state is unknown."""
+"""The phase that an error names if no engine has begun a phase, or an engine's state is unknown."""
 
 
 class SyncPhase(StrEnum):
-    """A phase of a receiver, in this order."""
+    """A phase of a weight sync in an engine; the phases run in this order."""
 
     PAUSE = "pause"
     RENDEZVOUS = "rendezvous"
@@ -56,108 +56,129 @@ class SyncPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """The sender's report on one sync."""
+    """How long the learner's phases of a weight sync took."""
 
     phase_s: dict[str, float]
-    """Seconds in `send_gather` (materialising the weights), `send_verify` (checksums),
-    `send_canary` (its scores), `send_rendezvous` and `send_wire`. Empty if there was nothing to
-    send."""
+    """Seconds of each phase of the learner; empty if it had nothing to send.
+
+    `send_gather` makes the tensors, `send_verify` computes checksums, and `send_canary` computes
+    the canary's log-probabilities. The others are `send_rendezvous` and `send_wire`.
+    """
 
 
 def all_phases_s(timeout_s: float) -> float:
-    """Return the limit of a receiver whose phases may take `timeout_s` each."""
+    """Return the time limit of a weight sync whose phases may take `timeout_s` seconds each."""
     return len(SyncPhase) * timeout_s
 
 
 def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
-    """Return the limit of this phase in the sync of the offer."""
+    """Return the time limit of one phase of the weight sync that begins with this offer."""
     if phase is SyncPhase.RENDEZVOUS and isinstance(offer.terms, FullOffer):
         return offer.terms.join_limit
     return Timeout(offer.terms.timeout_s, PHASE_LIMIT)
 
 
 def whole_sync_s(offer: WeightOffer) -> float:
-    """Return the outermost limit of a sync."""
+    """Return the time limit, in seconds, of the whole weight sync that begins with this offer."""
     phases_s = sum(phase_limit(offer, phase).seconds for phase in SyncPhase)
     return phases_s + offer.terms.timeout_s + (len(SyncPhase) + 1) * SYNC_MARGIN_S
 
 
 def sender_s(offer: WeightOffer) -> float:
-    """Return the limit for waiting for the sender, which takes part in two phases."""
+    """Return the time limit, in seconds, of the learner's part of the weight sync.
+
+    The learner takes part in the phases rendezvous and wire.
+    """
     limits = (phase_limit(offer, phase) for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
     return sum(limit.seconds + POOL_MARGIN_S for limit in limits)
 
 
 class SendingLearner(Protocol):
-    """The interface of the learner in a sync."""
+    """What `sync_weights` needs of the learner, which sends the weights."""
 
     @property
     def offers_adapter(self) -> bool:
-        """Whether the next offer is an adapter."""
+        """Whether the next offer contains only an adapter, not full weights."""
 
     @property
     def falls_back(self) -> bool:
-        """Whether full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
+        """Whether full weights are sent after an adapter sync failed (`sync.fallback_to_full`)."""
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Offer the next version, or `again` the present one to engines that have lost it."""
+        """Return the offer of the next weight version.
 
-    def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
+        `again`: of the present version, for engines that have lost it.
+        """
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        """Begin to send the weights of the offer; the future holds the times of the phases."""
+        ...
+
     def sync_done(self, noise: Differences | None) -> None:
-        """Record on every rank that the version is served, and the measured noise."""
+        """Record on every learner rank that engines have the offered version.
+
+        `noise` are the canary's differences at version 0, if they were measured.
+        """
 
     def fall_back_to_full(self) -> None:
-        """Offer full weights from now on, after an offer of an adapter."""
+        """Offer full weights from now on, because an adapter sync failed."""
 
     def leave_groups(self) -> None:
-        """Offer new process groups next time: an engine is new, or a sync has failed."""
+        """Close the process groups, so that the next offer opens new ones.
+
+        This is needed if an engine is new or a sync has failed.
+        """
 
 
 class ReceivingEngines(Protocol):
-    """The interface of the rollout engines in a sync."""
+    """What `sync_weights` needs of the rollout engines, which receive the weights."""
 
     def wait_idle(self) -> None:
-        """Wait for running generation, such as the next step's first round (`max_staleness`).
+        """Wait until no engine generates rollouts.
 
-        Raises RolloutError if that round failed.
+        With `max_staleness`, engines may generate the next step's first round. Raises RolloutError
+        if that round failed.
         """
 
-    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """Begin the phases of the sync in all engines; the future holds the merged report."""
+        ...
 
     @property
     def replaces_lost(self) -> bool:
-        """Whether new engines are started to replace lost ones."""
+        """Whether new engines are started in place of lost engines."""
 
     def join_replacements(self) -> bool:
-        """Replace all engines that have ended or do not respond; return whether there were any.
+        """Replace all engines that have ended or do not respond, and wait for the new engines.
 
-        Waits for the new engines. Raises RolloutError if no more engines may be replaced.
+        Return whether an engine was replaced. Raises RolloutError if no more engines may be
+        replaced.
         """
 
     def replace_named(self, error: WeightSyncError) -> bool:
-        """Replace the engine that the error names; return whether it names one."""
+        """Replace the engine that the error names; return whether the error names an engine."""
 
 
 def sync_weights(
     learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool = False
 ) -> SyncReport:
-    """Run one verified sync; afterwards every engine serves the offered version.
+    """Send the learner's weights to every engine, and verify them. Return the report.
 
-    Waits for engines that are starting as replacements of lost ones. If engines may be replaced, a
-    sync that failed with a WeightSyncError is repeated, unless weights or results differed. All
-    engines that have ended or do not respond are replaced before that. If all are alive, a full
-    sync is repeated once with a fresh group, then once with a replacement for the engine that the
-    error names.
+    Waits for engines that are starting in place of lost engines. If engines may be replaced, a sync
+    that failed with a WeightSyncError is repeated, unless weights or results differed. Before that,
+    all engines that have ended or do not respond are replaced. If all engines are alive, a full
+    sync is repeated once with new process groups. If that fails too, it is repeated once more with
+    a new engine in place of the engine that the error names.
 
-    If an offered adapter fails in any way, a full sync replaces it, now and for the rest of the
+    If a sync of an adapter fails in any way, full weights are sent, now and for the rest of the
     run, if the configuration permits it (decision 20). The report contains the reason.
 
     Args:
-        again: some engines have lost the present version, which the learner still has.
+        again: send the present version again, because some engines have lost it.
 
     Raises:
         WeightSyncError: names phase and engine.
-        LearnerError: the learner failed on its own.
+        LearnerError: the learner failed, without a fault of an engine.
         RolloutError: no more engines may be replaced.
     """
     rollouts.wait_idle()

@@ -1,4 +1,7 @@
-"""Memory shared by processes of one machine. It has no name, so it is freed even after a kill."""
+"""Memory shared by processes of one machine, for weights that a weight sync sends.
+
+It has no name in the file system, so it is freed even if its processes are killed.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,20 @@ CONTAINER = Path("/sys/fs/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 OWN_PROCESSES = Path("/proc/self/ns/pid")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""The size cannot change: reading a page that no longer exists would kill the process."""
+"""Seals of the memory that fix its size.
+
+Reading a page that no longer exists would kill the process.
+"""
 
 
 class Address(NamedTuple):
-    """The address of shared memory for another process, in plain numbers."""
+    """What another process needs to open shared memory: plain numbers that can be sent to it."""
 
     process: int
-    """May be the id of a different process elsewhere: hence `device` and `inode`."""
+    """Id of the process that created the memory.
+
+    Elsewhere it may be the id of another process: hence `device` and `inode`.
+    """
     descriptor: int
     num_bytes: int
     device: int
@@ -36,7 +45,7 @@ class Address(NamedTuple):
         return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
     def is_of(self, descriptor: int) -> bool:
-        """Return whether the open file is this memory, unchanged."""
+        """Return whether this open file is the memory at the address, with its original size."""
         found = os.fstat(descriptor)
         return (
             (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.num_bytes)
@@ -46,22 +55,27 @@ class Address(NamedTuple):
 
 
 NOWHERE = Address(0, 0, 0, 0, 0)
-"""The address of missing memory."""
+"""The address that is sent if there is no shared memory."""
 
 
 class SharedMemory:
-    """A mapping that exists as long as something refers to `memory`."""
+    """Shared memory mapped into this process, for as long as something refers to `memory`."""
 
     def __init__(self, descriptor: int) -> None:
-        """Take over the open file. Raises OSError, and leaves the file open, if it cannot be
-        mapped."""
+        """Map an open file, and become its owner.
+
+        Raises OSError, and leaves the file open, if it cannot be mapped.
+        """
         self.memory = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
-        """Allocate memory; None if the system has none, or less than twice as much available."""
+        """Allocate shared memory; None if that fails.
+
+        Also None if less than twice as much memory is available.
+        """
         if available_bytes() < 2 * num_bytes:
             return None
         try:
@@ -79,7 +93,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
-        """Open memory that another process of this user created; None if that is impossible."""
+        """Open shared memory that another process of this user created; None if that fails."""
         try:
             # Check first: the sender of an address must not make this process open any other file.
             if not str(address.path.readlink()).startswith(f"/memfd:{NAME}"):
@@ -100,14 +114,18 @@ class SharedMemory:
         return Address(os.getpid(), self._descriptor, found.st_size, found.st_dev, found.st_ino)
 
     def forget(self) -> None:
-        """Close the file descriptor. New readers cannot open it; existing mappings keep working."""
+        """Close the file descriptor: no other process can open the memory any more.
+
+        Existing mappings continue to work.
+        """
         self._closing()
 
 
 def this_machine() -> tuple[int, ...]:
-    """Return the id of this boot and container; its processes can open each other's memory.
+    """Return an id that is equal in all processes that can open each other's shared memory.
 
-    Zeros if the system has no such ids. Then only trying to open the memory shows if that works.
+    It identifies the boot and the container. Zeros if the system has no such ids: then a process
+    must try to open the memory.
     """
     try:
         boot = uuid.UUID(BOOT_ID.read_text().strip())
@@ -118,7 +136,10 @@ def this_machine() -> tuple[int, ...]:
 
 
 def available_bytes() -> int:
-    """Return the bytes that system and container can still give to this process; 0 if unknown."""
+    """Return the bytes of memory that this process can still allocate; 0 if unknown.
+
+    The system and the container limit them.
+    """
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

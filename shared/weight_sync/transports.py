@@ -1,4 +1,4 @@
-"""Devices of learner and engines, and the transport of weights that their placement requires."""
+"""The transports of a weight sync, and which one suits the devices of learner and engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.errors import ConfigError
 
 
 class Device(StrEnum):
-    """The kind of device of an engine or the learner, as torch names it."""
+    """The kind of device on which an engine or the learner runs, as torch names it."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -18,15 +18,15 @@ class TransportKind(StrEnum):
     """A way to send weights from the learner to an engine."""
 
     NCCL = "nccl"
-    """From the learner's GPU to other GPUs, by vLLM's engine."""
+    """Weights go from the learner's GPU to other GPUs, with vLLM's transfer engine."""
     IPC = "ipc"
-    """To a process on the learner's GPU that opens its tensors, by vLLM's engine."""
+    """A process on the learner's GPU opens the learner's tensors, with vLLM's transfer engine."""
     GLOO = "rollmatch_gloo"
-    """Between processes with their weights in host memory."""
+    """Weights go between processes that hold them in host memory."""
     INPROC = "inproc"
-    """Within the learner's process, as direct references."""
+    """The engine is in the learner's process, and reads the learner's tensors directly."""
     ADAPTER = "adapter"
-    """In the offer itself, because an adapter is small."""
+    """The offer itself contains an adapter, which is small."""
 
 
 BUCKET_BYTES = {
@@ -35,27 +35,34 @@ BUCKET_BYTES = {
     TransportKind.GLOO: 16 << 20,
     TransportKind.INPROC: 16 << 20,
 }
-"""Bytes of one bucket of full weights. With nccl and ipc, vLLM's loader walks the whole model for
-each bucket (benchmarks/load_buckets.py). With gloo it is called once, and larger buckets are slower
-(benchmarks/weight_sync.py)."""
+"""Bytes of one bucket (tensors that are sent together) of full weights, by transport.
+
+With nccl and ipc, vLLM's loader walks the whole model for each bucket (benchmarks/load_buckets.py).
+With gloo it is called once, and larger buckets are slower (benchmarks/weight_sync.py).
+"""
 
 
 class Sharing(StrEnum):
-    """What an engine shares with the learner rank that feeds it; each value includes the one
-    before."""
+    """What an engine shares with the learner rank that sends its weights.
+
+    Each value includes the one before.
+    """
 
     NOTHING = "nothing"
-    """Another process with a separate device, on this node or elsewhere."""
+    """The engine is another process with its own device, on the same node or elsewhere."""
     DEVICE = "device"
-    """Another process on the same node and on the learner's GPU."""
+    """The engine is another process on the same node, and uses the learner's GPU."""
     PROCESS = "process"
-    """The learner's process."""
+    """The engine is in the learner's process."""
 
 
 def choose_transport(
     learner_device: Device, engine_device: Device, sharing: Sharing
 ) -> TransportKind:
-    """Return the transport of full weights. Raises ConfigError if only one side has a GPU."""
+    """Return the transport that sends full weights from the learner to such an engine.
+
+    Raises ConfigError if only one of them has a GPU.
+    """
     if sharing is Sharing.PROCESS:
         return TransportKind.INPROC
     if learner_device is not engine_device:

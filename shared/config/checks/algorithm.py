@@ -1,6 +1,6 @@
-"""Contradictions between trainer variant, data and objective (decisions 2, 7, 18, 37).
+"""Find contradictions between trainer variant, data and objective (decisions 2, 7, 18, 37).
 
-They are called by `cross_check` of `shared.config.load`.
+`cross_check` of `shared.config.load` calls these functions. Each yields problems.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def data_is_there(run: RunConfig) -> Iterator[Problem]:
 def entries_have_input(
     variant: TrainerVariant, entries: Iterable[tuple[str, ObjectiveEntry | CoordDiagEntry]]
 ) -> Iterator[Problem]:
-    """Report entries that learn from something that the variant does not have.
+    """Report objectives and diagnostics that learn from something that the trainer variant lacks.
 
-    Trajectories have only advantages. Samples have ground truth, and some variants advantages too.
+    Rollouts of environments have only advantages. Samples have ground truth, and with some variants
+    also advantages.
     """
     for path, entry in entries:
         source = entry.learns_from
@@ -86,7 +87,10 @@ def entries_have_input(
 
 
 def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
-    """Report channels without a loss: no loss is implicit, so each used channel needs an entry."""
+    """Report channels that the run uses but for which no objective is declared.
+
+    No loss is implicit.
+    """
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
         active = pipeline.active(Channel.B)
@@ -124,7 +128,8 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
 def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
     """Report settings that contradict `policy_gradient`, which compares several sampled answers.
 
-    They are the decode mode, `normalize: batch`, `reference_kl` without it, and repeated updates.
+    These are the decode mode, `normalize: batch`, `reference_kl` without `policy_gradient`, and
+    repeated updates.
     """
     pipeline = run.rollout_matching.pipeline
     has_gradient = pipeline.policy_gradient is not None
@@ -169,9 +174,10 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
 
 
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
-    """Report a group size that has no effect, is too small, or makes steps or ranks split groups.
+    """Report a wrong number of rollouts per sample.
 
-    All rollouts of a sample are compared by one rank, within one step.
+    It has no effect, is too small, or would divide the rollouts of a sample between steps or ranks.
+    One rank compares all rollouts of a sample, within one step.
     """
     key = "stage2_ab.channel_b.rollouts_per_sample"
     size = run.stage2_ab.channel_b.rollouts_per_sample
@@ -232,7 +238,10 @@ def environment_fits_its_engines(run: RunConfig) -> Iterator[Problem]:
 
 
 def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
-    """Report step sizes that contradict each other or cut groups of an environment."""
+    """Report numbers of samples per step that contradict each other.
+
+    Also report numbers that would divide the rollouts of one row of an environment.
+    """
     training = run.training
     ranks = run.learner.world_size
     budget = run.stage2_ab.channel_b.rollouts_per_step
@@ -273,7 +282,7 @@ def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def rows_have_room(run: RunConfig) -> Iterator[Problem]:
-    """Report a packing buffer that is too small for the segments inserted before a row is taken."""
+    """Report a packing buffer that is too small for the segments that wait for a packed row."""
     training = run.training
     rule = run.row_rule
     # Segments in the carry buffer at the end of a run can only be dropped (decision 7).
@@ -306,9 +315,9 @@ def rows_have_room(run: RunConfig) -> Iterator[Problem]:
 
 
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Report shapes, entries and keys that do not suit `data.answer_format` or the variant.
+    """Report shapes, objectives and keys that do not suit the answer format or trainer variant.
 
-    The variant must be able to match the shapes (decision 8).
+    The variant must be able to match the kinds of shapes (decision 8).
     """
     name = run.data.answer_format
     if run.algorithm.uses_environment:
@@ -357,7 +366,10 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
 def options_act(
     matching: RolloutMatchingSection, geometry: frozenset[GeometryKind]
 ) -> Iterator[Problem]:
-    """Report options without effect, which would look as if they had been tried (decision 30)."""
+    """Report options that have no effect with the other settings (decision 30).
+
+    Otherwise the run would look as if the option had been tried.
+    """
     active = matching.pipeline.active(Channel.B)
     if matching.supervise_separators and not any(isinstance(one, TokenCEEntry) for one in active):
         yield Problem(

@@ -1,6 +1,6 @@
-"""Contradictions between the settings of learner, engines and weight sync.
+"""Find contradictions between the settings of learner, engines and weight sync.
 
-They are called by `cross_check` of `shared.config.load`.
+`cross_check` of `shared.config.load` calls these functions. Each yields problems.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _SYNC = f"{_VLLM}.sync.mode"
 _LORA = f"{_VLLM}.enable_lora"
 
 MAX_VLLM_BEAMS = 10
-"""vLLM's beam search needs the log-probabilities of twice as many tokens as beams, and an engine
-returns at most 20 (its default `max_logprobs`)."""
+"""The highest number of beams with vLLM.
+
+Its beam search needs the log-probabilities of twice as many tokens as beams, and an engine returns
+at most 20 (its default `max_logprobs`).
+"""
 
 
 def processes_suit(run: RunConfig) -> Iterator[Problem]:
-    """Report contradictions between cluster, processes, queue, staleness and automatic resume."""
+    """Report contradictions between cluster, processes, staleness and automatic resume."""
     matching = run.rollout_matching
     queue = run.stage2_ab.channel_b.enable_pipeline
     if run.cluster.kind == "local":
@@ -74,7 +77,7 @@ def processes_suit(run: RunConfig) -> Iterator[Problem]:
 
 
 def sharding_suits(run: RunConfig) -> Iterator[Problem]:
-    """Report settings that do not work with a sharded, quantized or offloaded model."""
+    """Report settings that contradict a sharded, quantized or offloaded model in the learner."""
     quantized = "model.adapter.quantize"
     if run.learner.is_sharded:
         for key, is_set, wrong in (
@@ -102,7 +105,10 @@ def sharding_suits(run: RunConfig) -> Iterator[Problem]:
 
 
 def adapter_is_trained(model: ModelSection, parts: PartsSection) -> Iterator[Problem]:
-    """Report `adapted` keys without an adapter, and an adapter in no part or in a frozen part."""
+    """Report contradictions between `model.adapter` and the keys `adapted` and `frozen` of parts.
+
+    These are `adapted` without an adapter, and an adapter in no part or in a frozen part.
+    """
     if model.adapter is None:
         for name, section in parts.items():
             if section.adapted is not None:
@@ -122,7 +128,7 @@ def adapter_is_trained(model: ModelSection, parts: PartsSection) -> Iterator[Pro
 
 
 def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
-    """Report settings under which engines cannot be sent the adapter (decision 38)."""
+    """Report settings under which a sync cannot send only the adapter (decision 38)."""
     adapter = run.model.adapter
     vllm = run.rollout_matching.vllm
     ranks = run.learner.world_size
@@ -151,7 +157,10 @@ def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
 
 
 def lengths_and_rounds_suit(run: RunConfig) -> Iterator[Problem]:
-    """Report prompts too long for engines, and rounds too small for a request per learner rank."""
+    """Report prompts that are too long for engines, and rounds that are too small.
+
+    A round must have at least one request of each learner rank.
+    """
     matching = run.rollout_matching
     if matching.max_new_tokens >= run.global_max_length:
         wrong = f"{run.global_max_length} leaves no room for a prompt next to max_new_tokens"
@@ -231,7 +240,10 @@ def tokens_can_be_chosen(matching: RolloutMatchingSection) -> Iterator[Problem]:
 
 
 def beams_are_possible(matching: RolloutMatchingSection) -> Iterator[Problem]:
-    """Report beam search that the backend does not support, or beyond its limits (decision 21)."""
+    """Report beam search that the backend does not support, and more beams than it allows.
+
+    See decision 21.
+    """
     num_beams = matching.num_beams
     if matching.decode_mode is not DecodeMode.BEAM:
         for key, is_set in (
