@@ -144,7 +144,7 @@ class StepMetrics:
     def add_options(self, target: Target, weights: TextWeights) -> None:
         """Count what optional settings changed in a rollout's target, such as trimmed objects.
 
-        docs/objectives.md describes these options beyond the specification.
+        docs/explanation/objectives.md describes these options beyond the specification.
         """
         reading = target.reading
         assert reading is not None, "these options have no effect on channel A"

@@ -384,7 +384,7 @@ def _reduction_of(name: str) -> Reduction:
 
 def markdown() -> str:
     """Return the table of all metrics in Markdown, as docs/reference/metrics.md contains it."""
-    lines = ["| name | of rows and ranks | meaning |", "|---|---|---|"]
+    lines = ["name | of rows and ranks | meaning", "---|---|---"]
     for metric in METRICS:
         reduction: str = metric.reduction
         if metric.ratio_of is not None:

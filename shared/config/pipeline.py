@@ -355,7 +355,7 @@ def _module_and_class(name: str) -> str:
 
 
 class ImportedEntry(PipelineEntry):
-    """Entry for an objective class in the user's own Python module (docs/explanation/objectives.md)."""
+    """Entry for an objective class of the user's own (docs/how_to/change_the_algorithm.md)."""
 
     learns_from = None
     reads = None

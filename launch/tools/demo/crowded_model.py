@@ -44,7 +44,7 @@ TEXT_SETTINGS = {
 """Settings of the language model. Finding one digit among many needs more layers and wider heads
 than the demo (docs/explanation/evidence.md)."""
 BATCH = 8
-"""Scenes per optimizer update. The number of updates matters more (docs/explanation/evidence.md)."""
+"""Scenes per update. The number of updates matters more (docs/explanation/evidence.md)."""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05
