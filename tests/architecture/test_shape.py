@@ -32,7 +32,7 @@ def test_no_public_class_name_stands_in_two_files():
 
 def test_the_readme_is_read_on_a_page_or_two():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 130
     assert [line for line in lines if len(line) > 100] == []
 
 

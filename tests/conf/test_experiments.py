@@ -25,14 +25,15 @@ CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
 PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").rglob("*.md"))]
+# Experiments that a reader's own command has made, and the name of any.
+THEIR_OWN = re.compile(r"--config-dir \S+ \+experiment=\w+|\+experiment=NAME")
 # What README and docs start runs with.
 COMMANDS = sorted(
     {
         found
         for page in PAGES
-        # Not those of a folder that a reader's own command has made.
         for found in re.findall(
-            r"(?<!--config-dir FOLDER )\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", page.read_text()
+            r"\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", THEIR_OWN.sub("", page.read_text())
         )
     }
 )
@@ -208,11 +209,13 @@ def test_every_command_of_the_readme_loads(command):
 
 @pytest.mark.slow
 def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run():
-    (command,) = (command for command in COMMANDS if "model.path=/models" in command)
-    run = loaded(*as_schema_overrides(command.split()))
-    assert run.model.dtype == "bfloat16"
-    assert run.rollout_matching.vllm.kv_cache_memory_bytes is None
-    assert run.training.parts.language_model.learning_rate == 1e-5
+    commands = [one for one in COMMANDS if "stage2_3v1_4b" in one and "/models/" in one]
+    assert commands
+    for command in commands:
+        run = loaded(*as_schema_overrides(command.split()))
+        assert run.model.dtype == "bfloat16"
+        assert run.rollout_matching.vllm.kv_cache_memory_bytes is None
+        assert run.training.parts.language_model.learning_rate == 1e-5
 
 
 @pytest.mark.slow
