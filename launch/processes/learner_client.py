@@ -131,7 +131,10 @@ class RankExecutor(Protocol):
     def ask_kept(
         self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
     ) -> tuple[object, object]:
-        """Return references to a task's list, which stays in the rank's process, and its length."""
+        """Run a task that returns a list, which stays in the rank's process.
+
+        Return two references: one to the list, and one to its length.
+        """
 
     def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
         """Run the task at once, even during another task; return a reference to its result."""
@@ -232,7 +235,7 @@ class LearnerClient:
             topologies: one for each rank.
             make_backend: makes the engine or environment in a rank; None: engines are elsewhere.
             examples: example counts of the run's environment, if it has one.
-            limit: limit of the start, if there are limits; None: timeouts.start_s.
+            limit: time limit of the start; None: `timeouts.start_s`. Not used without time limits.
 
         Raises:
             Exception: a rank's error about model, data or engine.

@@ -160,7 +160,9 @@ def cut_ledger(run: Path, step: int) -> None:
 
 
 def check_ledger(run: Path) -> str | None:
-    """Return a problem of a run's ledger; None if it is complete or does not exist.
+    """Return the first problem of a run's ledger; None if there is none, or no ledger.
+
+    The ledger has a line of digests for each step of `metrics.jsonl`, chained by hashes.
 
     Raises OSError, and RecordError if `metrics.jsonl` is damaged.
     """

@@ -122,7 +122,7 @@ def reason_of(folder: Path) -> RetentionReason:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """List the checkpoint folders of a run: complete, incomplete or renamed."""
+    """List a run's checkpoint folders: complete, incomplete, and renamed as damaged or replaced."""
     patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
     folders = {folder for pattern in patterns for folder in run.glob(pattern)}
     return sorted(folder for folder in folders if folder.is_dir())

@@ -124,7 +124,7 @@ class SendingLearner(Protocol):
         """Offer full weights from now on, because an adapter sync failed."""
 
     def leave_groups(self) -> None:
-        """Close the process groups, so that the next offer opens new ones.
+        """Close the process groups of weight syncs, so that the next sync opens new ones.
 
         This is needed if an engine is new or a sync has failed.
         """
