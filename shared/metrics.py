@@ -402,7 +402,7 @@ They are of the requests, the sampled tokens, the learned rows and the updated w
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one learner rank reports to the driver after a step: metrics, times, digests."""
+    """One learner rank's report to the driver after a step: metrics, times, digests."""
 
     step: int
     channel: Channel

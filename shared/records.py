@@ -154,7 +154,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What a check of an image file has found: its digest and its size.
+    """Digest and size of an image file, from its check.
 
     The digest is the sha256 of the encoded bytes, in hex. The size is of the displayed image.
     """

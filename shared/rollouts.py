@@ -133,7 +133,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """What the learner sends to engines to begin a weight sync.
+    """The message with which the learner begins a weight sync at the engines.
 
     The canary is a test prompt whose log-probabilities are compared after the sync.
 

@@ -119,7 +119,7 @@ class ModelShape:
 
     @property
     def has_query_norm(self) -> bool:
-        """Whether attention normalizes queries and keys, as in Qwen3."""
+        """Return whether attention normalizes queries and keys, as in Qwen3."""
         return any(name.endswith(".q_norm.weight") for name in self.parameters)
 
     @property
@@ -284,7 +284,7 @@ class RunSizes:
 
     @property
     def trains_text(self) -> bool:
-        """Whether the language model's own weights have gradients."""
+        """Return whether the language model's own weights have gradients."""
         return self.model.adapter is None and not self.training.parts.language_model.frozen
 
     def has_gradients(self, part: ModelPart) -> bool:

@@ -157,7 +157,7 @@ class Fleet:
 
     @property
     def replaces_lost(self) -> bool:
-        """Whether new actors are started in place of lost ones."""
+        """Return whether new actors are started in place of lost ones."""
         return self._replacements is not None
 
     def named(self) -> list[tuple[str, ActorHandle]]:

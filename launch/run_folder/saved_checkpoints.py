@@ -66,12 +66,12 @@ class KeptCheckpoint:
 
     @property
     def ended_early(self) -> bool:
-        """Whether the checkpoint was saved because a run was interrupted or failed."""
+        """Return whether the checkpoint was saved because a run was interrupted or failed."""
         return bool({RetentionReason.INTERRUPTED, RetentionReason.FAILED} & set(self.reasons))
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the checkpoint stays even if newer periodic or better ones are saved."""
+        """Return whether the checkpoint stays even if newer periodic or better ones are saved."""
         return self.ended_early or RetentionReason.FINAL in self.reasons
 
 

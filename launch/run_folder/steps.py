@@ -21,7 +21,7 @@ TRACK = "driver"
 
 @dataclass(slots=True)
 class StepRecord:
-    """What the driver records about one step while the step runs."""
+    """The driver's record of one step while the step runs."""
 
     plan: StepPlan
     report: StepReport | None = None

@@ -78,7 +78,7 @@ class Call:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the environment's rollout was cancelled, so that no answer is needed."""
+        """Return whether the environment's rollout was cancelled, so that no answer is needed."""
         return self.answer.cancelled()
 
 

@@ -89,7 +89,7 @@ class UpdatedLLM:
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """In the `with` block, use these weights of the learner as the weights to load."""
+        """Use these weights of the learner as the weights to load, in the `with` block."""
         self._weights = weights
         try:
             yield

@@ -220,7 +220,7 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server reports about itself."""
+    """A server's report about itself."""
 
     world_size: int
     """Number of rollout devices."""

@@ -50,7 +50,7 @@ class GeneratorStates(NamedTuple):
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """After the `with` block, restore all global random generators to their state before it."""
+    """Restore all global random generators after the `with` block to their state before it."""
     states = GeneratorStates.now()
     try:
         yield

@@ -91,7 +91,7 @@ class FailureLog(logging.Handler):
 
 
 def write_failures_down() -> None:
-    """From now on, write this vLLM process's errors to the file that the variable FILE names.
+    """Write this vLLM process's later errors to the file that the variable FILE names.
 
     Does nothing if the variable is not set.
     """

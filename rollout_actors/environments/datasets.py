@@ -50,7 +50,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a dataset row becomes the input of a rollout, with a prompt for the model.
+    """Conversion of a dataset row into the input of a rollout, with a prompt for the model.
 
     Example: with the system prompt "Be brief." the row `{"question": "2 + 2?", "answer": "4"}`
     becomes an input whose prompt is a system message and a user message.

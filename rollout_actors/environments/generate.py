@@ -67,7 +67,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many rollouts are generated at a time, and how many are scored; None: no limit."""
+    """Limits of rollouts generated and scored at a time; None: no limit."""
 
     generation: int | None
     scoring: int | None

@@ -44,7 +44,7 @@ _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", def
 
 @contextmanager
 def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
-    """In the `with` block, limit the seconds of each call of a reward function; None: no limit.
+    """Limit the seconds of each reward function call in the `with` block; None: no limit.
 
     The error at the limit names it by `key`.
     """

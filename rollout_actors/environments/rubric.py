@@ -47,7 +47,7 @@ _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
 
 @contextmanager
 def lent_parser(parser: Parser) -> Iterator[None]:
-    """In the `with` block, rubrics without their own answer parser use this parser."""
+    """Lend this answer parser to rubrics without their own, in the `with` block."""
     token = _PARSER.set(parser)
     try:
         yield

@@ -96,7 +96,7 @@ def current_scope() -> RolloutScope | None:
 
 
 def enter_scope(scope: RolloutScope) -> None:
-    """From now on, the current task works for this rollout. The task must have its own context."""
+    """Let the current task work for this rollout from now on. The task needs its own context."""
     _SCOPE.set(scope)
 
 

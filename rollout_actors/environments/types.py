@@ -95,7 +95,7 @@ class TrajectoryStep(TypedDict):
 
 
 class RolloutTiming(TypedDict):
-    """How long a rollout took, without waits in a queue for the model, the rubric or a thread."""
+    """Times of a rollout, without waits in a queue for the model, the rubric or a thread."""
 
     generation_ms: float
     scoring_ms: float

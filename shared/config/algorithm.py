@@ -39,7 +39,7 @@ class TrainerVariant(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """What distinguishes a training algorithm (`custom.trainer_variant`) from the others.
+    """Properties of a training algorithm (`custom.trainer_variant`).
 
     Example: `ALGORITHMS[TrainerVariant.STAGE1_SFT].channels == (Channel.A,)`, so such a run has no
     rollouts.

@@ -470,7 +470,7 @@ class PipelineSection(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether an objective needs the model that the run started from, as a reference."""
+        """Return whether an objective needs the model that the run started from, as a reference."""
         return any(entry.needs_reference for entry in self.active(Channel.B))
 
     @property

@@ -47,7 +47,7 @@ class EngineLocation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """What distinguishes a rollout backend (a way to run engines) from the others."""
+    """Properties of a rollout backend, which is a way to run engines."""
 
     location: EngineLocation
     title: str

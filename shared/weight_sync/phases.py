@@ -56,7 +56,7 @@ class SyncPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """How long the learner's phases of a weight sync took."""
+    """Seconds of the learner's phases of a weight sync."""
 
     phase_s: dict[str, float]
     """Seconds of each phase of the learner; empty if it had nothing to send.
@@ -94,11 +94,11 @@ def sender_s(offer: WeightOffer) -> float:
 
 
 class SendingLearner(Protocol):
-    """What `sync_weights` needs of the learner, which sends the weights."""
+    """The learner as `sync_weights` uses it: the sender of the weights."""
 
     @property
     def offers_adapter(self) -> bool:
-        """Whether the next offer contains only an adapter, not full weights."""
+        """Return whether the next offer contains only an adapter, not full weights."""
 
     @property
     def falls_back(self) -> bool:
@@ -131,7 +131,7 @@ class SendingLearner(Protocol):
 
 
 class ReceivingEngines(Protocol):
-    """What `sync_weights` needs of the rollout engines, which receive the weights."""
+    """The rollout engines as `sync_weights` uses them: the receivers of the weights."""
 
     def wait_idle(self) -> None:
         """Wait until no engine generates rollouts.
@@ -146,7 +146,7 @@ class ReceivingEngines(Protocol):
 
     @property
     def replaces_lost(self) -> bool:
-        """Whether new engines are started in place of lost engines."""
+        """Return whether new engines are started in place of lost engines."""
 
     def join_replacements(self) -> bool:
         """Replace all engines that have ended or do not respond, and wait for the new engines.

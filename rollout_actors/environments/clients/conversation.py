@@ -75,7 +75,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """What identifies a rollout in a run. The seeds of its model calls derive from it."""
+    """Identity of a rollout in a run. The seeds of its model calls derive from it."""
 
     run_seed: int
     step: int

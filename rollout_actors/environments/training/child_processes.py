@@ -78,7 +78,7 @@ def unmarked() -> dict[str, str]:
 
 @contextmanager
 def processes_of(name: str) -> Iterator[None]:
-    """At the end of the `with` block, kill the processes that environment `name` started in it."""
+    """Kill the processes that environment `name` started in the `with` block, at its end."""
     processes = EnvironmentProcesses()
     try:
         yield
