@@ -48,7 +48,8 @@ class AlgorithmSpec:
     channels: tuple[Channel, ...]
     """Channels that its steps can have. Of two, `stage2_ab.schedule` chooses one for each step."""
     learns_from: frozenset[LearnsFrom] = frozenset({LearnsFrom.GROUND_TRUTH})
-    """What its losses compare answers with. Pipeline entries that need anything else are errors."""
+    """What the losses of the algorithm compare answers with: ground truth, advantages, or both. A
+    pipeline entry whose `learns_from` is not among them is an error."""
     uses_environment: bool = False
     """Whether an environment provides data and rollouts, instead of samples of `data.train`."""
     carries_segments: bool = False
@@ -113,7 +114,8 @@ class CustomSection(Section):
     (stage2_rollout_aligned), both by a schedule (stage2_two_channel), or policy gradient on an
     environment (trajectory_pg)."""
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
-    """Whether an object in a ground-truth answer starts with its desc or its geometry."""
+    """Whether each object in a ground-truth answer starts with its class name (`desc`) or with its
+    geometry."""
 
 
 class ScheduleSection(Section):
@@ -155,14 +157,17 @@ class RewardSection(Section):
 
 class ChannelBSection(Section):
     mode: Literal["step"] = "step"
-    """How a step is planned: by its number of raw rollouts. `step` is the only mode."""
+    """How the size of a channel-B step is set; `step`, the only mode: by `rollouts_per_step`."""
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per step over all learner ranks. null: the effective batch size, which is the
-    only value that `stage2_rollout_aligned` accepts. Under `trajectory_pg` it must be a multiple of
-    `environment.rollouts_per_example`."""
+    """Number of rollouts of a channel-B step over all learner ranks, including rollouts that are
+    not learned. They are called raw rollouts. null: as many as an update has samples
+    (`training.effective_batch_size`), which is the only number that `stage2_rollout_aligned`
+    accepts. Under `trajectory_pg` it must be a multiple of `environment.rollouts_per_example`."""
     rollouts_per_sample: PositiveInt = 1
-    """Number of successive rollouts of each sample. `policy_gradient` compares them and needs at
-    least 2. Each step, and each learner rank's part of it, must have whole groups."""
+    """Number of rollouts that are generated for each sample; they form a group. `policy_gradient`
+    compares the rewards of a group, and needs at least 2. A group is not split over steps or
+    learner ranks, so the rollouts of a step, and each rank's part of them, must be multiples of
+    this number."""
     reward: RewardSection = RewardSection()
     """When an object counts as found in the reward of a rollout (F1 of its objects). Only used with
     `policy_gradient`."""
@@ -183,10 +188,12 @@ class TeacherSection(Section):
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
     """The teacher's name on the server. It must have the vocabulary of `model.path`."""
     weight: PositiveFloat = 1.0
-    """Weight, in a sampled token's advantage, of its log-probability under the teacher minus the
-    one under the learner (nats)."""
+    """Weight of the teacher in a sampled token's advantage. It multiplies the token's
+    log-probability under the teacher minus the one under the learner, in nats."""
     reward_weight: NonNegativeFloat = 1.0
-    """Weight of the reward's advantage (with `advantage_std`) in that sum; 0: only the teacher."""
+    """Weight of the rewards in a sampled token's advantage, next to the teacher's `weight`; 0: only
+    the teacher. It multiplies the advantage that follows from the rewards, after `advantage_std`
+    has divided it."""
     timeout_s: PositiveFloat = 240.0
     """Seconds until the server answers at the start, and until it has scored a rollout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
@@ -200,15 +207,18 @@ class EnvironmentSection(Section):
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments for the environment's `load_environment`."""
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each example. They are a group: the group's mean reward is subtracted from each
-    reward. Each step, and each learner rank's part of it, must have whole groups."""
+    """Number of rollouts of each example; they form a group, whose rewards are compared. The
+    group's mean reward is subtracted from each reward. A group is not split over steps or learner
+    ranks, so the rollouts of a step, and each rank's part of them, must be multiples of this
+    number."""
     drop_equal_groups: bool = False
-    """Do not learn groups whose rewards are all equal (advantages of 0), and count them
-    (`rollout/num_left_out`). The step's loss is still divided by all its raw rollouts."""
+    """Do not learn the rollouts of an example (a group) if their rewards are all equal. Their
+    advantages are 0. They are counted in `rollout/num_left_out`, and the step's loss is still
+    divided as if they were learned."""
     refill_rounds: NonNegativeInt = 0
-    """How many times per step groups without signal (equal rewards, or fewer than two rollouts
-    without error) are replaced by rollouts of other examples. Groups that still have no signal
-    stay. 0: never."""
+    """How many times per step examples whose rollouts all have the same reward are replaced by
+    other examples. Examples with fewer than two rollouts without error are replaced too. Examples
+    that still teach nothing after the last time stay in the step. 0: never."""
     drop_truncated: bool = False
     """Do not learn truncated rollouts, and count them (`rollout/num_masked`): an answer was cut by
     length (such as `rollout_matching.max_new_tokens`), or the next prompt had no room. Their
@@ -224,20 +234,23 @@ class EnvironmentSection(Section):
     it if the environment's own code is slow. No effect with engines in the learner (`hf`,
     `vllm.mode: colocate`), where the environment runs too."""
     cpus_per_actor: NonNegativeFloat = 0.0
-    """CPU cores that Ray reserves for each actor; 0: none, and actors run on the driver's node."""
+    """CPU cores that Ray reserves for each environment actor (`num_actors`). 0: none, and all
+    environment actors run on the driver's node."""
     max_concurrent_scoring: PositiveInt | None = None
-    """Maximum number of rollouts that an actor scores at the same time, for rubrics that call
-    services; null: no limit."""
+    """Maximum number of rollouts whose rewards one environment actor computes at the same time;
+    null: no limit. Set it if reward functions call a service that takes few requests at once."""
     rollout_timeout_s: PositiveFloat | None = None
     """Seconds after which an unfinished rollout fails, including its waits for engines. null: a
     rollout that hangs ends the run after 2 x `timeouts.generate_s`. Results repeat exactly only if
     no rollout times out."""
     scoring_timeout_s: PositiveFloat | None = None
-    """Seconds after which a call of a reward function fails (`rollout/num_reward_errors`). null:
-    `rollout_timeout_s`. Time spent waiting for a free thread counts towards neither limit."""
+    """Seconds after which a call of a reward function fails; null: `rollout_timeout_s`. Failed
+    calls are counted in `rollout/num_reward_errors`. Time in which a function waits for a free
+    thread does not count here, nor in `rollout_timeout_s`."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """System message before every row's prompt. An error if the environment or its first row has
-    one; a later row with its own keeps it. null: the environment's."""
+    """System message that is put before the prompt of each of the environment's rows. It is an
+    error if the environment or its first row already has a system message; a later row with its own
+    keeps it. null: only the environment's own messages."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Additional arguments of the chat template, such as `{enable_thinking: false}` for Qwen3."""
     tool_call_parser: str | None = None

@@ -49,12 +49,13 @@ class TimeoutsSection(Section):
     """Seconds for one round of rollouts; with an environment, for one model call. An environment
     actor may take twice as long for its share of a round."""
     stall_s: PositiveFloat = 120.0
-    """Seconds after which a rollout actor or environment actor is given up if it does not answer,
-    or samples no token while it owes an answer."""
+    """Seconds after which a rollout actor or environment actor that makes no progress is given up.
+    No progress means: it does not answer, or samples no token while it owes an answer."""
     learn_s: PositiveFloat = 600.0
-    """Seconds for learning one round or finishing a step, and again for each round that
-    `training.updates_per_batch` learns again. Also the limit for scoring, for saving, and for waits
-    between ranks."""
+    """Seconds for learning one round of rollouts, or for finishing a step with its optimizer
+    update. Finishing has this time again for each round that `training.updates_per_batch` learns
+    again. Also the limit for scoring held-out answers, for saving, and for waits of learner ranks
+    for each other."""
     sync_phase_s: PositiveFloat = 60.0
     """Seconds for each phase of a weight sync. Servers join the weight transfer within
     `rollout_matching.vllm.server.timeout_s` instead."""
@@ -65,8 +66,9 @@ class TimeoutsSection(Section):
     """Seconds for which a run that has begun retries a failed write (full disk, read-only folder,
     lost network share). It waits meanwhile. 0: the run ends at once."""
     logger_s: PositiveFloat = 120.0
-    """Seconds after which a logger of `telemetry.loggers` is given up if one call does not return.
-    The run waits for loggers only at its end, at most this long, until everything is logged."""
+    """Seconds after which a logger (`telemetry.loggers`) is given up if a call to it does not
+    return. Training does not wait for loggers. At its end the run waits until everything is logged,
+    at most this long."""
 
     def limit(
         self,
@@ -87,7 +89,7 @@ class ResumeSection(Section):
     """Keys that may differ from the continued run's, although they change what is computed."""
     automatic: bool = False
     """Restart the whole job from its last full checkpoint if the learner, or a starting process, is
-    lost; at most `rollout_matching.vllm.actors.max_restarts` times. Use it for unattended runs."""
+    lost. At most `rollout_matching.vllm.actors.max_restarts` times. Use it for unattended runs."""
 
     @property
     def is_auto(self) -> bool:
@@ -112,7 +114,8 @@ class TelemetrySection(Section):
     ray_metrics: bool = True
     """Publish speed, times, loss and weight version with `ray.util.metrics`, for Prometheus."""
     timeline: bool = True
-    """Record what every process does and when, in a file for Perfetto."""
+    """Record what every process does and when, in `timeline.json` of the run folder. Open the file
+    in Perfetto, a viewer at https://ui.perfetto.dev."""
     rollouts: bool = True
     """Write all rollouts to `rollouts/step_xxxxxx.jsonl`. `rollmatch show-sample` and `rollmatch
     replay` need them."""
@@ -120,7 +123,8 @@ class TelemetrySection(Section):
     """Save each image of an environment's rollouts once, in `rollouts/images/`. `rollmatch replay`
     needs them for steps with images."""
     ledger: bool = True
-    """Write hashes of each step's inputs and of its weights to `ledger.jsonl`, as a chain."""
+    """Write hashes of each step's inputs, rollouts, targets and weights to `ledger.jsonl`. Each
+    line has the hash of the line before. Runs that computed the same have equal files."""
     loggers: Annotated[
         tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "mlflow"], ...],
         Field(strict=False),
@@ -148,10 +152,11 @@ class EvaluationSection(Section):
         Field(strict=False),
         AfterValidator(_rising),
     ] = (0.5, 0.75)
-    """Least IoU of a correct prediction. Each threshold has its own metrics; the progress line
-    shows the first threshold's."""
+    """Least IoU with a ground-truth object at which a prediction counts as correct. Each threshold
+    has its own metrics; the progress line shows those of the first."""
     score: Literal["constant", "coord_probability"] = "coord_probability"
     """Confidence of a prediction for COCO AP: 1, or the mean probability of its coordinate tokens.
     """
     worst_scenes: NonNegativeInt = 8
-    """Number of scenes with the lowest F1 whose images a report shows."""
+    """Number of held-out samples with the lowest F1 whose images a report shows. Samples with an F1
+    of 1 are left out."""

@@ -29,7 +29,8 @@ class AdapterSection(Section):
     """
 
     kind: Literal["lora", "dora"]
-    """LoRA, or LoRA with learned magnitudes (DoRA). vLLM serves DoRA only merged."""
+    """Kind of the adapter: LoRA, or DoRA, which is LoRA with learned magnitudes. vLLM serves DoRA
+    only merged into the base weights."""
     rank: PositiveInt = 16
     """Rank of the two matrices of each adapted layer. Raise it if LoRA learns too little."""
     alpha: PositiveFloat = 32.0
@@ -65,8 +66,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of all forward passes. With bfloat16 the optimizer has float32 master weights."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention of the learner. auto: one flash kernel that separates the segments of a row, on
-    GPUs with bfloat16; sdpa and eager: the attention of transformers, with a mask over the row."""
+    """Implementation of the learner's attention. auto: the segments of a packed row are computed
+    separately, on GPUs with bfloat16 by one call of a flash kernel, else by one call of sdpa for
+    each. sdpa and eager: those of transformers, with a mask over the whole row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     activation_offload: bool = False
@@ -124,7 +126,7 @@ class DataSource(NamedTuple):
     key: str
     path: Path
     name: str | None = None
-    """Name of the file in metrics and sample ids; None if it is the only file."""
+    """Name of the data file in metrics, and before its sample ids; None for the only file."""
     weight: int = 1
 
 
@@ -175,7 +177,7 @@ class AugmentSection(Section):
     """Strength c of colour changes: brightness, contrast and saturation are multiplied by factors
     between 1 - c and 1 + c, and the hue turns by at most c / 10 of the full circle."""
     min_visible: Fraction01 = 0.25
-    """Least fraction of an object's area that a crop must keep; else the object is not taught."""
+    """Least fraction of its area that an object must keep in a random crop to be taught."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> AugmentSection:

@@ -110,14 +110,15 @@ class PipelineEntry(Section):
     """
 
     learns_from: ClassVar[LearnsFrom | None] = LearnsFrom.GROUND_TRUTH
-    """What the loss compares answers with; None: the entry suits every training algorithm.
-
-    An algorithm that does not learn from this rejects the entry.
-    """
+    """What the loss compares the model's answers with: the ground truth, or advantages from
+    rewards. A training algorithm rejects an entry that needs what it does not learn from
+    (`AlgorithmSpec.learns_from`). None: the entry suits every algorithm."""
     reads: ClassVar[Reads | None] = Reads.TEXT
-    """The tokens that the loss is computed for; None if the class does not declare them."""
+    """The tokens that the loss is computed for: text, coordinate slots, or sampled tokens. None:
+    the class does not declare them."""
     needs_reference: ClassVar[bool] = False
-    """Whether the loss compares the learner with the model at the start of the run."""
+    """Whether the loss compares the learner with the reference: the model as it was at the run's
+    start."""
 
     enabled: bool
     """false: the entry is ignored."""
@@ -145,26 +146,33 @@ class PipelineEntry(Section):
 
 class TokenCEConfig(Section):
     desc_ce_weight: NonNegativeFloat
-    """Channel A: weight of the tokens of names (`desc`), relative to 1 for structure tokens."""
+    """Channel A: weight of the tokens of class names (`desc`), relative to 1 for other text. Other
+    text is keys, quotes, brackets and separators (structure tokens) and coordinates in digits, but
+    no coordinate tokens."""
     rollout_fn_desc_weight: NonNegativeFloat
-    """Channel B: weight of the tokens of names (`desc`) of appended objects."""
+    """Channel B: weight of class names (`desc`) of ground-truth objects that the rollout missed.
+    Missed objects are appended to the rollout and learned; the rest of their text has weight 1."""
     rollout_matched_prefix_struct_weight: NonNegativeFloat
-    """Channel B: weight of the structure tokens of matched objects in the kept rollout."""
+    """Channel B: weight of the structure tokens (keys, quotes, brackets) of the rollout's matched
+    objects. Their class names and coordinates do not belong to them. The structure tokens of missed
+    objects, which are appended, have weight 1."""
     matched_desc_weight: NonNegativeFloat = 0.0
-    """Channel B, beyond the specification: teach the right name of a matched object at the first
-    token where the sampled name differs from the ground truth's, with this weight."""
+    """Channel B: weight of a loss that corrects wrong class names (`desc`) of matched objects.
+    Beyond the specification. The ground truth's name is taught at the first token where the sampled
+    name differs. 0: names of matched objects are not taught."""
     fp_end_weight: NonNegativeFloat = 1.0
-    """Channel B, beyond the specification: weight of closing brace and EOS if the kept rollout has
-    unmatched predictions."""
+    """Channel B: weight of the answer's end if the rollout has objects without a match. Beyond the
+    specification. The end is the closing brace of the whole answer and EOS; it has weight 1 if all
+    objects are matched. Objects that `trim_trailing_false_positives` cuts off do not count."""
 
 
 class TokenCEEntry(PipelineEntry):
     """Entry for the cross-entropy loss of text tokens, without coordinate tokens."""
 
     name: Literal["token_ce"]
-    """The module: cross-entropy of text tokens."""
+    """Name of the objective: cross-entropy of text tokens, which are all but coordinate tokens."""
     config: TokenCEConfig
-    """Settings of the module."""
+    """Settings of the objective `token_ce`."""
 
 
 class CoordRegConfig(Section):
@@ -175,9 +183,12 @@ class CoordRegConfig(Section):
     w1_weight: NonNegativeFloat
     """Weight of the Wasserstein-1 distance to the soft target, as a fraction of the axis."""
     coord_gate_weight: NonNegativeFloat
-    """Weight of a loss, in nats, of probability off the coordinate tokens at coordinate slots."""
+    """Weight of a loss, in nats, that punishes probability of other tokens where a coordinate token
+    belongs. The loss is -log p, and p is the total probability of all coordinate tokens."""
     text_gate_weight: NonNegativeFloat
-    """Weight of a loss, in nats, of coordinate-token probability at text that `token_ce` learns."""
+    """Weight of a loss, in nats, that punishes probability of coordinate tokens where text belongs.
+    The loss is -log(1 - p), and p is the total probability of all coordinate tokens. It is computed
+    at tokens that `token_ce` learns, without closing brackets and EOS."""
     temperature: PositiveFloat
     """Divisor of the logits in `soft_ce`, `w1` and both gates."""
     target_sigma: PositiveFloat
@@ -191,9 +202,9 @@ class CoordRegEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["coord_reg"]
-    """The module: losses of coordinates."""
+    """Name of the objective: losses that teach the right coordinate tokens."""
     config: CoordRegConfig
-    """Settings of the module."""
+    """Settings of the objective `coord_reg`."""
 
     @property
     def teaches(self) -> bool:
@@ -203,9 +214,12 @@ class CoordRegEntry(PipelineEntry):
 
 class BboxGeoConfig(Section):
     smoothl1_weight: NonNegativeFloat
-    """Weight of the smooth-L1 distance of the decoded box, with coordinates in [0, 1]."""
+    """Weight of the smooth-L1 distance of predicted and target box, with coordinates in [0, 1]. A
+    predicted coordinate is the mean of all bins, weighted by their probabilities."""
     ciou_weight: NonNegativeFloat
-    """Weight of `1 - CIoU` of the decoded box."""
+    """Weight of `1 - CIoU` of predicted and target box. A predicted coordinate is the mean of all
+    bins, weighted by their probabilities. CIoU is IoU minus penalties for distant centres and
+    different aspect ratios."""
 
 
 class BboxGeoEntry(PipelineEntry):
@@ -213,9 +227,9 @@ class BboxGeoEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["bbox_geo"]
-    """The module: losses of boxes."""
+    """Name of the objective: losses of whole boxes, by smooth-L1 distance and CIoU."""
     config: BboxGeoConfig
-    """Settings of the module."""
+    """Settings of the objective `bbox_geo`."""
 
     @property
     def teaches(self) -> bool:
@@ -233,13 +247,16 @@ def _not_by_segment(normalize: object) -> object:
 
 class PolicyGradientConfig(Section):
     clip_low: Fraction01
-    """Clip range below 1: a token with a negative advantage is learned down to a ratio of 1 -
-    clip_low. The ratio is the learner's probability of the token divided by the engine's."""
+    """Tokens with a negative advantage are learned until their probability ratio is this much below
+    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
+    begins at `1 - clip_low`; `clip` says what it does."""
     clip_high: NonNegativeFloat
-    """Clip range above 1: a token with a positive advantage is learned up to a ratio of 1 +
-    clip_high."""
+    """Tokens with a positive advantage are learned until their probability ratio is this much above
+    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
+    ends at `1 + clip_high`; `clip` says what it does."""
     ratio_cap: Annotated[float, Field(gt=1.0)]
-    """Upper bound of the ratio, in the loss and as the factor of the gradient."""
+    """Upper bound of a token's ratio: the learner's probability of the token divided by the
+    engine's. It holds in the loss and for the ratio as the factor of the gradient."""
     normalize: Annotated[
         Literal["step", "rollout", "constant", "batch"], BeforeValidator(_not_by_segment)
     ]
@@ -251,17 +268,21 @@ class PolicyGradientConfig(Section):
     """Divide the advantage (reward minus the group's mean) by the standard deviation of the group's
     rewards plus `advantage_epsilon`."""
     advantage_epsilon: NonNegativeFloat = 1e-4
-    """Added to that standard deviation, in units of the reward, so that tiny differences of rewards
-    stay small. No effect without `advantage_std`. The default is the same as in TRL's GRPO."""
+    """Added to the standard deviation of a group's rewards when `advantage_std` divides by it. In
+    units of the reward. It keeps advantages small where rewards hardly differ. No effect without
+    `advantage_std`. The default is the same as in TRL's GRPO."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the mean of its group, or of the group's other rollouts."""
     ratio_level: Literal["token", "call", "call_mean"] = "token"
-    """Ratio of a sampled token: its own (`token`), the product over all sampled tokens of its model
-    call (`call`), or their geometric mean (`call_mean`)."""
+    """How a sampled token's ratio (its probability by the learner divided by the engine's) is
+    computed. token: from this token alone; call: the product of the ratios of all sampled tokens of
+    its model call; call_mean: their geometric mean."""
     clip: Literal["ppo", "dual", "cispo", "none"] = "ppo"
-    """What the clip range does. ppo: tokens whose ratio left the range in the direction of their
-    advantage are not learned; dual: nor are tokens with a negative advantage above `ratio_cap`;
-    cispo: all are learned, with their ratio clamped to the range; none: there is no range."""
+    """What happens to tokens whose probability ratio is outside the clip range (`clip_low`,
+    `clip_high`). The ratio is the learner's probability of a sampled token divided by the engine's.
+    ppo: tokens whose ratio left the range in the direction of their advantage are not learned;
+    dual: nor are tokens with a negative advantage above `ratio_cap`; cispo: all are learned, with
+    their ratio clamped to the range; none: there is no range."""
     above_cap: Literal["truncate", "mask"] = "truncate"
     """truncate: a ratio above `ratio_cap` counts as `ratio_cap`; mask: its token is not learned."""
 
@@ -288,9 +309,9 @@ class PolicyGradientEntry(PipelineEntry):
     learns_from = LearnsFrom.ADVANTAGES
     reads = Reads.SAMPLED
     name: Literal["policy_gradient"]
-    """The module: policy gradient on sampled tokens."""
+    """Name of the objective: policy gradient on sampled tokens, weighted by their advantages."""
     config: PolicyGradientConfig
-    """Settings of the module."""
+    """Settings of the objective `policy_gradient`."""
 
 
 class ReferenceKLConfig(Section):
@@ -318,9 +339,9 @@ class ReferenceKLEntry(PipelineEntry):
     reads = Reads.SAMPLED
     needs_reference = True
     name: Literal["reference_kl"]
-    """The module: KL divergence from the model at the start of the run."""
+    """Name of the objective: KL divergence of the learner from the model at the run's start."""
     config: ReferenceKLConfig
-    """Settings of the module."""
+    """Settings of the objective `reference_kl`."""
 
 
 class CoordDiagConfig(Section):
@@ -335,7 +356,7 @@ class CoordDiagEntry(PipelineEntry):
 
     reads = Reads.SLOTS
     name: Literal["coord_diag"]
-    """The module: metrics of coordinates."""
+    """Name of the diagnostic: metrics of coordinate tokens, without a loss."""
     weight: NonNegativeFloat
     """No effect, since a diagnostic has no loss. Required like every key of an entry."""
     config: Annotated[CoordDiagConfig, Field(examples=[{}])]
@@ -360,7 +381,8 @@ class ImportedEntry(PipelineEntry):
     learns_from = None
     reads = None
     name: Annotated[str, AfterValidator(_module_and_class)]
-    """The class, as `module:Class`. Python also searches the working directory for the module."""
+    """Name of your own objective class, as `module:Class`. `module` is a Python module, which is
+    also searched for in the working directory."""
     config: dict[str, Any]
     """The settings of the class. Its `Config` checks them when the class is imported, which needs
     torch."""

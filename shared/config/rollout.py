@@ -51,7 +51,8 @@ class BackendSpec:
 
     location: EngineLocation
     title: str
-    """The configuration keys that select the backend, as messages show them."""
+    """The key of the configuration that selects the backend, with its value, as messages show it:
+    `vllm.mode colocate`."""
     has_beams: bool
     """Whether the backend supports beam search (decision 21)."""
     takes_adapters: bool = True
@@ -275,10 +276,11 @@ class ActorsSection(Section):
     num_actors: PositiveInt = 1
     """Number of rollout actors, with one engine each."""
     gpus_per_actor: WholeGPUs | None = None
-    """Number of GPUs that Ray reserves for each actor; null: `tensor_parallel_size` if the cluster
-    has GPUs, else 0."""
+    """Number of GPUs that Ray reserves for each rollout actor. null: `tensor_parallel_size` if the
+    cluster has GPUs, else 0."""
     cpus_per_actor: NonNegativeFloat | None = None
-    """Number of CPU cores that Ray reserves for each actor; null: 1."""
+    """Number of CPU cores that Ray reserves for each rollout actor. null: 1; without GPUs
+    `tensor_parallel_size`."""
     tensor_parallel_size: PositiveInt = 1
     """Devices of each engine. Raise it if the model does not fit on one device."""
     max_restarts: NonNegativeInt = 3
@@ -305,12 +307,14 @@ class SyncSection(Section):
     fallback_to_full: bool = True
     """After a failed adapter sync: continue with full syncs (true), or stop the run (false)."""
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
-    """Bytes of one bucket of weights, at least 64 KiB. null: 256 MiB between GPUs (nccl, ipc),
-    where each bucket costs a call of the loader; 16 MiB on CPU, where larger buckets are slower."""
+    """Size in bytes of the buckets in which weights are sent to engines; at least 64 KiB. null: 256
+    MiB between GPUs (nccl, ipc), where each bucket costs a call of the engine's weight loader; 16
+    MiB on CPU, where larger buckets are slower."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest allowed difference, in nats, of the canary's log-probabilities between learner and
-    engine. null: 1e-4 in float32; in bfloat16 the limits come from noise measured before the first
-    sync (`canary_noise.json`), at most 0.1 for the mean and 0.5 for a token."""
+    """Largest allowed difference, in nats, of a test prompt's log-probabilities between learner and
+    engine after a weight sync. The test prompt is called canary. null: 1e-4 in float32; in bfloat16
+    the limits come from noise measured before the first sync (`canary_noise.json`), at most 0.1 for
+    the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
@@ -353,11 +357,15 @@ class OffloadSection(Section):
     """What is moved off the learner's device while the engine generates; mode `colocate` only."""
 
     enabled: bool = False
-    """Move away what the other two keys select, or both if neither is true, to free GPU memory."""
+    """Move the learner's weights, optimizer state or both to host memory while the engine
+    generates. `offload_model` and `offload_optimizer` select what is moved; both if neither is
+    true."""
     offload_model: bool = False
-    """Move the learner's weights."""
+    """Move the learner's weights to host memory while the engine generates. No effect without
+    `enabled`."""
     offload_optimizer: bool = False
-    """Move the optimizer's state."""
+    """Move the optimizer's state to host memory while the engine generates. No effect without
+    `enabled`."""
 
     @property
     def moves_model(self) -> bool:
@@ -372,10 +380,10 @@ class OffloadSection(Section):
 
 class GateScheduleSection(Section):
     start: Annotated[Fraction01, Field(examples=[0.1])]
-    """Mask IoU gate during the channel-A warm-up and in the first step after it."""
+    """Least mask IoU of a match during the channel-A warm-up and in the first step after it."""
     steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Number of steps, of both channels, until the gate has moved from `start` to `maskiou_gate`.
-    """
+    """Number of steps over which the least mask IoU of a match moves from `start` to
+    `maskiou_gate`. Steps of both channels count, from the end of the channel-A warm-up."""
 
 
 class RolloutMatchingSection(Section):
@@ -417,8 +425,8 @@ class RolloutMatchingSection(Section):
     maskiou_gate: Fraction01 = 0.3
     """Least mask IoU of a prediction and a ground-truth object that may be matched."""
     maskiou_gate_schedule: GateScheduleSection | None = None
-    """Beyond the specification: start with another gate and move it linearly to `maskiou_gate`,
-    depending only on the step number. null: the gate is constant."""
+    """Move the least mask IoU of a match linearly from another value to `maskiou_gate`. Beyond the
+    specification. The value depends only on the step number. null: it is constant."""
     maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
     """Width and height, in pixels, of the canvas on which mask IoU is computed."""
     fp_cost: NonNegativeFloat = 1.0
@@ -431,19 +439,20 @@ class RolloutMatchingSection(Section):
     ot_cost: Literal["l1", "l2"] = "l2"
     """Distance of points, in bins, in the optimal transport from a polygon to its match."""
     ot_epsilon: PositiveFloat = 10.0
-    """Entropic regularisation of that transport, in bins. Lower it for small shapes: shapes not
-    much larger than it are taught too small."""
+    """Entropic regularisation, in bins, of the optimal transport from a polygon to its match. Lower
+    it for small shapes: shapes not much larger than `ot_epsilon` are taught too small."""
     ot_epsilon_cap: PositiveFloat | None = None
-    """Beyond the specification: limit `ot_epsilon` to this times the shorter side, in bins (at
-    least 1), of the ground-truth shape's box. null: no limit."""
+    """Limit of `ot_epsilon`, as a multiple of the shorter side of the ground-truth shape's box.
+    Beyond the specification. The side counts in bins, and at least as 1. null: no limit."""
     ot_iters: PositiveInt = 30
-    """Number of Sinkhorn iterations of that transport."""
+    """Number of Sinkhorn iterations of the optimal transport from a polygon to its match."""
     trim_trailing_false_positives: bool = False
-    """Beyond the specification: drop everything after the last matched object of a rollout (all of
-    it if nothing matched)."""
+    """Cut off what a rollout has after its last matched object, before the rollout is learned.
+    Beyond the specification. All of a rollout without matches is cut off."""
     supervise_separators: bool = False
-    """Beyond the specification: teach the separator token before each matched object of the kept
-    rollout, with the weight of appended structure."""
+    """Teach the separator (such as a comma) before each matched object of a rollout. Beyond the
+    specification. It has weight 1 in `token_ce`, like the structure tokens of missed objects that
+    are appended."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates by which a rollout's weights may be older than the learner's. 1 saves time: the next
     step's first round is generated while this step's last round is learned."""

@@ -56,8 +56,9 @@ class CheckpointSection(Section):
     `evaluation.iou_thresholds`) or the best mean reward of an environment. Each held-out report may
     add one."""
     full: bool = True
-    """Also save what a resumed run needs: float32 master weights, optimizer, buffers. Without it a
-    run cannot be resumed. With a bfloat16 model checkpoints are seven times as large."""
+    """Save also what a resumed run needs, not only the model: float32 master weights, optimizer,
+    buffers. false: the run cannot be resumed. With true, checkpoints of a bfloat16 model are seven
+    times as large."""
     background: bool = True
     """Copy periodic and best checkpoints to host memory and write them while the run continues.
     false, or too little memory: the run waits until they are written."""
@@ -68,12 +69,13 @@ class CheckpointSection(Section):
 
 class PartSection(Section):
     frozen: bool = False
-    """Do not train this part."""
+    """Do not train the weights of this part of the model."""
     learning_rate: LearningRate | None = None
-    """Peak learning rate of this part; null: `training.learning_rate`."""
+    """Peak learning rate of this part of the model; null: `training.learning_rate`."""
     adapted: bool | None = None
-    """With `model.adapter`: adapt this part's layers that `target_modules` names (true), or not
-    (false). null: true only for the language model."""
+    """Whether this part of the model gets an adapter, if `model.adapter` is set. Then its layers
+    that `model.adapter.target_modules` names are adapted. null: true only for the language
+    model."""
 
     @model_validator(mode="after")
     def _rate_has_effect(self) -> PartSection:
@@ -124,8 +126,9 @@ class TrainingSection(Section):
     learns all rows once. Only under `trajectory_pg`. Schedules, weight versions and checkpoints
     count steps, so all updates of a step have the same learning rate."""
     per_device_train_batch_size: PositiveInt = 1
-    """Samples per learner rank and micro-step. Under `stage2_rollout_aligned`: raw rollouts that
-    enter the carry buffer before each row."""
+    """Samples of each learner rank per micro-step, one of the `gradient_accumulation_steps` of an
+    update. Under `stage2_rollout_aligned`: rollouts that enter the carry buffer before each packed
+    row."""
     per_device_eval_batch_size: PositiveInt = 1
     """No effect in this version, because evaluation does not run the learner's model."""
     effective_batch_size: PositiveInt | None = None
@@ -170,8 +173,9 @@ class TrainingSection(Section):
     packing: bool = True
     """Pack several segments into one row, for speed; false: one segment per row."""
     packing_buffer: PositiveInt = 256
-    """Maximum number of segments that wait for a row; at least the samples of a step. Under
-    `stage2_rollout_aligned`: at least those of a micro-step, and a full buffer stops the run. Under
+    """Maximum number of segments (prompts with targets) that wait to be packed into a row. It must
+    be at least the samples of a step. Under `stage2_rollout_aligned`: at least those of a
+    micro-step (`per_device_train_batch_size`), and a full buffer stops the run. Under
     `trajectory_pg` a full buffer is made into a row."""
     packing_min_fill_ratio: Fraction01 = 0.7
     """Rows filled less than this fraction of `global_max_length` are counted and logged."""
@@ -179,5 +183,6 @@ class TrainingSection(Section):
     """Drop the segments left in the carry buffer at the end of the run. Only for
     `stage2_rollout_aligned`, which requires true with packing."""
     packing_window: PositiveInt = 8
-    """Build rows after every this many rollouts (of environments: segments), in index order. No
-    effect under `stage2_rollout_aligned`, which takes one row per micro-step."""
+    """Number of rollouts (of environments: segments) after which full packed rows are built and
+    learned. They are taken in index order, and the rest waits for the next rows of the step. No
+    effect under `stage2_rollout_aligned`, which builds one row per micro-step."""
