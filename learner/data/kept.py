@@ -23,7 +23,7 @@ from learner.model.checkpoint_folder import open_as_folder
 
 _LOGGER = logging.getLogger(__name__)
 
-READER_VERSION = 1
+READER_VERSION = 2
 """Version of the code that reads, checks and encodes rows and images; part of every cache key.
 
 Raise it if the same files give different samples, measures or messages.

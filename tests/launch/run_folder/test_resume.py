@@ -625,7 +625,7 @@ def test_a_start_that_fails_changes_nothing(saved, config_of, demo_data, tmp_pat
     (data / "train.jsonl").write_text((data / "val.jsonl").read_text())
     oldest, *later = sorted((run / "checkpoints").glob("step_*"))
     config = config_of("channels A and B", run, resume={"run": str(oldest)}, samples=data)
-    with pytest.raises(ConfigError, match=r"data\.train: is"):
+    with pytest.raises(ConfigError, match=r"data\.train: its contents have changed"):
         start(config)
     assert ledger(run) == before
     assert all(folder.is_dir() for folder in later)

@@ -14,7 +14,10 @@ from shared.grounding.formats import FORMATS
 from shared.grounding.json_list import PictureResize
 from shared.records import GeometryKind
 
-DIGESTS = {1: "98a0bceca6fd10dd83c84772aa802880e343173019ab94e2b1ee2cc43b163119"}
+DIGESTS = {
+    1: "98a0bceca6fd10dd83c84772aa802880e343173019ab94e2b1ee2cc43b163119",
+    2: "0b047139e1188fbeb2b96351d7979d0c15d254efda97a1ab8d8e799539cd9481",
+}
 """Of what each version reads the files below as. A line is added, and none is ever changed."""
 BOX = {"bbox_2d": [10, 20, 300, 400], "desc": "cat"}
 RING = {"poly": [500, 500, 900, 500, 900, 800], "desc": "größe 猫"}

@@ -57,7 +57,7 @@ def test_a_checkpoint_with_code_of_its_own_is_told_from_the_one_that_is_trained(
     config = {"llm_config": {"model_type": "qwen3"}, "model_type": "internvl_chat"}
     (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
     (problem,) = checkpoint_problems(tmp_path)
-    assert problem.startswith(f"model.path: {tmp_path} is a internvl_chat model, which comes with")
+    assert problem.startswith(f"model.path: {tmp_path} is a internvl_chat model, which needs")
     assert problem.endswith("whose name ends in -HF, such as OpenGVLab/InternVL3_5-4B-HF")
 
 
