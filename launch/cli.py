@@ -345,10 +345,10 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
         key, equals, _ = argument.partition("=")
         if equals and "[" in key:
             path = key.lstrip("+~")
+            dotted = re.sub(r"\[(.*?)\]", r".\1", path)
             problems.append(
-                f"{path}: a key inside a list cannot be set on the command line; give the whole"
-                f" list ('{path.partition('[')[0]}=[...]'), or write it in a file of"
-                " conf/experiment"
+                f"{path}: an entry of a list is named by its number between dots; write"
+                f" '{dotted}=...', or give the whole list ('{path.partition('[')[0]}=[...]')"
             )
         is_group = (CONF / key).is_dir() or key.startswith("hydra")
         is_plain = equals and key[:1].isalpha() and not is_group

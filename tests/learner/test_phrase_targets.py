@@ -148,7 +148,7 @@ def test_a_checkpoint_as_rex_omnis_learns_on_both_channels(demo_data, tmp_path):
     codec = load_tokens(config).codec
     assert codec.coord_ids == tuple(range(343, 1343))
     assert [codec.piece_bytes(343), codec.encode("<7>, cat")[0]] == [b"<0>", 350]
-    with pytest.raises(ConfigError, match=r"has a tokenizer\.json already"):
+    with pytest.raises(ConfigError, match=r"already has a tokenizer\.json"):
         write_tokenizer(folder)
     torch.manual_seed(0)
     learner = make_learner(config)

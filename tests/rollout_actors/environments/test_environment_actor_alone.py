@@ -67,7 +67,7 @@ def test_a_teacher_that_does_not_suit_ends_the_start(make_actor: MakeActor) -> N
     with serving(FakeTeacher(demo_tokenizer(), max_model_len=512).app()) as url:
         section = TeacherSection(base_url=url, model="teacher")
         actor = make_actor(teacher=TeacherSettings.from_section(section))
-        with pytest.raises(RolloutError, match=r"start on teacher: .* takes 512 tokens"):
+        with pytest.raises(RolloutError, match=r"start on teacher: .* accepts 512 tokens"):
             asyncio.run(actor.start())
 
 
