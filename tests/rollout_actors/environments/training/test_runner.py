@@ -447,7 +447,7 @@ def load_environment():
     changes = {"env_id": str(tmp_path / "torn.py"), "tokenizer": VISION, "max_images": 1}
     sound, torn = ran(group_requests(0, 1), **changes)
     assert [rollout.error for rollout in sound] == [None, None]
-    message = "ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: it is"
+    message = "ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: its format is not known"
     for rollout in torn:
         assert rollout.examples == ()
         assert (rollout.error or "").startswith(message)
