@@ -1,4 +1,4 @@
-"""How a run continues from a full checkpoint, as if it had never ended (docs/how_to/resume.md).
+"""Resume of a run from a full checkpoint, as if it had never ended (docs/how_to/resume.md).
 
     resumed -> (the learner loads its part) -> driver.train from `step` on
 

@@ -47,7 +47,7 @@ IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollo
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """How to reach a rollout server: its URL, and the time limits and the token of calls to it."""
+    """Address of a rollout server: its URL, and the time limits and the token of calls to it."""
 
     key: str
     """Path of the server's entry in the configuration, for error messages."""

@@ -1,4 +1,4 @@
-"""How an environment's functions run: in tasks and threads, with time limits and error texts.
+"""Execution of an environment's functions in tasks and threads, with time limits.
 
 Plain (not asynchronous) reward functions and tools run in threads. A thread cannot be ended from
 outside. If its caller reaches a time limit or is cancelled, the thread is given up: it runs until

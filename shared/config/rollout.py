@@ -494,7 +494,7 @@ class RolloutMatchingSection(Section):
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:
-        """How engines decode: `decode_mode` if it is set (decision 27).
+        """Mode in which engines decode: `decode_mode` if it is set (decision 27).
 
         If not: sample at temperatures above 0, else greedy.
         """

@@ -196,7 +196,7 @@ class RunConfig(Section):
 
     @property
     def row_rule(self) -> RowRule:
-        """How the run puts segments into rows."""
+        """Rule by which the run puts segments into rows."""
         if not self.training.packing:
             return RowRule.SEGMENT
         return RowRule.CARRY if self.algorithm.carries_segments else RowRule.STEP
