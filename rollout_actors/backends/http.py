@@ -213,6 +213,11 @@ class HttpClient:
         except httpx.HTTPError as error:
             reason = f"{route}: {type(error).__name__}: {error}".rstrip(": ")
             raise UnansweredError(reason) from error
+        except AttributeError as error:
+            # anyio asks a connection for its peer after the server has already reset it.
+            if error.name != "getpeername":
+                raise
+            raise UnansweredError(f"{route}: the connection was reset") from error
         if not answer.is_success:
             raise HttpStatusError(answer)
         return answer.content

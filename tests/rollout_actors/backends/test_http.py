@@ -238,3 +238,20 @@ class TestLoss:
 
         idle, busy, _ = asyncio.run(look_twice())
         assert (idle, busy) == ((None, 0) if run.kind == "rollmatch" else (0, 0))
+
+
+@pytest.mark.parametrize("name", ["getpeername", "another"])
+def test_a_connection_that_is_reset_while_it_is_opened_is_a_lost_server(monkeypatch, name):
+    """anyio then asks a missing socket for its peer."""
+
+    async def request(self, *arguments, **options):
+        getattr(None, name)
+
+    monkeypatch.setattr("httpx.AsyncClient.request", request)
+    (address,) = server_addresses(
+        ServerSection(servers=(ServerEntry(base_url=NOWHERE, group_port=0),))
+    )
+    server = http.HttpClient("server-0", address)
+    expected = http.UnansweredError if name == "getpeername" else AttributeError
+    with pytest.raises(expected, match="reset" if name == "getpeername" else name):
+        asyncio.run(server.get("/info/"))
