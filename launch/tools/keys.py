@@ -6,16 +6,11 @@ Every line comes from the schema (`shared/config`): key, type, default and descr
 from __future__ import annotations
 
 import argparse
-import types
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import annotated_types
-from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -23,22 +18,23 @@ from rich.text import Text
 from launch.cli import explained
 from launch.run_folder.console import make_console
 from shared.config import RunConfig
-from shared.config.base import Section
-from shared.config.explain import as_yaml, sections_in, suggestion
+from shared.config.explain import as_yaml, suggestion
+from shared.config.pipeline import IMPORTED
 from shared.errors import ConfigError
 
-NULL = "null"
+JsonSchema = Mapping[str, Any]
+"""A JSON schema, as pydantic writes it."""
 WORDS = {
-    types.NoneType: NULL,
-    bool: "true or false",
-    int: "integer",
-    float: "number",
-    str: "text",
-    Path: "path",
+    "null": "null",
+    "boolean": "true or false",
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "object": "mapping",
 }
-ANY = "any value"
-SECTION = "section"
+BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 REQUIRED = "required"
+SECTION = "section"
 COMMAND = "rollmatch keys --markdown docs/reference/keys"
 PAGES = {
     "model_and_data": ("model and data", ("model", "data", "global_max_length", "custom")),
@@ -58,36 +54,49 @@ class Key:
 
     `[]` in its path stands for each entry of a list, `[token_ce]` for an entry of this name.
 
-    Example: `Key("training.max_grad_norm", "number > 0, or null", "1.0", "Largest L2 norm ...")`.
+    Example: `Key("training.max_grad_norm", "number > 0 or null; default 1.0", "Clip ...", False)`.
     """
 
     path: str
-    type: str
-    default: str
-    """In YAML; `REQUIRED` if the key has no default, empty for a section."""
+    kind: str
+    """The values that the key takes, and its default in YAML or `REQUIRED`."""
     description: str
-
-    @property
-    def kind(self) -> str:
-        """Type and default of the key, as text for the reference."""
-        if not self.default or self.default == REQUIRED:
-            return ", ".join(filter(None, (self.type, self.default)))
-        return f"{self.type}; default {self.default}"
+    is_section: bool
+    """The key has keys below it."""
 
 
-def keys_of(schema: type[Section] = RunConfig, above: str = "") -> Iterator[Key]:
-    """Yield every configuration key below a section, depth first, in the order of the schema."""
-    for name, field in schema.model_fields.items():
-        description = " ".join((field.description or "").split())
-        inside = sections_in(field.annotation)
-        is_list = _is_list(field.annotation)
-        path = f"{above}{name}{'[]' if inside and is_list else ''}"
-        default = "" if inside and not is_list else _default(field)
-        yield Key(path, _type(field.annotation, field.metadata), default, description)
-        for section in inside:
-            # An entry of the objective has the keys of its name.
-            entry = f"{name}[{_entry_name(section)}]" if len(inside) > 1 else path
-            yield from keys_of(section, f"{above if len(inside) > 1 else ''}{entry}.")
+def keys_of(schema: JsonSchema, above: str = "") -> Iterator[Key]:
+    """Yield every configuration key below a section: the section's own keys before its sections'.
+
+    Args:
+        schema: the section's, without `$ref`.
+        above: the section's path with a dot at its end; empty for the whole configuration.
+    """
+    required = schema.get("required", ())
+    below: list[tuple[Key, list[tuple[str, JsonSchema]]]] = []
+    for name, field in schema["properties"].items():
+        sections = list(_sections(field))
+        kind = _values(field)
+        if name in required:
+            kind += f", {REQUIRED}"
+        elif not sections or field.get("default", {}) in (None, []):
+            kind += f"; default {as_yaml(field['default'])}"
+        path = f"{above}{name}{'[]' if sections and sections[0][0] else ''}"
+        key = Key(path, kind, " ".join(field["description"].split()), bool(sections))
+        if sections:
+            below.append((key, [(f"{above}{name}{entry}.", one) for entry, one in sections]))
+        else:
+            yield key
+    for key, inside in below:
+        yield key
+        for path, section in inside:
+            yield from keys_of(section, path)
+
+
+def all_keys() -> list[Key]:
+    """List every key of the configuration."""
+    schema = RunConfig.model_json_schema()
+    return list(keys_of(_resolved(schema, schema["$defs"])))
 
 
 def keys_below(section: str) -> list[Key]:
@@ -96,7 +105,7 @@ def keys_below(section: str) -> list[Key]:
     Raises:
         ConfigError: there is no such key; the message suggests one.
     """
-    keys = list(keys_of())
+    keys = all_keys()
     plain = {key.path: _plain(key.path) for key in keys}
     found = [key for key in keys if not section or f"{plain[key.path]}.".startswith(f"{section}.")]
     if not found:
@@ -116,8 +125,9 @@ def markdown(page: str) -> str:
         for key in keys_below(section):
             if any(f"{_plain(key.path)}.".startswith(f"{one}.") for one in below):
                 continue
-            if key.type == SECTION:
-                lines += ["", f"## `{key.path}`", "", key.description]
+            if key.is_section:
+                kind = [] if key.kind == SECTION else [f"({key.kind})  "]
+                lines += ["", f"## `{key.path}`", "", *kind, key.description]
             else:
                 lines += ["", f"**`{key.path}`** ({key.kind})  ", key.description]
     return "\n".join(lines) + "\n"
@@ -139,63 +149,59 @@ def _plain(path: str) -> str:
     return ".".join(part.partition("[")[0] for part in path.split("."))
 
 
-def _entry_name(section: type[Section]) -> str | None:
-    names = (
-        typing.get_args(section.model_fields["name"].annotation)
-        if "name" in section.model_fields
-        else ()
-    )
-    return str(names[0]) if names else "module:Class"
+def _resolved(node: Any, definitions: JsonSchema) -> Any:
+    """Replace each `$ref` by what it refers to; keys next to it, such as a description, stay."""
+    if isinstance(node, list):
+        return [_resolved(one, definitions) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
+    merged = found | {key: value for key, value in node.items() if key != "$ref"}
+    return {key: _resolved(value, definitions) for key, value in merged.items() if key != "$defs"}
 
 
-def _default(field: FieldInfo) -> str:
-    return REQUIRED if field.is_required() else as_yaml(field.default)
+def _options(field: JsonSchema) -> Iterator[JsonSchema]:
+    """Yield the alternatives of a schema."""
+    alternatives = field.get("anyOf") or field.get("oneOf")
+    if alternatives is None:
+        yield field
+    else:
+        for alternative in alternatives:
+            yield from _options(alternative)
 
 
-def _is_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is tuple or any(
-        _is_list(part) for part in typing.get_args(annotation)
-    )
+def _sections(field: JsonSchema) -> Iterator[tuple[str, JsonSchema]]:
+    """Yield the sections that a key takes, each with the text that names an entry of a list."""
+    for option in _options(field):
+        if "properties" in option:
+            yield "", option
+        elif "items" in option:
+            entries = [one for _, one in _sections(option["items"])]
+            for entry in entries:
+                name = entry["properties"]["name"].get("const", IMPORTED) if entries[1:] else ""
+                yield f"[{name}]", entry
 
 
-def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def _values(field: JsonSchema) -> str:
     """Describe the values that a key takes."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        inner = [one for part in parts[1:] for one in getattr(part, "metadata", [part])]
-        return _type(parts[0], [*inner, *metadata])
-    if origin in (typing.Union, types.UnionType):
-        kinds = dict.fromkeys(_type(part, metadata) for part in parts)
-        return " or ".join(sorted(kinds, key=lambda kind: kind == NULL))
-    if origin is typing.Literal:
-        return " | ".join(f"`{part}`" for part in parts)
-    if origin is tuple:
-        if parts[-1] is not Ellipsis:
-            return f"list of {len(parts)}: {_type(parts[0])}"
-        return f"list of {_type(parts[0])}"
-    if origin is dict or annotation is dict:
-        return "mapping"
-    if not isinstance(annotation, type):
-        return ANY
-    if issubclass(annotation, Section):
+    kinds = dict.fromkeys(_value(option) for option in _options(field))
+    return " or ".join(sorted(kinds, key=lambda kind: kind == "null"))
+
+
+def _value(option: JsonSchema) -> str:
+    if "const" in option or "enum" in option:
+        return " | ".join(f"`{one}`" for one in option.get("enum", [option.get("const")]))
+    if "properties" in option:
         return SECTION
-    if issubclass(annotation, StrEnum):
-        return " | ".join(f"`{one}`" for one in annotation)
-    return WORDS.get(annotation, ANY) + ",".join(filter(None, map(_bound, metadata)))
-
-
-def _bound(one: object) -> str:
-    match one:
-        case annotated_types.Gt(gt=least):
-            return f" > {least}"
-        case annotated_types.Ge(ge=least):
-            return f" >= {least}"
-        case annotated_types.Lt(lt=most):
-            return f" < {most}"
-        case annotated_types.Le(le=most):
-            return f" <= {most}"
-        case _:
-            return ""
+    if "prefixItems" in option:
+        items = option["prefixItems"]
+        return f"list of {len(items)}: {_values(items[0])}"
+    if "items" in option:
+        return f"list of {_values(option['items'])}"
+    if option.get("format") == "path":
+        return "path"
+    bounds = [f" {sign} {option[name]}" for name, sign in BOUNDS.items() if name in option]
+    return WORDS[option["type"]] + ",".join(bounds)
 
 
 def _print(console: Console, keys: Sequence[Key]) -> None:

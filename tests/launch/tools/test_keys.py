@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tools.keys import PAGES, keys_below, keys_of, main, markdown
+from launch.tools.keys import PAGES, all_keys, keys_below, main, markdown
 from shared.errors import ConfigError
 
 PAGES_FOLDER = Path(__file__).parents[3] / "docs" / "reference" / "keys"
@@ -13,7 +13,7 @@ PAGES_FOLDER = Path(__file__).parents[3] / "docs" / "reference" / "keys"
 
 def test_every_key_is_explained_on_exactly_one_page():
     text = "\n".join(map(markdown, PAGES))
-    keys = list(keys_of())
+    keys = all_keys()
     assert len(keys) > 150
     assert [key.path for key in keys if not key.description] == []
     on_pages = re.findall(r"^(?:## |\*\*)`([^`]+)`", text, re.MULTILINE)
@@ -38,7 +38,7 @@ def test_the_pages_are_as_the_schema_is(page):
     ],
 )
 def test_a_key_has_its_type_and_default(path, kind):
-    (key,) = [key for key in keys_of() if key.path == path]
+    (key,) = [key for key in all_keys() if key.path == path]
     assert key.kind == kind
 
 
