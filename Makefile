@@ -71,14 +71,14 @@ lint: setup
 # The unit tests that the expression selects, with mypy running at the same time.
 UNIT_WITH_TYPES = $(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "$(1)"; unit=$$?; wait $$! && exit $$unit
 STAGE_STYLE := "style" '$(STYLE)'
-STAGE_UNIT := "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long)'
+STAGE_UNIT := "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long)'
 STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not long"'
 STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) long'
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
 	    $(STAGE_STYLE) \
-	    "quick tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long and not slow)'
+	    "quick tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long and not slow)'
 
 test: setup
 	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_UNIT) $(STAGE_SHARED)
@@ -88,7 +88,7 @@ test-engines: setup
 
 test-all: setup
 	@scripts/stages.sh $(STAGE_STYLE) \
-	    "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
+	    "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
 	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
 
 # Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
