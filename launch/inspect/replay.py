@@ -107,8 +107,12 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
     if checkpoint is not None:
         checkpoint = checkpoint.resolve()
         if checkpoint not in states:
-            names = ", ".join(str(folder) for folder in states) or "none"
-            raise ConfigError(f"checkpoint: give a full checkpoint before step {step}: {names}")
+            names = ", ".join(str(folder) for folder in states)
+            remedy = f"choose one of: {names}" if names else "this run has none"
+            raise ConfigError(
+                f"checkpoint: {checkpoint} is not a full checkpoint (checkpoint.full) before step"
+                f" {step}; {remedy}"
+            )
     elif states:
         checkpoint = max(states, key=lambda folder: states[folder].step)
     changes = {

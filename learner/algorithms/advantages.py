@@ -251,7 +251,7 @@ def require_teacher(example: TrainingExample) -> list[float]:
     if example.teacher_logprobs is None:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"
-            " although environment.teacher is set"
+            " although environment.teacher is set; this is a bug: report it with error.txt"
         )
     return example.teacher_logprobs
 

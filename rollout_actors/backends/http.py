@@ -104,8 +104,10 @@ def token_in(variable: str | None, key: str) -> str | None:
         return None
     token = os.environ.get(variable)
     if not token:
-        why = f"the environment variable {variable} is not set"
-        raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
+        raise ConfigError(
+            f"{key}: the environment variable {variable} is not set; export the server's token in"
+            f" {variable}, or remove the key"
+        )
     # Replace it in all logs and error messages from now on.
     hide({"token": token})
     return token

@@ -156,7 +156,10 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
     token_ids = answer.prompt_token_ids
     entries = answer.prompt_logprobs
     if entries is None or len(entries) != len(token_ids):
-        raise ValueError("the server returned no log-probabilities for the canary's tokens")
+        raise ValueError(
+            "the server returned no log-probabilities for the canary's tokens; start a stock"
+            " `vllm serve` of the version that this package pins"
+        )
     logprobs = []
     for entry, token_id in zip(entries[1:], token_ids[1:], strict=True):
         logprobs.append(NO_LOGPROB if entry is None else entry[token_id].logprob)
@@ -191,6 +194,7 @@ def read_answer(
         raise refuse("does not have one log-probability for each of its tokens")
     if logprobs is not None and NO_LOGPROB in logprobs:
         raise refuse(
-            f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity"
+            f"has the log-probability NaN or minus infinity at token {logprobs.index(NO_LOGPROB)}:"
+            " the server's weights or its number type are broken; read the server's log"
         )
     return Completion(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)

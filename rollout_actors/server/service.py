@@ -357,7 +357,11 @@ class RolloutService:
         finally:
             self.num_joined -= waits
         if self._sync is not state:
-            raise RefusalError(409, f"the sync to version {call.version} was replaced by another")
+            raise RefusalError(
+                409,
+                f"the weight sync to version {call.version} was replaced by a newer sync of this"
+                " server; nothing is to be done if one run uses the server",
+            )
         self._sync = state.finish(phase)
         return report
 

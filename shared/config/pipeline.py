@@ -325,7 +325,11 @@ class ReferenceKLConfig(Section):
     def _counts_what_it_sums(self) -> ReferenceKLConfig:
         if (self.estimator == "top") != (self.top_tokens is not None):
             wrong = "is required by estimator: top, and has no effect with k3"
-            raise refusal(wrong, "with top write a number such as 20, else remove it", "top_tokens")
+            raise refusal(
+                wrong,
+                "write a number such as 20 for estimator: top; remove the key for k3",
+                "top_tokens",
+            )
         return self
 
 

@@ -127,12 +127,14 @@ class Teacher:
             raise self._http.error(why, "start")
         # It must sample one token after the tokens that it scores.
         if model.max_model_len is not None and model.max_model_len <= longest:
-            why = f"accepts {model.max_model_len} tokens, but must score up to global_max_length"
+            why = (
+                f"accepts {model.max_model_len} tokens, but needs global_max_length {longest} and 1"
+            )
             remedy = (
                 f"start it with --max-model-len {longest + 1}, or lower global_max_length to"
                 f" {model.max_model_len - 1}"
             )
-            raise self._http.error(f"{why} = {longest} and sample one more; {remedy}", "start")
+            raise self._http.error(f"{why} more, which it samples; {remedy}", "start")
         await self._require_vocabulary(tokenizer, model.max_model_len or longest)
 
     async def score(self, examples: Sequence[TrainingExample]) -> list[TrainingExample]:

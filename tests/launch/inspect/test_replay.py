@@ -108,7 +108,7 @@ def test_what_cannot_be_replayed_is_told(copy):
         replayed(copy, 2)
     with pytest.raises(ConfigError, match="has the metrics of 4 steps"):
         replayed(copy, 7)
-    with pytest.raises(ConfigError, match=r"checkpoint: .* before step 2: none"):
+    with pytest.raises(ConfigError, match=r"checkpoint: .* before step 2; this run has none"):
         replayed(copy, 2, checkpoint=copy / "checkpoint")
 
 

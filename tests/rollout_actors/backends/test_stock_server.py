@@ -250,7 +250,7 @@ class TestGenerate:
             ({"logprobs": None}, "one log-probability for each"),
             (
                 {"logprobs": {"content": [{"token_id": 3, "logprob": -9999.0}] * 3}},
-                "no log-probability at token 0",
+                "minus infinity at token 0",
             ),
             (
                 {"token_ids": "nonsense"},

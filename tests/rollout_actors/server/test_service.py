@@ -258,7 +258,7 @@ def test_a_sync_that_another_one_takes_the_place_of_has_no_end(service):
         await service.service.run_sync_phase(SyncPhase.PAUSE, call(SyncPhase.PAUSE, 2))
         await first
 
-    with refused(409, "the sync to version 1 was replaced by another"):
+    with refused(409, "the weight sync to version 1 was replaced by a newer"):
         asyncio.run(both())
 
 

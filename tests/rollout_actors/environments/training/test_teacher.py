@@ -274,7 +274,7 @@ def test_a_teacher_with_the_students_vocabulary_suits_also_one_that_still_loads(
             {"max_model_len": LONGEST},
             {},
             (
-                "accepts 512 tokens, but must score up to global_max_length = 512 and sample one more;"
+                "accepts 512 tokens, but needs global_max_length 512 and 1 more, which it samples;"
                 " start it with --max-model-len 513, or lower global_max_length to 511"
             ),
         ),
