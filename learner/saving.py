@@ -164,9 +164,14 @@ class Saving:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._ranks.rank == 0:
             for name, dtype, shape in self._parallel.weights.specs():
-                # Without shards, a float32 weight counts as its own master, one of `tensors`.
-                is_master = f"{name}/master" in tensors and dtype is torch.float32
-                if self._parallel.holds_parts or not is_master:
+                # A float32 weight that is its own master is one of `tensors`.
+                is_master = (
+                    f"{name}/master" in tensors
+                    and dtype is torch.float32
+                    and not self._optimizer.is_offloaded
+                    and not self._parallel.holds_parts
+                )
+                if not is_master:
                     size += shape.numel() * dtype.itemsize
         with self._ranks.of_phase("save"):
             node = NodeMemory.scarcest(

@@ -90,7 +90,7 @@ class Patience:
         """Call `write`, again after each error that can pass, and return its result.
 
         Raises:
-            StorageError: the first error, if the time is over or a later error cannot pass.
+            StorageError: an error that cannot pass, or the first error if the time is over.
         """
         first: StorageError | None = None
         started_s = time.monotonic()
@@ -100,9 +100,9 @@ class Patience:
                 result = write()
             except StorageError as error:
                 left_s = started_s + self.limit_s - time.monotonic()
-                if not error.can_pass or left_s <= 0:
-                    if first is None:
-                        raise
+                if not error.can_pass or (left_s <= 0 and first is None):
+                    raise
+                if first is not None and left_s <= 0:
                     tried = f"{first.reason}, also after {self.limit_s:g} s (timeouts.storage_s)"
                     raise StorageError(
                         first.path, tried, action=first.action, remedy=first.remedy

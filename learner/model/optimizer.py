@@ -164,9 +164,10 @@ class Optimizer:
         self._names = [
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self._is_offloaded = config.optimizer == "adamw_offload"
+        self.is_offloaded = config.optimizer == "adamw_offload"
+        """Whether masters and moments stay in host memory, apart from float32 weights too."""
         self._weights = MasterWeights(
-            (parameter for _, parameter in trained), CPU if self._is_offloaded else None
+            (parameter for _, parameter in trained), CPU if self.is_offloaded else None
         )
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
@@ -313,7 +314,7 @@ class Optimizer:
         The caller moves them back before the next row is trained. The tensors of `adamw_offload`
         stay in host memory.
         """
-        if self._is_offloaded:
+        if self.is_offloaded:
             return
         self._weights.move_to(device)
         for state in self.optimizer.state.values():

@@ -31,6 +31,7 @@ LEARNING = {
 CASES = {
     "float32": {},
     "bfloat16 masters": {"model__dtype": "bfloat16"},
+    "masters apart": {"training__optimizer": "adamw_offload"},
     "adapter": {"model__adapter": {"kind": "lora", "rank": 4, "alpha": 8.0}},
     "weights alone": {"checkpoint__full": False},
 }

@@ -127,6 +127,18 @@ def test_what_stays_refused_ends_with_its_first_cause(clock):
     assert len(told) == 1
 
 
+def test_a_later_error_that_cannot_pass_is_raised_itself_and_at_once(clock):
+    errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EFBIG, "File too large")]
+
+    def write():
+        raise cannot_write(Path("/run/metrics.jsonl"), errors.pop(0))
+
+    with pytest.raises(StorageError, match="File too large") as caught:
+        Patience(300.0)(write)
+    assert "300" not in str(caught.value)
+    assert clock.waits == [1.0]
+
+
 @pytest.mark.parametrize(
     ("limit_s", "error"),
     [

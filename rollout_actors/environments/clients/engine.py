@@ -202,6 +202,9 @@ class EngineClient:
         failure = asyncio.get_running_loop().create_future()
         self._failure = failure
         task = asyncio.ensure_future(work)
+        for future in (failure, task):
+            # If this call is itself cancelled, nothing else retrieves it, and asyncio warns.
+            future.add_done_callback(lambda one: one.cancelled() or one.exception())
         try:
             await asyncio.wait((task, failure), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -210,7 +213,5 @@ class EngineClient:
                 # Until they have cleaned up; the driver's limit of the round bounds it.
                 await asyncio.wait((task,))
         if failure.done():
-            if not task.cancelled():
-                task.exception()  # retrieved, so that asyncio does not warn
             failure.result()
         return task.result()

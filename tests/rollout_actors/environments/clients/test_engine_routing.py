@@ -5,6 +5,7 @@ time, and what becomes of it when it fails or is cancelled.
 from __future__ import annotations
 
 import asyncio
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import MagicMock
@@ -173,6 +174,34 @@ def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_
     (state,) = generated(Talk(max_turns=2), rows(1), client_over(engines, TOKENIZER)).state
     assert state["error"] == "UnreachableError: generate on server-2: failed 2"
     assert len(engines.requests) == 3
+
+
+def test_an_engine_that_fails_after_the_caller_was_cancelled_leaves_no_warning():
+    unhandled = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unhandled.append(context["message"]))
+        lost = RolloutError("its process has ended", actor="actor-0", phase="generate")
+        client = client_over(ScriptedEngines([lost]), TOKENIZER)
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                conversation = client.conversation(state_at())
+                await conversation.chat.completions.create(model="m", messages=[user("q")])
+
+        task = asyncio.ensure_future(client.unless_an_engine_fails(work()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    gc.collect()
+    assert unhandled == []
 
 
 # Turns at an engine
