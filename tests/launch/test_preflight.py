@@ -188,9 +188,8 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         assert found(url) == []
     with serving(FakeTeacher(tokenizer, max_model_len=48).app()) as url:
         (problem,) = found(url, waits=True)
-        assert problem.startswith(
-            f"environment.teacher: {url} accepts 48 tokens, but must score up to"
-        )
+        assert problem.startswith(f"environment.teacher: {url} accepts 48 tokens")
+        assert "--max-model-len 49" in problem
     teacher = FakeTeacher(tokenizer, loads=2)
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []
