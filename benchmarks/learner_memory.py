@@ -192,7 +192,7 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     loaded, parallel = load_parallel(config, torch.device("cpu"), ranks)
     trainer = RowTrainer(
         config.rollout_matching.pipeline,
-        LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
+        lambda: LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
         loaded,
         parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),

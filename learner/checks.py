@@ -8,7 +8,7 @@ the learner's current weights, and sampled from the whole vocabulary without rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from learner.segments import EncodedPrompt, Segment
 from shared.errors import RolloutError
 from shared.rollouts import DecodeSettings, Rollout
+from shared.weight_sync.canary import Differences
 
 
 def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
@@ -110,6 +111,16 @@ class LogprobTolerance:
         if dtype == "bfloat16":
             return cls(max_abs, num_outliers=10, outlier_share=1e-3)
         return cls(max_abs)
+
+    def raised_by(self, noise: Differences | None) -> LogprobTolerance:
+        """Return the tolerance for a model whose canary has this noise (None: not measured).
+
+        In float32 a token may differ by ten times the canary's worst token: a step compares many
+        more tokens, also less probable ones.
+        """
+        if noise is None or self.num_outliers:
+            return self
+        return replace(self, max_abs=max(self.max_abs, 10 * noise.largest))
 
     def permits(self, compared: Compared) -> bool:
         by_share = self.outlier_share * compared.num_tokens

@@ -20,6 +20,7 @@ are contiguous. A rank without requests or rollouts gets an empty list.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -36,6 +37,7 @@ from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
+from learner.model.row_check import check_packed_rows
 from learner.model.sharding import load_parallel, load_reference
 from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState
@@ -51,6 +53,8 @@ from shared.metrics import RankReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Learner:
@@ -108,7 +112,7 @@ class Learner:
             self.algorithm = RolloutMatching(config, self.loaded, decode, self._ranks)
         self._trainer = RowTrainer(
             config.rollout_matching.pipeline,
-            LogprobTolerance.of(config.model.dtype, config.logprob_tolerance),
+            self._logprob_tolerance,
             self.loaded,
             self.parallel,
             decode,
@@ -126,6 +130,8 @@ class Learner:
             self.algorithm.fixed,
             self.algorithm.fixed_images,
         )
+        if self.loaded.is_text:
+            self._check_rows()
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
         """Number of finished steps. The weights are the result of their optimizer updates."""
@@ -366,6 +372,24 @@ class Learner:
         """Close the rollout log and the process groups that send weights to engines."""
         self.publisher.close()
         self.algorithm.close()
+
+    def _check_rows(self) -> None:
+        model, path = self.loaded.model, self._config.model.path
+        largest = check_packed_rows(model, path, self.parallel.forward)
+        if not self._ranks.rank:
+            _LOGGER.info(
+                "%s (%s): a packed row equals its segments alone, within %.1e nats",
+                path,
+                model.config.model_type,
+                largest,
+            )
+
+    def _logprob_tolerance(self) -> LogprobTolerance:
+        config = self._config
+        tolerance = LogprobTolerance.of(config.model.dtype, config.logprob_tolerance)
+        if config.rollout_matching.logprob_tolerance is not None:
+            return tolerance
+        return tolerance.raised_by(self.publisher.canary.noise)
 
     def _begin_log(self) -> None:
         if self.algorithm.log is not None:

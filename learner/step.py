@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
+from learner.model.head import logits_of
 from learner.model.loading import LoadedModel
 from learner.model.sharding import Parallel, Reference
 from learner.objectives import coord_math
@@ -132,7 +133,7 @@ def _forward(
     reference: ReferenceValues | None,
 ) -> _RowForward:
     read = LogitsPass(
-        model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
+        logits_of(model), objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
     )
     hidden_LD = _hidden_states(model, row)
     values = read(hidden_LD[row.positions_N], row, reference)
@@ -150,7 +151,7 @@ def _forward(
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
     """Return the hidden states [L, D] in the model's own type."""
     inputs = row.inputs
-    output = model.model(
+    output = model.base_model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
         # None instead of ones: with a mask, transformers lets the segments see each other.
@@ -177,11 +178,12 @@ def _read_reference(
     # The chunks are the same as in `LogitsPass`, because a product of another shape may round
     # differently. With equal weights the difference must be 0.
     hidden_ND = _hidden_states(model, row)[row.positions_N]
+    head = logits_of(model)
     for index, part_ND in enumerate(hidden_ND.split(logit_chunk)):
         first = index * logit_chunk
         stop = first + len(part_ND)
         at_M = learned_at_M[(learned_at_M >= first) & (learned_at_M < stop)] - first
-        logits_NV = model.lm_head(part_ND)
+        logits_NV = head(part_ND)
         picked = None
         if num_top:
             ids_MT = coord_math.most_probable(logits_NV[at_M], sampled_under, num_top)
@@ -361,13 +363,16 @@ class RowTrainer:
     def __init__(
         self,
         pipeline: PipelineSection,
-        tolerance: LogprobTolerance,
+        tolerance: Callable[[], LogprobTolerance],
         loaded: LoadedModel,
         parallel: Parallel,
         decode: DecodeSettings,
         reference: Reference | None = None,
     ) -> None:
-        """`decode`: sampling settings of the rollouts. `reference`: the run's initial model."""
+        """`tolerance` is called for each row: the first weight sync may raise it.
+
+        `decode`: sampling settings of the rollouts. `reference`: the run's initial model.
+        """
         self._loaded = loaded
         self._parallel = parallel
         self._reference = reference
@@ -426,7 +431,7 @@ class RowTrainer:
             row.segments,
             result.compared_logprobs_K,
             row.compared.engine_logprobs,
-            tolerance=self._tolerance,
+            tolerance=self._tolerance(),
             so_far=so_far,
         )
 

@@ -1,17 +1,18 @@
-"""The model families that a run can train (such as Qwen3-VL), and how they differ.
+"""The vision families that a run can train (such as Qwen3-VL), and how they differ.
 
 To add a family, add its types, placeholders, end of turn and parts here, and the inputs of its
-forward pass in learner/model/loading.py. No other module decides by a family's name.
+forward pass in learner/model/loading.py. No other module decides by a family's name. Text models
+need no entry: the learner checks each at its start (learner/model/row_check.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl")
 """`model_type` of checkpoints with a vision tower."""
-TEXT_MODEL_TYPES = ("qwen2", "qwen3")
-"""`model_type` of checkpoints without a vision tower, trained on trajectories without images."""
 
 NOT_TRAINED = {
     "qwen3_5_moe": "packed rows, syncs and files of its experts have not been tested",
@@ -55,7 +56,7 @@ InternVL's tokenizer, which extends Qwen's, has both.
 TILE_PLACEHOLDERS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 """The placeholder tokens of `TILED_MODEL_TYPES`, by name instead of by key in config.json."""
 END_OF_TURN = "<|im_end|>"
-"""The token that ends an answer."""
+"""The token that ends an answer of a vision family."""
 CONTROL_TOKENS = (
     *(END_OF_TURN, "<|im_start|>", "<|endoftext|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|video_pad|>", *IMAGE_PLACEHOLDERS),
@@ -64,6 +65,14 @@ CONTROL_TOKENS = (
 
 A run also rejects its tokenizer's other control tokens (`shared.tokens.hf_codec.control_tokens`).
 """
+
+
+def reads_only_text(config: Mapping[str, Any]) -> bool:
+    """Return whether the content of a config.json is of a model that reads text only."""
+    is_vision = config.get("model_type") in VISION_MODEL_TYPES
+    return not is_vision and not any(
+        f"{sense}_config" in config for sense in ("vision", "audio", "speech", "video")
+    )
 
 
 class ModelPart(StrEnum):
@@ -94,6 +103,10 @@ _PREFIXES = (
     ("multi_modal_projector.", ModelPart.ALIGNER),
     ("vision_tower.", ModelPart.VISION_TOWER),
     ("language_model.", ModelPart.LANGUAGE_MODEL),
+    # Text models: other names of Llama's relatives, then GPT-2's and GPT-NeoX's.
+    ("model.", ModelPart.LANGUAGE_MODEL),
+    ("transformer.", ModelPart.LANGUAGE_MODEL),
+    ("gpt_neox.", ModelPart.LANGUAGE_MODEL),
 )
 
 

@@ -17,7 +17,7 @@ from launch.checks.environment import EnvironmentKeys, environment_errors, loade
 from launch.run_folder.console import escaped
 from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
-from rollout_actors.engine.settings import model_type
+from rollout_actors.engine.settings import is_text_model, model_type
 from rollout_actors.environments.chat.tools import chat_templates, has_own_parser
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.training.child_processes import processes_of
@@ -32,7 +32,7 @@ from shared.config.algorithm import EnvironmentSection
 from shared.config.model import AugmentSection, DataSource
 from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
-from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
+from shared.model_families import VISION_MODEL_TYPES
 from shared.trajectory import ExampleCounts
 
 ENVIRONMENT_KEYS = EnvironmentKeys(
@@ -168,7 +168,8 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
     num_images = section.max_images_per_prompt
-    if num_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
+    if num_images and is_text_model(config.model.path):
+        kind = model_type(config.model.path)
         raise ConfigError(
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which reads"
             " no images; set it to 0, or choose a model type that reads them"

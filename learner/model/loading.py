@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -41,13 +44,14 @@ from shared.config.algorithm import EnvironmentSection
 from shared.config.model import DataSection
 from shared.errors import ConfigError
 from shared.model_families import (
+    END_OF_TURN,
     HYBRID_MODEL_TYPES,
     NOT_TRAINED,
     PLACEHOLDER_KEYS,
-    TEXT_MODEL_TYPES,
     TILE_PLACEHOLDERS,
     TILED_MODEL_TYPES,
     VISION_MODEL_TYPES,
+    reads_only_text,
 )
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
 from shared.tokens.hf_codec import (
@@ -57,6 +61,10 @@ from shared.tokens.hf_codec import (
     find_control_token,
 )
 
+_LAYERS_WITHOUT_STATE = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Values of `layer_types` in a configuration of transformers whose layers keep no state."""
+_ANSWER = "the-model-said-this"
+"""A text that stands for an answer, to find what a chat template writes after answers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -114,9 +122,14 @@ class LoadedModel(LoadedTokens):
     """Token ids that an adapter on this run's checkpoints must train; None if there are none."""
 
     @property
+    def is_text(self) -> bool:
+        """Whether the model reads text only."""
+        return reads_only_text(self.model.config.to_dict())
+
+    @property
     def rope_index(self) -> RopeIndex | None:
         """The function that computes M-RoPE positions; None for a model without M-RoPE."""
-        if self.model.config.model_type in TEXT_MODEL_TYPES + TILED_MODEL_TYPES:
+        if self.is_text or self.model.config.model_type in TILED_MODEL_TYPES:
             return None
         rope_index: RopeIndex = self.model.model.get_rope_index
         return rope_index
@@ -127,17 +140,60 @@ def model_type_problem(
     model_config: PreTrainedConfig,
     *,
     key: str = "model.path",
-    types: tuple[str, ...] = VISION_MODEL_TYPES,
+    trains_text: bool = False,
 ) -> str | None:
-    """Return a message if the checkpoint's model type is none of `types`; else None.
+    """Return a message if a run cannot train the checkpoint's model type; else None.
 
-    `key` is the configuration key that names the checkpoint's `folder`.
+    Args:
+        key: the configuration key that names the checkpoint's `folder`.
+        trains_text: whether the run trains text models too, as a run with an environment does.
     """
     kind = model_config.model_type
-    if kind in types:
+    if kind in VISION_MODEL_TYPES:
         return None
-    problem = f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
-    return problem + (f" ({kind}: {NOT_TRAINED[kind]})" if kind in NOT_TRAINED else "")
+    vision = ", ".join(VISION_MODEL_TYPES)
+    if kind in NOT_TRAINED:
+        return f"{key}: {folder} is a {kind} model; {NOT_TRAINED[kind]}; choose one of {vision}"
+    if not reads_only_text(model_config.to_dict()):
+        near = difflib.get_close_matches(kind, VISION_MODEL_TYPES, 1, 0.5) or ["qwen3_vl"]
+        of_text = ", or any text model" if trains_text else ""
+        return (
+            f"{key}: {folder} is a {kind} model; of models that read images this run trains"
+            f" {vision}{of_text}; the nearest is {near[0]}"
+        )
+    if not trains_text:
+        return f"{key}: {folder} is a {kind} model, which reads no images; choose one of {vision}"
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"{key}: {folder} is a {kind} model, which generates no text; choose a chat model"
+    layers = sorted(set(getattr(model_config, "layer_types", None) or ()) - _LAYERS_WITHOUT_STATE)
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]._is_stateful or layers:
+        of_layers = f" ({', '.join(layers)})" if layers else ""
+        return (
+            f"{key}: {folder} is a {kind} model, whose layers{of_layers} pass a state from token to"
+            " token, also across the segments of a packed row; choose a model with attention only,"
+            " such as llama or qwen3"
+        )
+    return None
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the token that ends an answer of a text model.
+
+    It is the first control token that the chat template writes after an answer, such as
+    `<|im_end|>` or `<|eot_id|>`; without a chat template the tokenizer's `eos_token`.
+    """
+    if tokenizer.chat_template is not None:
+        answer = {"role": "assistant", "content": _ANSWER}
+        messages = [{"role": "user", "content": "?"}, answer]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError:
+            text = ""  # a template that needs other messages
+        after = text.rpartition(_ANSWER)[2]
+        found = [(after.find(token), token) for token in control_tokens(tokenizer).values()]
+        if ends := [one for one in found if one[0] >= 0]:
+            return min(ends)[1]
+    return tokenizer.eos_token
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
@@ -154,8 +210,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    types = VISION_MODEL_TYPES if is_grounding else VISION_MODEL_TYPES + TEXT_MODEL_TYPES
-    if problem := model_type_problem(path, model_config, types=types):
+    if problem := model_type_problem(path, model_config, trains_text=not is_grounding):
         raise ConfigError(problem)
     if packed := model_config.to_dict().get("quantization_config"):
         raise ConfigError(
@@ -163,7 +218,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
             f" {packed.get('quant_method')} in config.json), which cannot be trained; choose the"
             " model in full precision"
         )
-    is_text = model_config.model_type in TEXT_MODEL_TYPES
+    is_text = reads_only_text(model_config.to_dict())
     try:
         if is_text:
             processor = tokenizer = AutoTokenizer.from_pretrained(path)
@@ -175,6 +230,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
             coord_tokens=config.answer_format.coord_tokens if is_grounding else (),
             markup_tokens=config.answer_format.markup_tokens if is_grounding else (),
             has_pieces=is_grounding,
+            end_of_turn=end_of_turn(tokenizer) if is_text else END_OF_TURN,
         )
     except MissingTokensError as error:
         raise ConfigError(f"model.path: {path} does not suit the run: {error}") from error
@@ -250,7 +306,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     # Results of reductions depend on the number of threads. For repeatable runs it is configured,
     # not left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
-    attention = "sdpa" if config.model.attention == "auto" else config.model.attention
+    attention, is_by_segments = _attention(config.model.attention, path)
     # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
     dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
     model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
@@ -259,7 +315,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         quantize_layers(model, config.adapted_parts, device)
     model = model.to(device)
     project_patches_as_matrix(model)
-    if config.model.attention == "auto":
+    if is_by_segments:
         attend_by_segments(model)
     if model.config.model_type in HYBRID_MODEL_TYPES:
         # Imported only for such a model: it imports transformers' module of the family.
@@ -289,7 +345,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    if any(dropout) or model.config.get_text_config().attention_dropout:
+    if any(dropout) or getattr(model.config.get_text_config(), "attention_dropout", 0.0):
         raise ConfigError(
             f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
         )
@@ -300,6 +356,25 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         fresh_tokens=fresh,
     )
+
+
+def _attention(wanted: str, path: Path) -> tuple[str, bool]:
+    """Return transformers' name of the attention, and whether rows are computed by segments.
+
+    Raises ConfigError if `model.attention` is sdpa, which would ignore the model's cap on scores.
+    """
+    text_config = AutoConfig.from_pretrained(path).get_text_config()
+    is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
+    if wanted == "sdpa" and is_capped:
+        raise ConfigError(
+            f"model.attention: sdpa would ignore that {path} caps the scores of its attention"
+            " (attn_logit_softcapping in config.json); set it to auto or eager"
+        )
+    # Gemma 2 caps scores, and GPT-OSS adds a learned term to them: only eager computes these.
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    if wanted == "auto" and (is_capped or (kind is not None and not kind._supports_sdpa)):
+        return "eager", False
+    return ("sdpa", True) if wanted == "auto" else (wanted, False)
 
 
 def load_complete(

@@ -36,17 +36,19 @@ class Canary:
     tolerance: float | None
     """Permitted difference of a token's log-probability in float32, in nats; None in bfloat16: the
     limits follow from `noise`."""
+    is_raised_by_noise: bool = False
+    """As in `CanaryProbe`."""
     proves_adapter: bool
     """Whether engines receive only the adapter, so that the adapter's effect is compared too."""
     run_dir: InitVar[Path]
     noise: Differences | None = field(init=False, default=None)
-    """How far log-probabilities of learner and engine differ by rounding in bfloat16; None until
-    the first sync has measured it."""
+    """How far log-probabilities of learner and engine differ by rounding; None until the first
+    sync has measured it."""
     _base_logprobs: Logprobs | None = field(init=False, default=None)
 
     def __post_init__(self, run_dir: Path) -> None:
         self.images = tuple(image.with_data() for image in self.images)
-        if self.tolerance is None:
+        if self.tolerance is None or self.is_raised_by_noise:
             self.noise = Differences.load(run_dir)
 
     def question(self) -> CanaryProbe:
@@ -61,6 +63,7 @@ class Canary:
             expanded_token_ids=(*self.prompt.token_ids, *self.response_ids),
             expected_logprobs=None,
             tolerance=self.tolerance,
+            is_raised_by_noise=self.is_raised_by_noise,
             placeholder_ids=tuple(sorted(set(compress(self.prompt.token_ids, is_placeholder)))),
             noise=self.noise,
         )

@@ -89,6 +89,7 @@ class WeightPublisher:
             images,
             fixed.target.token_ids[:CANARY_TOKENS],
             tolerance=config.canary_tolerance,
+            is_raised_by_noise=config.rollout_matching.vllm.sync.canary_tolerance is None,
             proves_adapter=offers_adapter,
             run_dir=config.telemetry.run_dir,
         )

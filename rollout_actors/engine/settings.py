@@ -13,9 +13,9 @@ from rollout_actors.warm import warm_python
 from shared.model_families import (
     EXPERT_MODEL_TYPES,
     HYBRID_MODEL_TYPES,
-    TEXT_MODEL_TYPES,
     TILED_MODEL_TYPES,
     VISION_MODEL_TYPES,
+    reads_only_text,
 )
 from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
@@ -97,11 +97,16 @@ def model_type(model_path: str) -> str:
     return str(_model_config(model_path)["model_type"])
 
 
+def is_text_model(model_path: str) -> bool:
+    """Return whether a checkpoint's model reads text only."""
+    return reads_only_text(_model_config(model_path))
+
+
 def is_trained(model_path: str) -> bool:
-    """Return whether a run can train a checkpoint: a known family, and not quantized."""
+    """Return whether a run may train a checkpoint: text or a known family, and not quantized."""
     config = _model_config(model_path)
-    families = VISION_MODEL_TYPES + TEXT_MODEL_TYPES
-    return config["model_type"] in families and "quantization_config" not in config
+    is_known = config["model_type"] in VISION_MODEL_TYPES or reads_only_text(config)
+    return is_known and "quantization_config" not in config
 
 
 def image_token_id(model_path: str) -> int | None:

@@ -236,7 +236,7 @@ class WeightReceiver:
         # then checked against the usual bounds.
         probe = offer.canary
         is_first = offer.version == 1 and self.version == 0 and not self.unavailable_reason
-        return is_first and probe.tolerance is None and probe.noise is None
+        return is_first and probe.needs_noise
 
     async def run_all_phases(
         self, offer: WeightOffer, handed: ChecksummedWeights | None = None

@@ -312,9 +312,9 @@ class SyncSection(Section):
     MiB on CPU, where larger buckets are slower."""
     canary_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of a test prompt's log-probabilities between learner and
-    engine after a weight sync. The test prompt is called canary. null: 1e-4 in float32; in bfloat16
-    the limits come from noise measured before the first sync (`canary_noise.json`), at most 0.1 for
-    the mean and 0.5 for a token."""
+    engine after a weight sync. The test prompt is called canary. null: limits that follow the noise
+    measured before the first sync (`canary_noise.json`): in float32 three times the noise, at least
+    1e-4 and at most 3e-3; in bfloat16 at most 0.1 for the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
@@ -458,7 +458,8 @@ class RolloutMatchingSection(Section):
     step's first round is generated while this step's last round is learned."""
     logprob_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of a sampled token's log-probability between learner and
-    engine. null: 1e-4 in float32 and 1 in bfloat16. The first larger difference ends the run in
+    engine. null: 1 in bfloat16; in float32 1e-4 or, if that is larger, ten times the canary's noise
+    (`rollout_matching.vllm.sync.canary_tolerance`). The first larger difference ends the run in
     float32. In bfloat16 more than 10 of them in a step end it, if they are over 1 in 1,000 compared
     tokens."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()

@@ -90,7 +90,8 @@ class HFTokenCodec:
     The bytes of every token are computed once.
 
     Raises:
-        MissingTokensError: the tokenizer has no `<|im_end|>`, or lacks tokens of the answer format.
+        MissingTokensError: the tokenizer has no `end_of_turn`, or lacks tokens of the answer
+            format.
         ValueError: it is not byte-level, or encodes a coordinate token as several tokens.
     """
 
@@ -101,6 +102,7 @@ class HFTokenCodec:
         coord_tokens: Sequence[str] = COORD_TOKENS,
         markup_tokens: Sequence[str] = (),
         has_pieces: bool = True,
+        end_of_turn: str | None = END_OF_TURN,
     ) -> None:
         """Read the vocabulary.
 
@@ -109,16 +111,17 @@ class HFTokenCodec:
             markup_tokens: the other tokens that the format needs.
             has_pieces: whether answers are read token by token; if not, any kind of tokenizer
                 works.
+            end_of_turn: the token that ends an answer; None: the tokenizer has none.
         """
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._pieces = token_pieces(tokenizer) if has_pieces else None
 
-        if END_OF_TURN not in vocabulary:
+        if end_of_turn not in vocabulary:
             raise MissingTokensError(
-                f"its tokenizer has no {END_OF_TURN}, which ends an answer; give a chat (Instruct)"
-                " checkpoint"
+                f"its tokenizer has no {end_of_turn or 'eos_token'}, which ends an answer; give a"
+                " chat (Instruct) checkpoint"
             )
         needed = (*markup_tokens, *coord_tokens)
         if absent := [token for token in needed if token not in vocabulary]:
@@ -139,7 +142,7 @@ class HFTokenCodec:
                 f" with {ADD_TOKENS}, which adds them as single tokens"
             )
 
-        self.eos_token_id = vocabulary[END_OF_TURN]
+        self.eos_token_id = vocabulary[end_of_turn]
         special = {token_id for token_id, token in added.items() if token.special}
         special.update(vocabulary[token] for token in markup_tokens)
         self.special_ids = frozenset(special) - self._coord_bins.keys()

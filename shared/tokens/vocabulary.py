@@ -35,7 +35,7 @@ class TokenCodec(Protocol):
     """Conversion between token ids and bytes, for any tokenizer."""
 
     eos_token_id: int
-    """The id of `<|im_end|>`."""
+    """The id of the token that ends an answer, such as `<|im_end|>`."""
 
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token, which may end inside a character.

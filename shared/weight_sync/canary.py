@@ -2,7 +2,8 @@
 
 Learner and engine compute the log-probabilities of its tokens, which must agree.
 
-In float32 correct weights differ by 3e-6, and no token may differ by more than 1e-4. In
+In float32 correct weights of small models differ by 3e-6, of larger ones by more, and no token may
+differ by more than 1e-4 or, if that is larger, `BOUND_OVER_NOISE` times the noise below. In
 bfloat16 both sides round every logit, and a few of many tokens differ by much. There the *mean*
 difference has a bound, and so has the *share* of tokens that differ by more than a second bound.
 The effect of rounding for this model and hardware is measured: at version 0 both sides hold the
@@ -62,6 +63,8 @@ SMALLEST_BEYOND = 0.1
 # to 0.064, and 0.32 for the worst of 25 tokens (verl-omni#637, vllm#18352).
 USUAL_MEAN = 0.1
 USUAL_BEYOND = 0.5
+# Largest noise of a token that raises the bound in float32. SmolLM2 135M has 9e-5.
+LARGEST_NOISE_FLOAT32 = 1e-3
 # Share of the tokens that may exceed the bound, and their allowed number in a short probe.
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
@@ -147,6 +150,8 @@ class CanaryProbe:
 
     None: only the mean, and the share of large differences, have bounds.
     """
+    is_raised_by_noise: bool = False
+    """Whether `noise` may raise `tolerance`. False if the user has set the tolerance."""
     base_logprobs: tuple[float, ...] | None = None
     """The learner's log-probabilities without its adapter; None if no adapter is sent."""
     placeholder_ids: tuple[int, ...] = ()
@@ -170,6 +175,11 @@ class CanaryProbe:
     def num_logprobs(self) -> int:
         return len(self.expanded_token_ids) - 1
 
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the noise should be measured at version 0: it bounds later differences."""
+        return self.noise is None and (self.tolerance is None or self.is_raised_by_noise)
+
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
         """Return the canary with the learner's log-probabilities, received after the weights."""
         return replace(self, expected_logprobs=tuple(logprobs))
@@ -177,13 +187,15 @@ class CanaryProbe:
     def measure(self, actor: str, scores: Scores) -> Differences | None:
         """Return the differences of an engine with the same checkpoint: the noise of rounding.
 
-        `actor` names the engine. None if the mean is above the usual bound: then the engine has a
-        fault or other weights. Raises WeightSyncError if the engine expanded the prompt
+        `actor` names the engine. None if it is larger than rounding can explain: then the engine
+        has a fault or other weights. Raises WeightSyncError if the engine expanded the prompt
         differently.
         """
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
         noise = Differences.from_values(self._distances(logprobs, self._expected))
+        if self.tolerance is not None:
+            return noise if noise.largest <= LARGEST_NOISE_FLOAT32 else None
         return noise if noise.mean <= USUAL_MEAN else None
 
     def check(
@@ -270,7 +282,8 @@ class CanaryProbe:
     def _bounds(self) -> tuple[float, float]:
         """Return the maximum mean, and the difference above which a token counts."""
         if self.tolerance is not None:
-            return math.inf, self.tolerance
+            noise = 0.0 if self.noise is None else self.noise.largest
+            return math.inf, max(self.tolerance, BOUND_OVER_NOISE * noise)
         if self.noise is None:
             return USUAL_MEAN, USUAL_BEYOND
         mean = max(BOUND_OVER_NOISE * self.noise.mean, SMALLEST_MEAN)

@@ -1,0 +1,89 @@
+"""Checks at the start that a packed row of a text model equals its segments, one at a time.
+
+Any text model of transformers may be trained, and some do not separate the segments of a packed row
+(position embeddings of their own, layers with a state), or change logits after the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from learner.model.head import logits_of
+from shared.errors import ConfigError
+
+_LENGTHS = (7, 19, 12)
+_SEED = 20261129
+# Of a log-probability, in nats. Right models differ by 1e-6 in float32; a model whose segments see
+# each other by 0.01 and more.
+_LARGEST_FLOAT32 = 1e-3
+# Mean over the most probable tokens; logits between 16 and 32 are rounded to an eighth.
+_MEAN_BFLOAT16 = 0.1
+
+Forward = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+"""Calls a function that runs one forward (`Parallel.forward`); a collective if it is sharded."""
+
+
+def check_packed_rows(model: Any, path: str, forward: Forward) -> float:
+    """Compare a packed row with its segments alone, through the model's whole forward.
+
+    Return the largest difference of a log-probability, in nats. Weights do not change.
+
+    Args:
+        model: a text model of transformers, as the run has loaded it.
+        path: its checkpoint, for the message.
+
+    Raises:
+        ConfigError: the model is not suited for packed rows, or not for the run's attention.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(_SEED)
+    ids_T = torch.randint(vocabulary, (sum(_LENGTHS),), generator=generator).to(model.device)
+    positions_T = torch.cat([torch.arange(length) for length in _LENGTHS]).to(model.device)
+
+    def packed() -> torch.Tensor:
+        body = model.base_model(
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
+            attention_mask=None,
+            use_cache=False,
+        )
+        return logits_of(model)(body.last_hidden_state[0])
+
+    def alone(part_L: torch.Tensor) -> torch.Tensor:
+        logits_LV: torch.Tensor = model(input_ids=part_L[None], use_cache=False).logits[0]
+        return logits_LV
+
+    with torch.no_grad():
+        try:
+            row_TV = forward(packed).float().log_softmax(-1)
+        except (AttributeError, TypeError) as error:
+            kind = model.config.model_type
+            wrong = f"model.path: {path} is a {kind} model, which cannot compute packed rows"
+            raise ConfigError(f"{wrong} ({error}); {_REMEDY}") from error
+        parts = [forward(partial(alone, part_L)) for part_L in ids_T.split(_LENGTHS)]
+        alone_TV = torch.cat(parts).float().log_softmax(-1)
+    difference_TV = (row_TV - alone_TV).abs()
+    largest = float(difference_TV.max())
+    if model.dtype is torch.float32:
+        is_right = largest <= _LARGEST_FLOAT32
+    else:
+        of_best_T1 = difference_TV.gather(1, alone_TV.argmax(-1, keepdim=True))
+        is_right = float(of_best_T1.mean()) <= _MEAN_BFLOAT16
+    if not is_right:  # also for NaN
+        token = int(difference_TV.amax(-1).nan_to_num(torch.inf).argmax())
+        raise ConfigError(
+            f"model.path: {path} is a {model.config.model_type} model, and a packed row of three"
+            f" segments does not compute what each segment alone does: at token {token} of"
+            f" {sum(_LENGTHS)} a log-probability differs by {largest:.2g}; {_REMEDY}"
+        )
+    return largest
+
+
+_REMEDY = (
+    "try model.attention=eager or model.attention=sdpa; if it stays so, choose another model type,"
+    " such as llama or qwen3"
+)
