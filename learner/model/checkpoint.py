@@ -24,7 +24,7 @@ from learner.model.adapters import (
 )
 from learner.model.checkpoint_folder import CONFIG, BaseFiles, open_as_folder
 from shared.errors import ConfigError
-from shared.model_families import TURNED_IN_FILES
+from shared.model_families import TURNED_IN_FILES, reads_only_text
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
@@ -56,13 +56,20 @@ class CheckpointWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._turned = turned_in_files(model)
+        config = getattr(model, "config", None)
+        self._is_text = config is not None and reads_only_text(config.to_dict())
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         for _, name, parameter in self._parameters():
             dtype, shape = stored_as(parameter)
             if name.endswith(self._turned):
                 shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
-            yield name, dtype, shape
+            if self._is_split(name):
+                fused = torch.empty(shape, dtype=dtype, device="meta")
+                for part, tensor in revert_weight_conversion(self._model, {name: fused}).items():
+                    yield part, tensor.dtype, tensor.shape
+            else:
+                yield name, dtype, shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         layers = adapted_layers(self._model)
@@ -76,8 +83,17 @@ class CheckpointWeights:
                 yield name, merged_embedding(embeddings[adapted])
             elif name.endswith(self._turned):
                 yield name, parameter.detach().transpose(-1, -2).contiguous()
+            elif self._is_split(name):
+                split = revert_weight_conversion(self._model, {name: in_full(parameter)})
+                # Views of one tensor cannot be saved as several.
+                yield from ((part, tensor.clone()) for part, tensor in split.items())
             else:
                 yield name, in_full(parameter)
+
+    def _is_split(self, name: str) -> bool:
+        # transformers fuses the experts of a layer. Files of text models hold them one by one, and
+        # vLLM reads them so.
+        return self._is_text and ".experts." in name
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Yield each parameter's path in the model, its checkpoint name, and the parameter."""

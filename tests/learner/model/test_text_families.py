@@ -1,0 +1,130 @@
+"""Text models of any family: what a run accepts, how it computes them, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from config_support import trajectory_config
+from safetensors import safe_open
+from text_families import FAMILIES, make_text_model, text_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from launch.checks.model_shape import ModelShape
+from launch.tools.demo.language_model import make_tokenizer
+from learner.model.checkpoint import CheckpointWeights, save_as_published
+from learner.model.head import logits_of
+from learner.model.loading import end_of_turn, load_model, model_type_problem
+from learner.model.row_check import check_packed_rows
+from shared.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_text_model_of_any_family_is_loaded_and_its_packed_rows_are_right(kind, tmp_path):
+    folder = make_text_model(tmp_path / kind, kind)
+    loaded = load_model(trajectory_config(folder, tmp_path / "run"), torch.device("cpu"))
+    assert loaded.is_text and loaded.rope_index is None
+    assert check_packed_rows(loaded.model, str(folder), lambda score: score()) < 1e-5
+    ids_1T = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        hidden_TD = loaded.model.base_model(input_ids=ids_1T).last_hidden_state[0]
+        whole_TV = loaded.model(input_ids=ids_1T).logits[0]
+        torch.testing.assert_close(logits_of(loaded.model)(hidden_TD), whole_TV)
+    # Weights go to engines and files under the names that published files of the family have.
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = CheckpointWeights(loaded.model)
+    sent = dict(weights.tensors())
+    assert [(name, one.dtype, one.shape) for name, one in sent.items()] == list(weights.specs())
+    assert sent.keys() == written.keys()
+    assert all(torch.equal(sent[name], written[name]) for name in written)
+    shape = ModelShape.read(folder)
+    assert shape.num_parameters == sum(one.numel() for one in written.values())
+
+
+@pytest.mark.parametrize("kind", ["bloom", "opt"])
+def test_a_model_whose_segments_see_each_other_is_refused_with_the_difference(kind):
+    model = text_model(kind).eval()
+    with pytest.raises(ConfigError, match=f"here is a {kind} model, .* differs by [0-9.]+;"):
+        check_packed_rows(model, "here", lambda score: score())
+
+
+def test_a_model_that_changes_logits_after_its_head_in_an_unknown_way_is_refused():
+    model = text_model("llama").eval()
+
+    def halve(_module, _inputs, output):
+        output.logits = output.logits / 2
+
+    model.register_forward_hook(halve)
+    with pytest.raises(ConfigError, match="a packed row of three segments does not compute"):
+        check_packed_rows(model, "here", lambda score: score())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba", "pass a state"),
+        ("qwen3_next", r"\(linear_attention\) pass a state"),
+        ("lfm2", r"\(conv\) pass a state"),
+        ("t5", "generates no text"),
+        ("qwen2_vl", "the nearest is qwen2_5_vl"),
+        ("llava", "the nearest is qwen3_vl"),
+        ("gemma3", "or any text model"),
+    ],
+)
+def test_other_models_are_refused_by_their_type_with_the_reason(kind, reason):
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = CONFIG_MAPPING[kind](**(layers if kind == "lfm2" else {}))
+    problem = model_type_problem(Path("here"), config, trains_text=True)
+    assert problem is not None and problem.startswith(f"model.path: here is a {kind} model")
+    assert re.search(reason, problem)
+
+
+def test_a_text_model_is_refused_where_images_are_read():
+    problem = model_type_problem(Path("here"), CONFIG_MAPPING["llama"]())
+    assert problem is not None and "reads no images; choose one of qwen2_5_vl, " in problem
+
+
+def test_capped_scores_of_attention_are_computed_by_eager_and_never_dropped(tmp_path):
+    folder = make_text_model(tmp_path / "gemma2", "gemma2")
+    config = trajectory_config(folder, tmp_path / "run")
+    model = load_model(config, torch.device("cpu")).model
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match="attn_logit_softcapping"):
+        config = trajectory_config(folder, tmp_path / "run", model__attention="sdpa")
+        load_model(config, torch.device("cpu"))
+
+
+LLAMA = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|eot|>{% endfor %}"
+GEMMA = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<end_of_turn>\n{% endfor %}"
+MISTRAL = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+REFUSES = "{{ raise_exception('give a system message') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(LLAMA, "<|eot|>"), (GEMMA, "<end_of_turn>"), (MISTRAL, "<|im_end|>")]
+    + [(REFUSES, "<|im_end|>"), (None, "<|im_end|>")],
+)
+def test_the_chat_template_says_which_token_ends_an_answer(template, end):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|start|>", "<|eot|>", "<s>", "<end_of_turn>"], special_tokens=True)
+    tokenizer.chat_template = template
+    assert end_of_turn(tokenizer) == end
+
+
+def test_experts_are_read_back_from_a_saved_checkpoint(tmp_path):
+    """Their names in memory and in files differ."""
+    folder = make_text_model(tmp_path / "moe", "qwen3_moe")
+    loaded = load_model(trajectory_config(folder, tmp_path / "run"), torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(0.01)
+    (tmp_path / "saved").mkdir()
+    weights = dict(CheckpointWeights(loaded.model).tensors())
+    save_as_published(loaded.model, tmp_path / "saved", weights, loaded.base)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter)
