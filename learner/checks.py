@@ -19,6 +19,8 @@ from shared.errors import RolloutError
 from shared.rollouts import DecodeSettings, Rollout
 from shared.weight_sync.canary import Differences
 
+REPORT = "please report this with error.txt"
+
 
 def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
     """Raise RolloutError if the engine read other prompt tokens than the learner encodes."""
@@ -64,11 +66,13 @@ def check_weight_versions(sampled: Sequence[Sampling], version: int, *, max_stal
     for one in sampled:
         first = sampled[0]
         if not version - max_staleness <= one.weight_version <= version:
-            problem = f"the learner has {version}{allowed}; a weight sync was skipped or lost"
+            problem = (
+                f"the learner has {version}{allowed}; a weight sync was skipped or lost; {REPORT}"
+            )
         elif one.weight_version != first.weight_version:
             problem = (
                 f"and sample {first.sample_id} of the same round with {first.weight_version} (on"
-                f" {first.actor}); an engine missed a weight sync"
+                f" {first.actor}); an engine missed a weight sync; {REPORT}"
             )
         else:
             continue

@@ -142,7 +142,7 @@ def teacher_problems(
         if not waits:
             yield (
                 f"environment.teacher.base_url: {section.base_url} does not answer ({error});"
-                " launch it, or check the address"
+                " start the teacher's server, or check the address"
             )
     except RolloutError as error:
         yield f"environment.teacher: {error.message}"
@@ -172,7 +172,8 @@ async def _ask(
         )
     except UnansweredError as error:
         return _NotUp(
-            f"does not answer ({error}); launch it, check the address, or set {IN_THE_LEARNER}"
+            f"does not answer ({error}); start the server, check the address, or set"
+            f" {IN_THE_LEARNER}"
         )
     except HttpStatusError as error:
         text = (

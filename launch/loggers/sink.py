@@ -255,7 +255,7 @@ class _LoggerClient:
         if num_lost := self._num_put - self._num_logged:
             self._warn(
                 f"telemetry.loggers: {num_lost} of {self._num_put} events (metrics of a step,"
-                f" images, tables) did not reach {self._name}"
+                f" images, tables) did not reach {self._name}; metrics.jsonl has all metrics"
             )
 
     def _hand_on(self) -> None:

@@ -168,7 +168,7 @@ class Cluster:
             raise ConfigError(
                 f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
                 f" (timeouts.start_s) no nodes had room for {', '.join(sizes)}, each on one node;"
-                " check `ray status` for what other jobs hold, or request less"
+                " check `ray status` for what other jobs hold, or lower the key"
             )
         return group
 

@@ -49,7 +49,10 @@ class RolloutTimeouts:
     actor is watched in a round."""
     join: Timeout | None = None
     """Limit for the engines to connect to the sending learner rank; None: `sync_phase`."""
-    check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
+    check: str = (
+        "the engine's log; if the engine is only slow, raise this limit, or lower"
+        " rollout_matching.max_new_tokens"
+    )
     """What to check if a round is late; the end of the error's message."""
     start_check: str = START_CHECK
     """What to check if a start is late."""
@@ -120,8 +123,8 @@ class RolloutTimeouts:
             start=start,
             start_check=start_check,
             generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
-            check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
-            " their tools and rewards, fit the time",
+            check="what the environment waits for (`py-spy dump`); if tools or rewards only need"
+            " longer, raise this limit",
         )
 
 
@@ -249,7 +252,8 @@ class Fleet:
             if num_devices != self.devices[index]:
                 had = f"{self.devices[index]}, which rounds and process groups depend on"
                 why = f"came back with {num_devices} rollout devices, but had {had}"
-                message = f"{why}; start it as before, and continue with `resume=RUN`"
+                remedy = "start it with as many devices as before, and continue with `resume=RUN`"
+                message = f"{why}; {remedy}"
                 raise RolloutError(message, actor=self.names[index], phase="start")
         return bool(joined)
 

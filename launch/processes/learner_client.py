@@ -74,8 +74,9 @@ class LearnerCall(RayCall):
         if time.monotonic() < self.watchdog_from:
             return LostLearnerError(message, phase=self.phase)
         # On a GPU a lost peer raises no exception: the watchdog ends the waiting process.
-        peer = "it may have lost a peer, which NCCL waits for no longer than timeouts.learn_s"
-        return CollectiveError(f"{message}; {peer}: check the other ranks first", phase=self.phase)
+        peer = "it may have lost a peer (another learner rank), which NCCL waits for no longer than"
+        peer += " timeouts.learn_s: check the logs of the other ranks first"
+        return CollectiveError(f"{message}; {peer}", phase=self.phase)
 
     def blames_peer(self, error: Exception) -> bool:
         return isinstance(error, CollectiveError)

@@ -71,7 +71,8 @@ class RestartBudget:
         section = self._section
         return (
             f"{what}: rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
-            f" in {section.restart_window_s:g} s (restart_window_s); find out why processes end"
+            f" in {section.restart_window_s:g} s (restart_window_s); find out from"
+            " their logs why processes end"
         )
 
 
@@ -163,8 +164,8 @@ class Replacements:
             if url is not None:
                 what = (
                     f"the run waits for {url}, as at its start"
-                    " (rollout_matching.vllm.server.timeout_s); start it, unless it restarts by"
-                    " itself, and end it first if it still runs and its engine is stuck"
+                    " (rollout_matching.vllm.server.timeout_s); start the server, unless it"
+                    " restarts by itself; if it still runs and its engine is stuck, end it first"
                 )
             _LOGGER.warning("%s; %s", reason, what)
             lost_s = time.time() if before is None else before.lost_s

@@ -127,7 +127,7 @@ class Round:
 
 
 def _lost(error: LostRoundError, why: str) -> LostRoundError:
-    message = f"{error.message}; all actors of the round are lost{why}"
+    message = f"{error.message}; all actors of the round are lost{why}; continue with `resume=RUN`"
     return LostRoundError(message, actor=error.actor, phase=error.phase)
 
 

@@ -159,7 +159,8 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
         reasons = "; ".join(f"{folder.relative_to(run)}: {damaged[folder]}" for folder in damaged)
         raise ConfigError(
             f"resume.run: all checkpoints of {run} are damaged ({reasons}), and auto would replace"
-            " them by a new run; restore one, choose another telemetry.run_dir, or move them"
+            " them by a new run; restore a checkpoint, choose another telemetry.run_dir, or move"
+            " the checkpoints away"
         )
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:

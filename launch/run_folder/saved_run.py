@@ -52,7 +52,8 @@ def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfi
         config = load_config(saved)
     except ConfigError as error:
         version = (
-            f"run: {run / 'config.json'} was written by another version; check that version out"
+            f"run: {run / 'config.json'} was written by another version of rollmatch; check"
+            " out that version"
         )
         raise ConfigError((version, *error.problems)) from error
     return changed_config(saved, changes) if changes else config

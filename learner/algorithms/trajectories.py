@@ -416,9 +416,9 @@ class TrajectoryBatch(AlgorithmStep):
         num_places = images.num_images(example.token_ids)
         if num_places != len(example.images):
             message = (
-                f"example {rollout.example}: its tokens have places for {num_places} images, but it"
-                f" has {len(example.images)}; the environment must not write placeholders as text"
-                " in its messages, and must not change the answers in its steps"
+                f"example {rollout.example}: its tokens have places for {num_places} images, but"
+                f" the example has {len(example.images)}; the environment must not write image"
+                " placeholders as text in its messages, nor change the model's answers in its steps"
             )
             raise RolloutError(message, actor=rollout.actor, phase="check")
         if not example.images:
@@ -440,8 +440,8 @@ def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
     """Return which engine and weight version sampled an example. Raises RolloutError if unknown."""
     if example.weight_version is None:
         message = (
-            f"example {rollout.example}: the engine did not report its weight version; use"
-            " engines of this run"
+            f"example {rollout.example}: the engine did not report its weight version; the"
+            " environment must call the model by the client that the run passes to it"
         )
         raise RolloutError(message, actor=rollout.actor, phase="check")
     return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)

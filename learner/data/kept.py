@@ -108,4 +108,9 @@ def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, l
                 Path(file.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        _LOGGER.warning("the next start %s again: cannot write %s: %s", lost, path, error.strerror)
+        _LOGGER.warning(
+            "cannot write %s (%s), so the next start %s again; free space or permit writing there",
+            path,
+            error.strerror,
+            lost,
+        )

@@ -258,9 +258,9 @@ def weight_problems(
     """
     unmerged = [name for name in surplus if _UNMERGED.search(name)]
     if missing:
-        also = f", and hold {listed(surplus)} that it does not have" if surplus else ""
+        also = f", and hold {listed(surplus)} that the model does not have" if surplus else ""
         yield (
-            f"{key}: the files of {folder} lack {listed(missing)} of its model{also}; the missing"
+            f"{key}: the files of {folder} lack {listed(missing)} of the model{also}; the missing"
             f" tensors would be random numbers. {_COMPLETE}"
         )
     elif unmerged:

@@ -178,7 +178,11 @@ class Ranks:
         if failure is not None:
             raise failure
         if someone_failed:
-            raise CollectiveError("another rank could not write its part", phase=phase)
+            raise CollectiveError(
+                "another learner rank failed in this phase; look at the first error of the other"
+                " ranks",
+                phase=phase,
+            )
 
     def meet(self, flag: bool) -> bool:
         """Wait for all ranks, and return whether `flag` is true on at least one.

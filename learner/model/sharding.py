@@ -179,8 +179,8 @@ class ShardedModel(Parallel):
         num_rows = self._ranks.max(len(having))
         if num_rows == FAILED:
             raise CollectiveError(
-                "another learner rank failed before its rows; look at the first error of the other"
-                " ranks",
+                "another learner rank failed while it made its rows; look at the first error of the"
+                " other ranks",
                 phase="rows",
             )
         if not num_rows:

@@ -72,8 +72,8 @@ def build_objectives(
         needs_reference = objective.needs.reference or objective.needs.reference_top
         if needs_reference and not pipeline.needs_reference:
             problems.append(
-                f"{path}.name: {entry.name} needs the reference, but no reference_kl of channel B"
-                " is enabled; declare one (with weight 0 it only measures)"
+                f"{path}.name: {entry.name} needs the reference model, but no reference_kl entry"
+                " of channel B is enabled; add such an entry (with weight 0 it only measures)"
             )
         for term in objective.term_names:
             if term in term_owners:

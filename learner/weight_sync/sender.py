@@ -198,7 +198,7 @@ class WeightSender:
             if scored - joined > self._limit.seconds:
                 raise WeightSyncError(
                     f"the learner's canary took {scored - joined:.1f} s, but {PHASE_LIMIT} ="
-                    f" {self._limit.seconds:g} s limits the whole transfer; raise it",
+                    f" {self._limit.seconds:g} s limits the whole transfer; raise this limit",
                     actor=LEARNER,
                     phase=SyncPhase.CANARY,
                 )
@@ -250,8 +250,9 @@ class WeightSender:
                 self.close()
                 if not receivers.port:
                     raise WeightSyncError(
-                        f"no port of {self.host} can be opened ({error.strerror}); check that this"
-                        " node has this address",
+                        f"no port of {self.host}, this node's address in Ray, can be opened"
+                        f" ({error.strerror}); if the node has another address (`hostname -I`),"
+                        " start Ray with `ray start --node-ip-address=ADDRESS`",
                         actor=LEARNER,
                         phase=OFFER,
                     ) from error

@@ -36,8 +36,8 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
         # Powers of two, because they divide the number of attention heads.
         return next(size for size in (4, 2, 1) if size <= available)
     if given > available:
-        beside = f"because a learner rank can have {visible_devices} of one node"
-        why = f"an engine of {given} devices does not fit, {beside}; leave it null, or lower it"
+        why = f"is {given}, but a learner rank has only {visible_devices} devices of its node"
+        why += "; lower the key, or set it to null"
         raise ConfigError(f"rollout_matching.vllm.tensor_parallel_size: {why}")
     return given
 

@@ -398,7 +398,7 @@ class ColocatedLLM:
             outputs = self._llm.beam_search(prompts, params, lora_request=self.intake.lora_request)
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
-            raise self._error(f"one of the samples {samples} was refused: {error}") from error
+            raise self._error(f"vLLM refused one of the samples {samples}: {error}") from error
         end = time.perf_counter()
         return [
             (self._best(output, request), end)

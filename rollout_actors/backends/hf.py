@@ -363,7 +363,9 @@ class HFBackend:
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
             size = self._decode_batch_size // width
             if not size:
-                remedy = "lower num_beams, or raise decode_batch_size"
+                remedy = (
+                    "lower rollout_matching.num_beams, or raise rollout_matching.decode_batch_size"
+                )
                 limit = f"a batch of {self._decode_batch_size} sequences"
                 raise self._error(f"{width} beams do not fit into {limit}; {remedy}")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))

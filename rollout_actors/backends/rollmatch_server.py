@@ -167,7 +167,7 @@ class ServerClient(HttpEngine):
         if [(rollout.step, rollout.position) for rollout in rollouts] != wanted:
             raise self._http.error(
                 f"answered {len(rollouts)} rollouts that do not match the {len(requests)}"
-                " requests in their order",
+                " requests in their order; this is a bug: report it with the server's output",
                 "generate",
             )
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
@@ -258,7 +258,8 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
         ("transport", info.transport, expected.transport),
     ):
         if actual != wanted:
-            yield f"{name} is {actual}, the run's is {wanted}: start it with {name}={wanted}"
+            remedy = f"start the server with {name}={wanted}"
+            yield f"{name} is {actual}, the run's is {wanted}: {remedy}"
     num_sequences = expected.sequences_per_device * info.world_size
     for name, limit, needed in (
         ("max_model_len", info.max_model_len, expected.max_model_len),
@@ -267,12 +268,13 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
         ("max_image_pixels", info.limits.max_image_pixels, expected.max_image_pixels),
     ):
         if limit < needed:
-            yield f"{name} is {limit}, the run needs {needed}: start it with {name}={needed}"
+            remedy = f"start the server with {name}={needed}"
+            yield f"{name} is {limit}, the run needs {needed}: {remedy}"
     rank = expected.max_lora_rank
     if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= rank):
         served = f"adapters of rank {info.max_lora_rank}" if info.enable_lora else "no adapters"
-        remedy = f"start it with enable_lora=true max_lora_rank={rank}"
+        remedy = f"start the server with enable_lora=true max_lora_rank={rank}"
         yield (
-            f"it serves {served}, the run's are of rank {rank}: {remedy}, or set"
+            f"the server serves {served}, the run's are of rank {rank}: {remedy}, or set"
             " rollout_matching.vllm.sync.mode: full"
         )

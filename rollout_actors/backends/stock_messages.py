@@ -191,7 +191,10 @@ def read_answer(
     logprobs = None if scored is None else [token.logprob for token in scored.content]
     num_expected = len(choice.token_ids) if request.decode.return_logprobs else None
     if (None if logprobs is None else len(logprobs)) != num_expected:
-        raise refuse("does not have one log-probability for each of its tokens")
+        raise refuse(
+            "does not have one log-probability for each of its tokens; start the server with vLLM"
+            " 0.32"
+        )
     if logprobs is not None and NO_LOGPROB in logprobs:
         raise refuse(
             f"has the log-probability NaN or minus infinity at token {logprobs.index(NO_LOGPROB)}:"

@@ -63,6 +63,7 @@ FRESH = "default"
 """vLLM's own label of its weights. A server has it until a client sends weights or a label."""
 CHECKPOINT = (FRESH, "-0")
 """Ends of labels of the checkpoint's weights: vLLM's own label, or version 0 of a run."""
+WITH = "start the server with"
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
 """Engine arguments that are not flags of `vllm serve` here. The model is the first argument, the
 server chooses its executor, and a run needs the counters in /metrics.
@@ -212,7 +213,7 @@ class StockRoutes:
         except (UnansweredError, HttpStatusError) as error:
             message = f"{route.partition('?')[0]}: {error}"
             if isinstance(error, HttpStatusError) and error.status == 404:
-                message += "; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+                message += "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
             # A sync replaces this phase by its own.
             raise self._http.error(message, "start") from error
 
@@ -301,11 +302,14 @@ class StockClient(HttpEngine):
         except HttpStatusError as error:
             remedies = {
                 401: (
-                    "it was started with --api-key: export the same key in a variable and name it"
-                    " in rollout_matching.vllm.server.token_env"
+                    "the server was started with --api-key: export that key in an environment"
+                    " variable, and name the variable in rollout_matching.vllm.server.token_env"
                 ),
-                403: "start it with --enable-scale-out",
-                404: "it is not `vllm serve` of vLLM 0.32; check rollout_matching.vllm.server.kind",
+                403: "start the server with --enable-scale-out",
+                404: (
+                    "the server is not `vllm serve` of vLLM 0.32; check"
+                    " rollout_matching.vllm.server.kind"
+                ),
             }
             if error.status in remedies:
                 message = f"does not open {GENERATE} ({error}); {remedies[error.status]}"
@@ -318,8 +322,8 @@ class StockClient(HttpEngine):
             # A run ended during an update, which may have left the model half updated.
             await self._routes.collective_rpc("abandon_update")
         if not label.endswith(CHECKPOINT):
-            held = f"it has weights from another run ({label})"
-            self._intake.unavailable_reason = f"{held}, until this run sends its own"
+            held = f"the server has weights from another run ({label})"
+            self._intake.unavailable_reason = f"{held}, until this run's first weight sync"
             return
         # A run that ended during a sync has left the engine paused.
         await self._routes.resume_generation()
@@ -378,36 +382,37 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
     """
     dtype = info.dtype.removeprefix("torch.")
     if dtype != expected.dtype:
-        yield f"dtype is {dtype}, the run's is {expected.dtype}: --dtype {expected.dtype}"
+        yield f"dtype is {dtype}, the run's is {expected.dtype}: {WITH} --dtype {expected.dtype}"
     if info.logprobs_mode != "processed_logprobs":
         mode = f"{info.logprobs_mode}, before temperature and bans"
-        yield f"its log-probabilities are {mode}: --logprobs-mode processed_logprobs"
+        yield f"its log-probabilities are {mode}: {WITH} --logprobs-mode processed_logprobs"
     if not info.worker_extension:
-        remedy = f"--worker-extension-cls {expected.worker_extension}"
+        remedy = f"{WITH} --worker-extension-cls {expected.worker_extension}"
         yield f"its workers cannot report the weights that they loaded: {remedy}"
     num_images = 0 if info.multimodal is None else info.max_images_per_prompt
     if num_images is not None and num_images < expected.max_images_per_prompt:
         needed = f"the data have {expected.max_images_per_prompt}"
         limit = json.dumps({"image": expected.max_images_per_prompt, "video": 0})
-        yield f"it takes {num_images} images in a prompt, {needed}: --limit-mm-per-prompt '{limit}'"
+        takes = f"the server takes {num_images} images in a prompt"
+        yield f"{takes}, {needed}: {WITH} --limit-mm-per-prompt '{limit}'"
     for argument, replicas in (
         ("--data-parallel-size", info.data_parallel_size),
         ("--pipeline-parallel-size", info.pipeline_parallel_size),
     ):
         if replicas > 1:
-            remedy = f"start one server for each, with {argument} 1"
+            remedy = f"start one server for each replica, with {argument} 1"
             yield f"{argument} is {replicas}, but weights are not synced to replicas: {remedy}"
     if info.transport != expected.transport:
         takes = "no weights" if info.transport is None else f"weights over {info.transport}"
         sends = f"the learner sends over {expected.transport}"
         backend = json.dumps({"backend": expected.transport})
-        yield f"it takes {takes}, {sends}: --weight-transfer-config '{backend}'"
+        yield f"the server takes {takes}, {sends}: {WITH} --weight-transfer-config '{backend}'"
     for argument, actual, wanted in (
         ("--max-model-len", info.max_model_len, expected.max_model_len),
         ("--max-num-seqs", info.max_num_seqs, expected.sequences_per_device * world_size),
     ):
         if actual < wanted:
-            yield f"{argument} is {actual}, the run needs {wanted}: {argument} {wanted}"
+            yield f"{argument} is {actual}, the run needs {wanted}: {WITH} {argument} {wanted}"
 
 
 def read_label(weight_info: bytes) -> str:
@@ -420,4 +425,4 @@ def _missing_guards(answers: Sequence[ActiveGuard]) -> Iterator[str]:
         if not answer["is_loaded"]:
             who = f"the {answer['runner']} model runner of worker {rank}"
             why = "which rollout_matching.repeat_terminate requires"
-            yield f"{who} has no repeat guard, {why}: --logits-processors {GUARD_PROCESSOR}"
+            yield f"{who} has no repeat guard, {why}: {WITH} --logits-processors {GUARD_PROCESSOR}"

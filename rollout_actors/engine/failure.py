@@ -172,7 +172,8 @@ class EngineFailures:
                 for name, code in exit_codes.items()
             )
             ends = ends or "EngineCore ended"
-            return f"{ends} without an error, probably killed; see the output of the process", ""
+            why = "probably killed, often for lack of memory; see the output of the process"
+            return f"{ends} without an error, {why}", ""
         reason = f"{cause.process}: {cause.error}"
         meant = "; ".join(f"{name} is {key}" for name, key in KEYS.items() if name in cause.error)
         return f"{reason} ({meant})" if meant else reason, cause.traceback

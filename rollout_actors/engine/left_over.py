@@ -61,7 +61,9 @@ class EngineProcesses:
         while alive := [pid for pid, started in left if _started(pid) == started]:
             if time.monotonic() > deadline:
                 told = f"processes {alive} of a lost engine were killed, but still exist"
-                _LOGGER.warning("%s after %g s; check for a stuck driver or disk", told, END_S)
+                _LOGGER.warning(
+                    "%s after %g s; probably a GPU driver or disk hangs: see `dmesg`", told, END_S
+                )
                 break
             time.sleep(0.05)
         self.remove()

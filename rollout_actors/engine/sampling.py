@@ -75,7 +75,7 @@ def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> Fi
     """
     if reason not in FINISH_REASONS:
         message = (
-            f"sample {request.sample_id} was ended with {reason!r}, so its answer is incomplete;"
+            f"sample {request.sample_id}: vLLM ended its answer early with the reason {reason!r};"
             " see the engine's log"
         )
         raise RolloutError(message, actor=actor, phase="generate")

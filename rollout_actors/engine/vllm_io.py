@@ -83,7 +83,8 @@ def to_completion(
     if versions - {str(version)}:
         raise RolloutError(
             f"sample {request.sample_id} was sampled by weights {sorted(versions)};"
-            f" expected only version {version}",
+            f" expected only version {version}. A weight sync must not happen during an answer:"
+            " this is a bug, report it with error.txt",
             actor=actor,
             phase="generate",
         )

@@ -250,9 +250,11 @@ class _Batch:
         environment = self._environment
         call = self._call
         scope.environment = environment.member(scope.input["task"])
-        remedy = "check what its turns, tools and cleanups wait for, or raise the limit"
+        remedy = "check what its turns, tools and cleanups wait for, or raise rollout_timeout_s"
         enter_scope(scope)
-        async with within(call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
+        async with within(
+            call.rollout_timeout_s, "rollout not done after rollout_timeout_s", remedy
+        ):
             result = await awaited(
                 environment.rollout(scope.input, call.client, call.model, call.sampling_args)  # type: ignore[arg-type]
             )

@@ -66,8 +66,9 @@ class EnvGroup(Environment):
         message_types = sorted({env.message_type for env in envs})
         if len(message_types) > 1:
             raise ValueError(
-                f"envs: message_type is {' of some and '.join(message_types)} of others; make a"
-                " group of each"
+                f"envs: message_type is {' of some and '.join(message_types)} of other"
+                " environments, but must be the same for all environments of an EnvGroup; make an"
+                " EnvGroup and a run for each message_type"
             )
         super().__init__(
             message_type=message_types[0],
@@ -109,8 +110,8 @@ class EnvGroup(Environment):
         if handlers:
             names = ", ".join(handler.__name__ for handler in handlers)
             raise TypeError(
-                f"{names}: a group cannot have its own @stop or @cleanup, because its environments"
-                " play its rollouts; mark methods of the environments instead"
+                f"{names}: an EnvGroup cannot have its own @stop or @cleanup, because its"
+                " environments play the rollouts; mark methods of the environments instead"
             )
 
     async def init_state(self, input: RolloutInput, *args: object, **kwargs: object) -> State:
@@ -154,7 +155,9 @@ class _RoutedRubric(Rubric):
         self._envs = envs
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> NoReturn:  # noqa: ARG002
-        raise ValueError("a group has no reward functions; add them to its environments' rubrics")
+        raise ValueError(
+            "an EnvGroup has no reward functions; add them to the rubrics of its environments"
+        )
 
     @property
     def reward_names(self) -> list[str]:
@@ -251,7 +254,7 @@ def _checked(weights: Sequence[int], envs: Mapping[str, Environment]) -> tuple[i
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 1:
             raise ValueError(f"weights: must be whole numbers from 1, got {weight!r} for {name}")
         if not envs[name].dataset:
-            raise ValueError(f"weights: {name} has no rows to train on; leave it out of the group")
+            raise ValueError(f"weights: {name} has no rows to train on; leave it out of envs")
     return tuple(weights)
 
 
@@ -269,11 +272,11 @@ def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list
     for name, env in zip(names, envs, strict=True):
         # A row has one task, which cannot name an environment of an inner group too.
         if isinstance(env, EnvGroup):
-            raise ValueError(f"envs: {name} is a group itself; put its environments into this one")
+            raise ValueError(f"envs: {name} is an EnvGroup; list its environments in envs instead")
     return names
 
 
 def _refuse_task(task: object, names: Collection[str], where: str = "") -> NoReturn:
     raise ValueError(
-        f"{where}task {task!r} names no environment of the group; it has {', '.join(names)}"
+        f"{where}task {task!r} names no environment of the EnvGroup; it has {', '.join(names)}"
     )

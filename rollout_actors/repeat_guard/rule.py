@@ -85,8 +85,8 @@ def require_guard(
         if asked is not None:
             wanted = f"but rollout_matching.repeat_terminate requires {asked}"
         remedy = (
-            f"set the engine argument logits_processors=['{GUARD_PROCESSOR}'] in an environment"
-            " with this package installed"
+            f"start the engine with the argument logits_processors=['{GUARD_PROCESSOR}'] where the"
+            " package rollmatch is installed"
         )
         if answer["runner"] != "V1":
             remedy += "; VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner"

@@ -173,9 +173,11 @@ class GuardV2(LogitsProcessorV2):
             ValueError: the engine moves rows in ways that the repeat guard cannot follow.
         """
         if settings is not None and self._cannot_follow:
+            features = " and ".join(self._cannot_follow)
             raise ValueError(
-                "the repeat guard cannot be active in the V2 model runner with"
-                f" {' and '.join(self._cannot_follow)}; switch off one of them"
+                f"the repeat guard cannot be active in the V2 model runner with {features}; start"
+                f" the engine without {features}, or set"
+                " rollout_matching.repeat_terminate.enabled: false"
             )
         rule = engine_rule(settings, self._tokenizer)
         self.settings = settings

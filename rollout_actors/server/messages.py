@@ -176,7 +176,10 @@ class SyncCall(WireMessage):
         if offer.version != self.version:
             raise ValueError("the offer's version differs from the call's version")
         if offer.sends_adapter != (offer.transport == TransportKind.ADAPTER):
-            raise ValueError("the offer must have an adapter exactly if that is its transport")
+            raise ValueError(
+                "the offer must have an adapter if its transport is adapter, and no adapter"
+                " otherwise"
+            )
         return self
 
     @classmethod

@@ -127,11 +127,11 @@ def _problems(
         yield "prompt_token_ids: is empty; send at least one token"
     if len(prompt) >= settings.max_model_len:
         limit = f"but prompt and response together may have {settings.max_model_len}"
-        remedy = "shorten it, or start the server with max_model_len=N"
+        remedy = "shorten the prompt, or start the server with max_model_len=N"
         yield f"prompt_token_ids: has {len(prompt)} tokens, {limit}; {remedy}"
     if num_images > settings.max_images_per_prompt:
         limit = f"but the server accepts {settings.max_images_per_prompt}"
-        remedy = f"start it with max_images_per_prompt={num_images}"
+        remedy = f"start the server with max_images_per_prompt={num_images}"
         yield f"images: has {num_images}, {limit}; {remedy}"
     if image_token_id is not None and (number := prompt.count(image_token_id)) < num_images:
         has = f"but prompt_token_ids has {number} of the placeholder {image_token_id}"
@@ -297,7 +297,7 @@ class RolloutService:
         held = self.version
         if len(call.requests) > self.limits.max_requests:
             limit = f"but one call may have {self.limits.max_requests}"
-            remedy = "split it, or start the server with max_requests=N"
+            remedy = "split the call, or start the server with max_requests=N"
             raise RefusalError(400, f"requests: has {len(call.requests)}, {limit}; {remedy}")
         problems = request_problems(call.requests, self.settings, self.image_token_id)
         if first := list(islice(problems, messages.MAX_PROBLEMS)):
@@ -342,8 +342,10 @@ class RolloutService:
             # complete, and the join would wait for its limit.
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:
-                group = f"this server's group is the sender and its {num_workers} workers"
-                raise RefusalError(400, f"offer.terms.groups: have {sizes} ranks, but {group}")
+                group = f"this server needs one group of the sender and {num_workers} workers"
+                remedy = "if the server was restarted with other devices, start the run again"
+                message = f"offer.terms.groups: have {sizes} ranks, but {group}; {remedy}"
+                raise RefusalError(400, message)
         # A later sync may begin while this phase runs. Then the state has changed.
         state = self._sync = self._sync.enter(phase, call)
         assert state.offer is not None
@@ -360,7 +362,7 @@ class RolloutService:
             raise RefusalError(
                 409,
                 f"the weight sync to version {call.version} was replaced by a newer sync of this"
-                " server; nothing is to be done if one run uses the server",
+                f" server; ignore this if only one run uses the server, else {OWN_SERVERS}",
             )
         self._sync = state.finish(phase)
         return report
@@ -373,7 +375,7 @@ class RolloutService:
                 return
             if self._num_running:
                 busy = f"{self.name} is answering {self._num_running} requests with another rule"
-                raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or wait")
+                raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or retry later")
             self._guard = None  # unknown until the engine has it, as this call may be cancelled
             await self.engine.guard_by(rule.settings())
             self._guard = rule
@@ -381,10 +383,14 @@ class RolloutService:
     def _check_open(self, run: str | None, version: int | None) -> None:
         assert self.world_size
         if shut := self.engine.shut:
-            raise RefusalError(409, f"{self.name} serves no rollouts: {shut}; complete a sync")
+            # Only a weight sync opens the server: the checkpoint's weights may be half replaced.
+            remedy = "wait until a run has sent its weights, or start the server again"
+            raise RefusalError(409, f"{self.name} serves no rollouts: {shut}; {remedy}")
         held = f"{self.name} has version {self.version}"
         if _differ(self._sync.run, run):
-            why = f"{held} of another run's weights; sync first, and {OWN_SERVERS}"
+            why = (
+                f"{held} of another run's weights; send this run's weights first, and {OWN_SERVERS}"
+            )
             raise RefusalError(409, why)
         if version is not None and version != self.version:
             remedy = "if the server was restarted, restart the run too, from its last checkpoint"
@@ -421,7 +427,7 @@ class RolloutService:
         if image.path is None:
             raise RefusalError(400, f"{path}: has neither data nor path; {send_data}")
         if root is None:
-            remedy = f"start it with image_root=FOLDER, or {send_data}"
+            remedy = f"start the server with image_root=FOLDER, or {send_data}"
             raise RefusalError(403, f"{path}.path: this server reads no files; {remedy}")
         try:
             # Resolved first, so that neither `..` nor a link leads out of the root.

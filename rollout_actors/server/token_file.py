@@ -45,7 +45,7 @@ def write_token(file: Path) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Another user could have created it, or a link to another folder, to read the token.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"token: {folder} is a link or another user's; {remedy}")
+            raise ConfigError(f"token: {folder} is a link or belongs to another user; {remedy}")
         folder.chmod(0o700)
         # NamedTemporaryFile creates the file with mode 0600.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:

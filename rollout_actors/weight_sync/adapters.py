@@ -45,7 +45,7 @@ class AdapterLoader:
         if not self.enabled:
             raise ValueError(
                 "the engine was started without LoRA; set rollout_matching.vllm.enable_lora: true,"
-                " or sync.mode: full"
+                " or rollout_matching.vllm.sync.mode: full"
             )
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
@@ -60,8 +60,11 @@ class AdapterLoader:
 
     async def verify(self) -> None:
         """Raise RuntimeError if vLLM did not load the adapter. The canary checks its values."""
-        if set(await self.llm.list_loras()) != {ADAPTER_ID}:
-            raise RuntimeError("vLLM does not have the adapter that was loaded")
+        if (loaded := set(await self.llm.list_loras())) != {ADAPTER_ID}:
+            raise RuntimeError(
+                f"vLLM has the adapters {sorted(loaded)} instead of only {ADAPTER_ID}, which this"
+                " sync loaded; this is a bug: report it with error.txt"
+            )
 
     async def drop(self) -> None:
         """Remove the adapter: from now on the engine generates with the base weights only."""

@@ -67,13 +67,14 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
         if num_arrived != num_sent:
             message = (
                 f"{num_arrived} buckets arrived with {num_sent} checksums; check that learner and"
-                " engine run the same version"
+                " engine run the same version of rollmatch"
             )
             raise error(message, "number of buckets")
         pairs = zip(report.checksums, report.sent, strict=True)
         wrong = [i for i, (arrived, sent) in enumerate(pairs) if arrived != sent]
         if wrong:
             message = f"buckets {wrong} of {num_sent} did not arrive as they were sent"
+            message += "; resume the run, and if this happens again check network and memory"
             raise error(message, "bucket checksums", len(wrong))
 
 
@@ -329,7 +330,8 @@ class WeightReceiver:
         # An adapter is part of the offer, so it needs no transport.
         if expected not in (None, offer.transport) and not offer.sends_adapter:
             raise self._error(
-                f"the learner offers {offer.transport}, but the engine was started for {expected}",
+                f"the learner offers {offer.transport}, but the engine was started for {expected};"
+                f" start the server with transport={offer.transport}",
                 SyncPhase.PAUSE,
             )
         if self._sync.measures_noise:
@@ -383,7 +385,11 @@ class WeightReceiver:
         # Loading does not clear the caches, which were computed with the old weights. Without this
         # step rollouts would silently mix both.
         if not await self._llm.reset_prefix_cache():
-            raise self._error("the prefix cache is in use", SyncPhase.RESET)
+            raise self._error(
+                "the prefix cache is in use, although no request may run; this is a bug: report it"
+                " with error.txt",
+                SyncPhase.RESET,
+            )
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
 

@@ -36,7 +36,9 @@ _RETIRED = {
     "rollout_matching.rollout_buffer": (
         "remove it; to generate while learning, set stage2_ab.channel_b.enable_pipeline: true"
     ),
-    "rollout_matching.vllm.sync.transport": "remove it: the devices determine it",
+    "rollout_matching.vllm.sync.transport": (
+        "remove the key: the devices of learner and engines determine the transport"
+    ),
     "rollout_matching.vllm.server.base_url": _LIST_SERVERS,
     "rollout_matching.vllm.server.group_port": _LIST_SERVERS,
 }

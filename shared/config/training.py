@@ -81,7 +81,7 @@ class PartSection(Section):
     def _rate_has_effect(self) -> PartSection:
         if self.frozen and self.learning_rate is not None:
             wrong = f"{self.learning_rate:g} has no effect, because the part is frozen"
-            raise refusal(wrong, "remove one of the two keys", "learning_rate")
+            raise refusal(wrong, "remove the key, or set frozen: false", "learning_rate")
         return self
 
 

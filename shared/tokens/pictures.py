@@ -110,7 +110,10 @@ class Pictures:
         before, behind = self.around
         number = token_ids.count(placeholder)
         if number != len(image_grid_I3):
-            raise ValueError(f"a prompt has {number} placeholders for {len(image_grid_I3)} images")
+            raise ValueError(
+                f"a prompt has {number} placeholders for {len(image_grid_I3)} images; give it one"
+                " placeholder per image"
+            )
         counts = iter(self.token_counts(image_grid_I3))
         expanded: list[int] = []
         for token_id in token_ids:

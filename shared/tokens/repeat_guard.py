@@ -233,7 +233,8 @@ def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
         raise RolloutError(
             f"sample {rollout.sample_id} repeats itself after {length} tokens but continues to"
             f" {len(rollout.response_token_ids)}: the repeat guard"
-            " (rollout_matching.repeat_terminate) was not active, or had other settings",
+            " (rollout_matching.repeat_terminate) was not active, or had other settings. If another"
+            " run uses this server, give each run its own; else report this with error.txt",
             actor=rollout.actor,
             phase="generate",
         )

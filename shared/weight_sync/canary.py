@@ -167,8 +167,8 @@ class CanaryProbe:
         for logprobs in (self.expected_logprobs, self.base_logprobs):
             if logprobs is not None and len(logprobs) != self.num_logprobs:
                 raise ValueError(
-                    f"{len(self.expanded_token_ids)} canary tokens need one log-probability fewer,"
-                    f" not {len(logprobs)}"
+                    f"{len(self.expanded_token_ids)} canary tokens need {self.num_logprobs}"
+                    f" log-probabilities (none for the first token), not {len(logprobs)}"
                 )
 
     @property
@@ -314,7 +314,7 @@ class CanaryProbe:
         raise WeightSyncError(
             f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the"
             f" learner to {len(self.expanded_token_ids)}, first difference at token {first}; check"
-            " that both read the same processor files, with the same image size limits",
+            " that engine and learner read the same processor files, with equal image size limits",
             actor=actor,
             phase=SyncPhase.CANARY,
             quantity="canary token ids",

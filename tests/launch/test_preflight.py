@@ -148,7 +148,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_pa
         run = trajectory_config(tmp_path / "model", tmp_path / "run", **served)
     (problem,) = asked(run).problems
     assert problem.startswith(f"{SERVER.format(0, NOWHERE)} does not answer (")
-    assert problem.endswith(f"launch it, check the address, or set {ways_out}")
+    assert problem.endswith(f"start the server, check the address, or set {ways_out}")
 
 
 @pytest.mark.slow
@@ -194,7 +194,9 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []
         (problem,) = found(url)
-        assert f"{url} does not answer (it is loading: HTTP 503: loading); launch it" in problem
+        assert (
+            f"{url} does not answer (it is loading: HTTP 503: loading); start the server" in problem
+        )
     assert teacher.bodies == []
     # The limit of what it scores is the run's own, and no other.
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:
@@ -245,7 +247,7 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, roomy,
     named = [problem.partition(" (")[0].partition(", the run")[0] for problem in problems]
     wrong = ("dtype is bfloat16", "max_model_len is 64", "max_num_seqs is 5")
     assert named == [f"{SERVER.format(1, second)} does not suit the run; {one}" for one in wrong]
-    assert "start it with dtype=float32" in problems[0]
+    assert "start the server with dtype=float32" in problems[0]
 
 
 @pytest.mark.slow
@@ -291,7 +293,7 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
     server = StockServer(changes=STOCK | {"model_config.dtype": "torch.bfloat16"})
     with serving(server.app()) as url:
         findings = preflight(config(**in_server_mode(url, kind="vllm")))
-    dtype = "dtype is bfloat16, the run's is float32: --dtype float32"
+    dtype = "dtype is bfloat16, the run's is float32: start the server with --dtype float32"
     assert findings.problems == [f"{SERVER.format(0, url)} does not suit the run; {dtype}"]
     assert f"serves    {url}: 1 rollout device" in findings.lines
     assert (server.label, server.routes) == ("default", [])
@@ -510,7 +512,7 @@ def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_t
     with serving_engine(ObedientEngine(), roomy) as url:
         run = config(**in_server_mode(url), data__train=with_picture(200, 101, 3))
         problems = preflight(run).problems
-    wrong = "max_image_pixels is 10000, the run needs 20200: start it with max_image_pixels=20200"
+    wrong = "max_image_pixels is 10000, the run needs 20200: start the server with max_image_pixels=20200"
     assert problems == [f"{SERVER.format(0, url)} does not suit the run; {wrong}"]
 
 

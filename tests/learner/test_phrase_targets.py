@@ -116,7 +116,7 @@ def test_what_a_phrase_cannot_do_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(config)
     for problem in (
-        "objective[0].config.matched_desc_weight: in data.answer_format rex_omni one phrase names",
+        "objective[0].config.matched_desc_weight: needs a name per object, but in data.answer_format rex_omni",
         "rollout_matching.geometry: data.answer_format rex_omni has no poly",
         "rollout_matching.geometry: data.answer_format rex_omni has no point_2d",
         "max_object_keys: has no effect in data.answer_format rex_omni",

@@ -342,8 +342,9 @@ class Conversation:
         remedy = "remove it from the text of messages"
         if number < len(images):
             remedy = (
-                "the chat template writes no placeholder for some; show images where it does, or"
-                " use a model with a vision tower"
+                "the chat template writes no placeholder for some images; show images only in"
+                " messages for which it does (mostly the user's), or use a model with a vision"
+                " tower"
             )
         name = IMAGE_PLACEHOLDERS[-1]
         if placeholder is not None:

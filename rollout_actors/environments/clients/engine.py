@@ -149,8 +149,8 @@ class EngineClient:
                 # (`learner.segments`).
                 if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
                     raise RolloutError(
-                        f"answered another prompt than the prompt of example {request.sample_id};"
-                        " engines must have the tokenizer of model.path",
+                        "the engine answered another prompt than that of example"
+                        f" {request.sample_id}; engines must have the tokenizer of model.path",
                         actor=rollout.actor,
                         phase="check",
                     )

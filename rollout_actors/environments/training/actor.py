@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 THRESHOLDS = (50_000, 20, 100)
 """Thresholds of Python's garbage collector for a process that plays an environment's rollouts."""
 CHECK = (
-    "the engine's log, and whether max_new_tokens and the requests waiting at the engine fit the"
-    " time"
+    "the engine's log; if the engine is only slow, raise this limit, or lower"
+    " rollout_matching.max_new_tokens"
 )
 
 

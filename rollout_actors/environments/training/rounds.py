@@ -91,8 +91,8 @@ class EnvironmentRounds:
             _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
             if late:
                 _LOGGER.warning(
-                    "rollouts of %s are still cleaning up after %g s, and it is torn down now;"
-                    " check what its @cleanup waits for",
+                    "rollouts of environment %s are still cleaning up after %g s, and the"
+                    " environment is torn down now; check what its @cleanup functions wait for",
                     self._settings.env_id,
                     CLEANUP_S,
                 )

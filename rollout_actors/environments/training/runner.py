@@ -336,12 +336,13 @@ def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) ->
     found, wanted = (
         f"{one.train} rows to train on and {one.held_out} held out" for one in (examples, expected)
     )
-    difference = "other rows than before the start"
+    difference = "other rows than the driver"
     if found != wanted:
-        difference = f"{found}, and before the start {wanted}"
+        difference = f"{found}, and the driver {wanted}"
     raise ValueError(
-        f"environment {name}: found {difference}; make them the same in every process: seed random"
-        " draws, sort what comes from a set or a folder, and give every node the same files"
+        f"environment {name}: this process found {difference}; make the rows the same in every"
+        " process: seed random draws, sort what comes from a set or a folder, and give every node"
+        " the same files"
     )
 
 

@@ -254,7 +254,7 @@ class Teacher:
             if num_tries >= TRIES and (is_over or not is_away):
                 break
             await asyncio.sleep(POLL_S)
-        why = f"failed {num_tries} times, last with: {last}; check its output"
+        why = f"failed {num_tries} times, last with: {last}; check the teacher's output"
         if isinstance(last, LateError):
             why += f", and that one answer fits into {limit}"
         elif is_away:

@@ -167,8 +167,8 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
     if updates > 1 and not run.algorithm.uses_environment:
         yield Problem(
             "training.updates_per_batch",
-            f"{updates} is not possible under {run.custom.trainer_variant}: it learns targets, and"
-            " no ratio limits the later updates",
+            f"{updates} is not possible under {run.custom.trainer_variant}, which learns targets:"
+            " nothing limits how far the later updates move the model",
             f"set it to 1, or set custom.trainer_variant: {_TRAJECTORIES}",
         )
 
@@ -253,7 +253,7 @@ def batch_is_whole(run: RunConfig) -> Iterator[Problem]:
                 "training.gradient_accumulation_steps",
                 f"{steps} contradicts effective_batch_size {effective}, which needs {needed} with"
                 f" {training.per_device_train_batch_size} per device and {ranks} learner ranks",
-                "remove one of the two keys",
+                "remove the key, or training.effective_batch_size",
             )
             if budget is None:  # then the number of rollouts of a step is not known
                 return
@@ -289,8 +289,8 @@ def rows_have_room(run: RunConfig) -> Iterator[Problem]:
     if rule is RowRule.CARRY and not training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",
-            f"false is not possible under {run.custom.trainer_variant}: no step remains for the"
-            " segments left at the end",
+            f"false is not possible under {run.custom.trainer_variant}: no step follows the"
+            " last one, which may leave segments in the carry buffer",
             "set training.packing_drop_last: true, or training.packing: false",
         )
     # The number of segments of an environment's rollouts is unknown: a full buffer becomes a row.
@@ -341,7 +341,9 @@ def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{path}.name", wrong, remedy)
         corrects = isinstance(entry, TokenCEEntry) and entry.config.matched_desc_weight > 0
         if corrects and not run.answer_format.names_each_object:
-            wrong = f"in data.answer_format {name} one phrase names several boxes"
+            wrong = (
+                f"needs a name per object, but in data.answer_format {name} a phrase names several"
+            )
             remedy = f"set it to 0, {instead}"
             yield Problem(f"{path}.config.matched_desc_weight", wrong, remedy)
     guard = run.rollout_matching.repeat_terminate

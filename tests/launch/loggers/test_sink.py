@@ -191,7 +191,8 @@ def test_a_logger_that_is_late_is_given_up_and_what_it_missed_is_counted(package
         " continues without it; run `wandb login`"
     )
     assert missed == (
-        "telemetry.loggers: 3 of 3 events (metrics of a step, images, tables) did not reach wandb"
+        "telemetry.loggers: 3 of 3 events (metrics of a step, images, tables) did not reach wandb;"
+        " metrics.jsonl has all metrics"
     )
 
 

@@ -357,7 +357,7 @@ def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
         (replaced,) = client.pop_replaced()
         assert "after rollout_matching.vllm.server.timeout_s = 2 s" in replaced.reason
         process.kill()
-    assert "and end it first if it still runs and its engine is stuck" in caplog.text
+    assert "if it still runs and its engine is stuck, end it first" in caplog.text
 
 
 def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(

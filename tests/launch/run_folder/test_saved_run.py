@@ -62,7 +62,7 @@ def test_the_run_of_another_version_is_told_from_wrong_changes(file):
     assert "another version" not in refused(file.parent, **{"evaluation.worst_scens": 3})
     file.write_text(json.dumps(json.loads(file.read_text()) | {"of_old": 1}))
     problem = refused(file.parent, **{"evaluation.worst_scenes": 3})
-    other = "config.json was written by another version; check that version out"
+    other = "config.json was written by another version of rollmatch; check out that version"
     assert f"{other}\nof_old: is not a known key" in problem
 
 

@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothi
     (images / "cache").write_text("a file")
     assert list(load(images)) == list(load(images))
     assert len(decoded) == 16
-    assert "the next start decodes all images again" in caplog.text
+    assert "next start decodes all images again" in caplog.text
 
 
 def test_a_second_s_work_is_not_told_of_and_not_kept(images, monkeypatch):

@@ -102,11 +102,11 @@ class TestStart:
             run.start()
         for part in (
             "model_type is qwen3_vl",
-            "dtype is float32, the run's is bfloat16: start it with dtype=bfloat16",
+            "dtype is float32, the run's is bfloat16: start the server with dtype=bfloat16",
             "max_model_len is 64, the run needs 128",
             "max_num_seqs is 8, the run needs 9",
             "max_images_per_prompt is 1",
-            "max_image_pixels is 10000, the run needs 20200: start it with max_image_pixels=20200",
+            "max_image_pixels is 10000, the run needs 20200: start the server with max_image_pixels=20200",
             "transport is rollmatch_gloo, the run's is nccl",
             "enable_lora=true max_lora_rank=16",
         ):

@@ -112,7 +112,7 @@ def test_an_engine_that_does_not_say_why_a_response_ended_is_read_by_its_first_s
 def test_a_request_that_vllm_gave_up_is_no_rollout(reason: str | None) -> None:
     with pytest.raises(
         RolloutError,
-        match=f"generate on a-0: sample a was ended with {reason!r}, .*see the engine's log",
+        match=f"generate on a-0: sample a: .* the reason {reason!r}; see the engine's log",
     ):
         finish_reason(reason, REQUEST, "a-0")
 

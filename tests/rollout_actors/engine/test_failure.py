@@ -84,7 +84,9 @@ def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_sta
 
 EARLIER = ValueError("of an earlier call, which the engine has survived")
 NO_WEIGHTS = OSError("no such weights")
-SILENT = "without an error, probably killed; see the output of the process"
+SILENT = (
+    "without an error, probably killed, often for lack of memory; see the output of the process"
+)
 
 
 def test_an_engine_that_was_killed_is_said_to_have_been(failures):

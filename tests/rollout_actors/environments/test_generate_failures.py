@@ -88,8 +88,8 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_though_it_swallows_the_can
     results, seconds = counted(work)
     assert seconds == pytest.approx(1.0)
     error = (
-        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
-        " cleanups wait for, or raise the limit"
+        "TimeoutError: rollout not done after rollout_timeout_s = 1 s; check what its turns, tools"
+        " and cleanups wait for, or raise rollout_timeout_s"
     )
     assert errors(results) == [None, error, None]
     assert len(results.state[1]["trajectory"]) == 1 + swallows

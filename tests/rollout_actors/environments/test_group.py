@@ -206,17 +206,17 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
         (
             lambda: EnvGroup([EnvGroup([echo_env()])], ["a"]),
             ValueError,
-            "envs: a is a group itself",
+            "envs: a is an EnvGroup",
         ),
         (
             lambda: EnvGroup([echo_env(), SingleTurnEnv(message_type="completion")], ["a", "b"]),
             ValueError,
-            "message_type is chat of some and completion of others",
+            "message_type is chat of some and completion of other environments",
         ),
         (
             lambda: EnvGroup([echo_env()]).rubric.add_reward_func(length),
             ValueError,
-            "add them to its environments' rubrics",
+            "an EnvGroup has no reward functions",
         ),
         (
             lambda: EnvGroup([echo_env()], system_prompt="Think."),
@@ -232,7 +232,7 @@ def test_what_cannot_be_a_group_is_refused(refused, error, problem):
 
 def test_a_task_that_names_no_environment_is_refused_with_those_that_there_are():
     group = EnvGroup([echo_env(), talk_env()], ["echo", "talk"])
-    known = "names no environment of the group; it has echo, talk"
+    known = "names no environment of the EnvGroup; it has echo, talk"
     given = [{"question": "q", "task": "echo"}, {"question": "q", "task": "sing"}]
     with pytest.raises(ValueError, match=f"row 1: task 'sing' {known}"):
         generated(group, given, repeat())

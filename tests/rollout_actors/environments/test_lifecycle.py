@@ -290,7 +290,7 @@ def test_a_group_whose_own_marked_method_nobody_would_call_is_refused(mark):
         def own(self, state):
             return False
 
-    with pytest.raises(TypeError, match="own: a group cannot have its own @stop or @cleanup"):
+    with pytest.raises(TypeError, match="own: an EnvGroup cannot have its own @stop or @cleanup"):
         Marked([Talk()])
 
 

@@ -418,9 +418,9 @@ def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off
     from vllm.v1.engine.exceptions import EngineDeadError
 
     refusal = Exception(
-        "the repeat guard cannot be active with speculative decoding; switch off it"
+        "the repeat guard cannot be active with speculative decoding; start the engine without it"
     )
-    message = r"server-3: .*repeat_terminate.* with speculative decoding; switch off"
+    message = r"server-3: .*repeat_terminate.* with speculative decoding; start"
     with pytest.raises(RolloutError, match=message) as caught:
         asyncio.run(engine_over(FakeLLM(refusal)).guard_by(SETTINGS))
     assert caught.value.actor == "server-3"

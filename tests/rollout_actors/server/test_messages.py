@@ -127,7 +127,7 @@ def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"transport": "adapter"}, "must have an adapter exactly if that is its transport"),
+        ({"transport": "adapter"}, "must have an adapter if its transport is adapter"),
         ({"version": 2}, "the offer's version differs from the call's version"),
     ],
 )

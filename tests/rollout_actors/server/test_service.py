@@ -145,7 +145,9 @@ def test_an_image_that_no_placeholder_stands_for_is_refused():
         "requests[0].images: has 1, but prompt_token_ids has 0 of the placeholder 7; send one"
         " placeholder for each image"
     )
-    assert too_many.startswith("requests[2].images: has 3, but the server accepts 2; start it with")
+    assert too_many.startswith(
+        "requests[2].images: has 3, but the server accepts 2; start the server with"
+    )
 
 
 def test_a_body_of_very_many_parts_is_refused_before_it_is_read():
@@ -236,7 +238,7 @@ def test_after_a_failed_phase_only_a_new_sync_opens_the_door(service):
     service.engine.trouble = [WeightSyncError("no group", actor="a", phase="rendezvous")]
     with pytest.raises(WeightSyncError, match="no group"):
         service.phase(SyncPhase.RENDEZVOUS)
-    with refused(409, "complete a sync"):
+    with refused(409, "serves no rollouts"):
         service.infer()
     with refused(409, "out of order"):
         service.phase(SyncPhase.RENDEZVOUS)

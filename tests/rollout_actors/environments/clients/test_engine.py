@@ -158,8 +158,8 @@ def test_an_engine_that_answers_another_prompt_is_an_error():
             return replace(rollout_of(request, Says((1,))), prompt_token_ids=(1, 2, 3))
 
     message = (
-        "check on actor-0: answered another prompt than the prompt of example 40; engines must have"
-        " the tokenizer"
+        "check on actor-0: the engine answered another prompt than that of example 40; engines must"
+        " have the tokenizer"
     )
     with pytest.raises(RolloutError, match=message):
         ask(conversation_over(Confused([]), TOKENIZER), HELLO)
@@ -325,8 +325,7 @@ def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error():
 def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy():
     blind = demo_tokenizer("{%- for message in messages %}{{- message.role }}{%- endfor %}")
     message = (
-        r"has 0 x <\|image_pad\|>, but 1 images; the chat template writes no placeholder for some; show"
-        r" images where it does, or use a model with a vision tower"
+        r"has 0 x <\|image_pad\|>, but 1 images; the chat template writes no placeholder for some"
     )
     with pytest.raises(ValueError, match=message):
         ask(conversation_over(ScriptedEngines([]), blind), [shown(ONE)])

@@ -498,17 +498,15 @@ def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_
     found = counts_of("abc")
     require_same(counts_of("abc"), found, "words")
     message = (
-        "environment words: found other rows than before the start; make them the same in every"
-        " process: seed random draws"
+        "environment words: this process found other rows than the driver; make the rows the same"
+        " in every process: seed random draws"
     )
     with pytest.raises(ValueError, match=message):
         require_same(counts_of("bac"), found, "words")
-    message = (
-        "found 2 rows to train on and 1 held out, and before the start 3 rows to train on and 1"
-    )
+    message = "found 2 rows to train on and 1 held out, and the driver 3 rows to train on and 1"
     with pytest.raises(ValueError, match=message):
         require_same(counts_of("ab"), found, "words")
-    with pytest.raises(ValueError, match="runner_environment: found"):
+    with pytest.raises(ValueError, match="runner_environment: this process found"):
         runner_over(ScriptedEngines([]), examples=found)
 
 
@@ -533,8 +531,8 @@ def load_environment():
 def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it():
     cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     message = (
-        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
-        " cleanups wait for, or raise the limit"
+        "TimeoutError: rollout not done after rollout_timeout_s = 1 s; check what its turns, tools"
+        " and cleanups wait for, or raise rollout_timeout_s"
     )
     for rollout in cut_off:
         assert (rollout.error, rollout.reward, rollout.examples) == (message, 0.0, ())
