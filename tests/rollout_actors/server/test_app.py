@@ -251,7 +251,8 @@ class TestConnections:
                     connection.sendall(b"GET /health/ HTTP/1.1\r\nHost: a\r\n\r\n")
                     answer = b""
                     while not answer.endswith(b"}"):  # head and body may arrive separately
-                        assert (part := connection.recv(65536)), answer
+                        part = connection.recv(65536)
+                        assert part, answer
                         answer += part
                     assert answer.startswith(b"HTTP/1.1 200 ")
                 connection.sendall(sent)
