@@ -1,4 +1,4 @@
-"""What docs/explanation/architecture.md says about adding a metric, a model family and an algorithm:
+"""What docs/explanation/architecture.md says about adding a metric and an algorithm:
 each is added here from outside the packages, by what the page names. Its other additions have
 their tests in docs/ (an objective, an environment) and in rollout_actors/backends/test_contract.py (a backend).
 """
@@ -10,18 +10,14 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-import torch
-from config_support import configuration, trajectory_config
+from config_support import configuration
 from learner_support import finish_step, make_learner
 from pydantic import ValidationError
-from tiny_qwen import stock_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.algorithms.advantages import BASELINES, AdvantageEstimator
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.data.samples import load_samples
-from learner.model.loading import load_model
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import target_settings
@@ -37,7 +33,6 @@ from shared.config.pipeline import (
     Reads,
 )
 from shared.config.run import RowRule
-from shared.model_families import TEXT_MODEL_TYPES
 from shared.schedule import StepPlan
 from shared.trajectory import TrainingExample
 
@@ -152,27 +147,3 @@ def test_a_metric_is_a_line_of_the_table_and_a_call_where_it_is_counted(monkeypa
     values = metrics.merge_reports([report]).metrics
     assert (values["rollout/num_questions"], values["rollout/question_rate"]) == (2, 0.5)
     assert "`rollout/num_questions` | sum | Rollouts that ask back." in metrics.markdown()
-
-
-@pytest.mark.slow
-def test_a_family_of_text_models_is_a_name_in_the_table(tmp_path, monkeypatch):
-    tokenizer = stock_tokenizer()
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(5)
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **heads))
-    llama.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = trajectory_config(tmp_path, tmp_path / "run")
-    monkeypatch.setattr("learner.model.loading.TEXT_MODEL_TYPES", (*TEXT_MODEL_TYPES, "llama"))
-    model = load_model(config, torch.device("cpu")).model
-    assert model.config.model_type == "llama"
-    # Two segments of a row, each of which begins at position 0, do not see each other.
-    first = torch.randint(len(tokenizer), (7,))
-    second = torch.randint(len(tokenizer), (5,))
-    row = torch.cat([first, second])[None]
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    with torch.no_grad():
-        packed = model(input_ids=row, position_ids=positions, use_cache=False).logits[0]
-        alone = torch.cat([model(input_ids=one[None]).logits[0] for one in (first, second)])
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)

@@ -212,7 +212,7 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
     shutil.copytree(stock(), other)
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    message = r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"
+    message = r"is a llama model, which reads no images; choose one of qwen2_5_vl, qwen3_vl"
     with pytest.raises(ConfigError, match=message):
         make_coord_model(options(other, tmp_path / "out"))
     (other / "config.json").write_text(config)

@@ -16,6 +16,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from ray.exceptions import ActorDiedError
 from torch import nn
 from torch.distributed import DistBackendError
+from transformers import PreTrainedConfig
 
 from launch.processes import learner_client
 from launch.processes.learner_client import LearnerCall, LearnerClient, RayRanks
@@ -77,7 +78,7 @@ class WatchedModel(nn.Module):
         self._events.append("canary")
         return SimpleNamespace(logits=self.layer(torch.ones(1, input_ids.shape[1], 4)))
 
-    config: Any = SimpleNamespace(model_type="")
+    config: Any = PreTrainedConfig()
     _weight_conversions: tuple[Any, ...] = ()
 
 

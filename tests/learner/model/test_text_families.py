@@ -92,8 +92,8 @@ def test_capped_scores_of_attention_are_computed_by_eager_and_never_dropped(tmp_
     config = trajectory_config(folder, tmp_path / "run")
     model = load_model(config, torch.device("cpu")).model
     assert model.config._attn_implementation == "eager"
+    config = trajectory_config(folder, tmp_path / "run", model__attention="sdpa")
     with pytest.raises(ConfigError, match="attn_logit_softcapping"):
-        config = trajectory_config(folder, tmp_path / "run", model__attention="sdpa")
         load_model(config, torch.device("cpu"))
 
 
@@ -105,8 +105,10 @@ REFUSES = "{{ raise_exception('give a system message') }}"
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [(LLAMA, "<|eot|>"), (GEMMA, "<end_of_turn>"), (MISTRAL, "<|im_end|>")]
-    + [(REFUSES, "<|im_end|>"), (None, "<|im_end|>")],
+    [
+        *((LLAMA, "<|eot|>"), (GEMMA, "<end_of_turn>")),
+        *((MISTRAL, "<|im_end|>"), (REFUSES, "<|im_end|>"), (None, "<|im_end|>")),
+    ],
 )
 def test_the_chat_template_says_which_token_ends_an_answer(template, end):
     tokenizer = make_tokenizer()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from learner.algorithms.advantages import TokenAdvantages
 from learner.collate import collate
@@ -43,7 +44,12 @@ class TableModel(nn.Module):
         table, change = torch.randn(2, VOCABULARY, VOCABULARY, generator=draw)
         self.table = nn.Parameter(table + moved * change)
         self.dtype = torch.float32
+        self.config = PreTrainedConfig()
         self.num_forwards = 0
+
+    @property
+    def base_model(self):
+        return self.model
 
     def model(self, input_ids, **_):
         self.num_forwards += 1
