@@ -240,7 +240,7 @@ class Telemetry:
             self._loggers = Loggers(self._config, first_step=first_step, warn=self.warn)
 
     def has_written(self, number: int) -> bool:
-        """Return whether this step's metrics are in the run's folder."""
+        """Return whether the metrics of step `number` are in the run's folder."""
         return self._num_written >= number
 
     def write_step(self, plan: StepPlan, report: StepReport, sync: SyncReport | None) -> None:
