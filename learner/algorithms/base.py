@@ -109,7 +109,7 @@ class Algorithm(ABC):
         """Return digests of the data, by configuration key. A resumed run must have the same."""
 
     def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
-        """Return this rank's share of the requests for answers to the held-out set, in order."""
+        """Return this rank's share of the held-out requests after `step`, in order."""
         return []
 
     def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002

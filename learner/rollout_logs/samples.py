@@ -91,7 +91,7 @@ class DroppedEntry(TypedDict):
 
 
 class PairEntry(TypedDict):
-    """A predicted object and the ground-truth object that it was matched with."""
+    """A predicted object and the ground-truth object that it was matched with, by indices."""
 
     prediction: int
     ground_truth: int
