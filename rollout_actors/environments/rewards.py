@@ -113,9 +113,11 @@ class Reward:
     required: tuple[str, ...]
     """Names of the function's parameters without a default."""
     takes_all: bool
+    """Whether the function has `**kwargs`, and gets every object."""
     bound: frozenset[str]
     """Parameters bound by a `functools.partial`. They keep their values, with `**kwargs` too."""
     is_of_group: bool
+    """Whether one call gets all rollouts of a dataset row."""
 
     @classmethod
     def from_function(cls, function: RewardFunction, weight: float) -> Reward:
