@@ -95,6 +95,8 @@ class NamedShape(Shape, Protocol):
 
 
 class Pair(NamedTuple):
+    """A predicted and a ground-truth object, by their indices, and the overlap of the two."""
+
     prediction: int
     ground_truth: int
     iou: float
