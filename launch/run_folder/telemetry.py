@@ -289,7 +289,7 @@ class Telemetry:
         self.note(f"saved     {checkpoint}")
 
     def improvement(self) -> str | None:
-        """Compare the last of several held-out reports with an earlier one."""
+        """Compare the last held-out report with an earlier one, in a line; None without two."""
         return improvement(self._evaluations, self._config.warmup_steps)
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:

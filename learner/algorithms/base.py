@@ -133,7 +133,10 @@ def generation_span(
     rollouts: Sequence[Rollout] | Sequence[EnvironmentRollout],
     **counts: int,
 ) -> Span:
-    """Return a timeline span: when `actor` generated these rollouts."""
+    """Return a timeline span: when `actor` generated these rollouts of `step`.
+
+    `counts`: further numbers to show at the span.
+    """
     start_s = min(rollout.started_s for rollout in rollouts)
     end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
     first = rollouts[0].position

@@ -415,6 +415,7 @@ class Environment(ABC):
             state_columns: fields of the state to save too, such as `timing.total_ms`. A field that
                 no rollout has is left out, with a warning.
             save_path: folder for the results, created before the first rollout.
+            use_tqdm: show a progress bar.
             on_rollout: called with the index and the state of each rollout when it is done.
             rollout_timeout_s: seconds after which a rollout is cancelled, cleaned up and failed;
                 None: no limit. Waiting for the model counts; scoring and waiting for a thread do

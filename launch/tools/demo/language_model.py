@@ -132,7 +132,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
     """Write the language model's checkpoint to the folder `out` with `make_once`.
 
-    `tools`: the model of the demo with a tool. Return what `make_once` returns.
+    `tools`: the model of the demo with a tool. Return whether the folder is new.
     """
 
     def make(folder: Path) -> None:
