@@ -97,6 +97,7 @@ class EvalOptions:
     sampling_args: dict[str, object] | None
     """Sampling arguments: `-t`, `-T` and `-S`, merged."""
     tokens: bool
+    """Whether the endpoint is asked for the tokens of the answers."""
     state_columns: tuple[str, ...] | None
     max_concurrent: int
     max_concurrent_generation: int | None
@@ -106,8 +107,10 @@ class EvalOptions:
     scoring_timeout_s: float | None
     save: bool
     push: bool
+    """Whether the results are pushed to the hub, as the dataset `dataset_name`."""
     dataset_name: str | None
     solved_at: float
+    """Least reward of a solved rollout."""
     output: Path | None
     resume: Path | None
     verbose: bool
