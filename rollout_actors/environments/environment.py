@@ -310,7 +310,8 @@ class Environment(ABC):
     ) -> ModelResponse:
         """Call the model once and return its `ChatCompletion` or `Completion`.
 
-        The response's id is `overlong-prompt` if the prompt does not fit.
+        The response's id is `overlong-prompt` if the prompt does not fit. `oai_tools` are the
+        tools' schemas. `message_type` is `chat` or `completion`; None: the environment's.
         """
         return await ask(
             # A user's own `rollout` passes the client that it received, without a conversation.

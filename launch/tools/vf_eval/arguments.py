@@ -51,6 +51,8 @@ files, 130 interrupted.
 def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[str, object]:
     """Check sampling arguments for model calls; return them with their names in OpenAI's API.
 
+    `message_type`: `chat` or `completion`, whose APIs differ.
+
     Raises ConfigError for names and values with which every call would fail.
     """
     create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
