@@ -103,7 +103,10 @@ def report_held_out(
     telemetry: Telemetry,
     checkpoints: Checkpoints,
 ) -> None:
-    """Evaluate the weights on the held-out set; save them if their score is among the best."""
+    """Evaluate the weights on the held-out set; save them if their score is among the best.
+
+    `step`: number of finished steps.
+    """
     with telemetry.waits_for("the held-out report"):
         evaluation = evaluate(learner, rollouts, step, queue)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
@@ -112,7 +115,10 @@ def report_held_out(
 def evaluate(
     held_out: HeldOutClient[OutcomeT], rollouts: GeneratingEngines, step: int, queue: Queue
 ) -> Evaluation[OutcomeT]:
-    """Generate answers to the held-out samples with the engines' weights, and score them."""
+    """Generate answers to the held-out samples with the engines' weights, and score them.
+
+    `step`: number of finished steps.
+    """
     outcomes: list[OutcomeT] = []
     started_s = time.monotonic()
     rounds = rollouts.split(held_out.held_out_requests(step))

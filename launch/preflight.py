@@ -139,6 +139,8 @@ def preflight(
     """Check everything that can be known before a run with a valid configuration starts.
 
     Args:
+        nodes_of: returns the nodes of the Ray cluster, within a limit in seconds.
+        memory_of: returns a device's memory; None if it is unknown.
         waits_for_servers: a server or a teacher that does not answer yet is not a problem, because
             a run waits for it.
     """

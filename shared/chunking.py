@@ -130,6 +130,7 @@ def round_chunk(
     """Return `chunk_size` rounded down to a multiple of `together`, but at least `together`.
 
     `together` is the number of rollouts of a prompt, which are generated in the same round.
+    `server_world_sizes` are the numbers of each engine's devices.
     """
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     return max(together, chunk - chunk % together)

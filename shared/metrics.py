@@ -405,6 +405,7 @@ class RankReport:
     """One learner rank's report to the driver after a step: metrics, times, digests."""
 
     step: int
+    """Optimizer step, from 0."""
     channel: Channel
     weight_version: int
     """Weight version of the learner at the start of the step."""

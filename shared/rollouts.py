@@ -37,11 +37,14 @@ class DecodeSettings:
     temperature: float
     """Sampling temperature; 0 if and only if `mode` is greedy or beam."""
     top_p: float
+    """Sample only from the most probable tokens with this total probability; 1: from all."""
     top_k: int
     """Sample only from this many most probable tokens; -1: no limit."""
     repetition_penalty: float
+    """Factor that makes tokens of the prompt and the answer less probable; 1: none."""
     max_new_tokens: int
     num_beams: int
+    """Number of beams of beam search; other modes ignore it."""
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
     """Tokens that are never sampled: the placeholders of images.
@@ -49,6 +52,7 @@ class DecodeSettings:
     The learner masks their logits before it compares log-probabilities with the engine's.
     """
     return_logprobs: bool
+    """Whether rollouts have the log-probabilities of their tokens."""
     length_penalty: float = 1.0
     """Exponent of beam search: a beam's log-probability is divided by length ** exponent."""
     stop: tuple[str, ...] = ()
@@ -121,7 +125,9 @@ class Rollout:
     forced_positions: tuple[int, ...]
     """Positions in the answer that the repeat guard set: only the stop token's, `len(response)`."""
     weight_version: int
+    """Version of the weights that sampled the answer."""
     actor: str
+    """Name of the actor whose engine sampled it."""
     attempt: int
     """Number of tries before this one: 0 for the first. A server that failed counts `TRIES`."""
     seed: int

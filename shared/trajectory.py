@@ -61,12 +61,14 @@ class EnvironmentRequest:
     """
 
     step: int
+    """Step of the run, from 0."""
     groups: tuple[ExampleGroup, ...]
     """The requested groups of rollouts, in order of position."""
     decode: DecodeSettings
     """How the engine decodes the answer to every model call."""
     run_seed: int
     is_held_out: bool = False
+    """Whether the rows are of the held-out set, not the training rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def vllm_import(
     """Try to import the engines' modules in another process, while the `with` block runs.
 
     The block gets a function that waits for the import, and yields a problem if it failed.
-    Only this node's installation is tried, for at most `timeouts.start_s`.
+    Only this node's installation is tried, for at most `limit_s` seconds (`timeouts.start_s`).
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())

@@ -19,8 +19,8 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
     """Return the section with a local folder for `path`, which may be a model id of the hub.
 
-    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`, if there is no folder OWNER here. Raises the
-    ConfigErrors of `fetch_model`.
+    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`, if there is no folder OWNER here. `show` prints
+    a console line. Raises the ConfigErrors of `fetch_model`.
     """
     named = hub_id(Path(model.path))
     return model if named is None else model.model_copy(update={"path": fetch_model(named, show)})
@@ -28,6 +28,8 @@ def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSect
 
 def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.path") -> str:
     """Return the folder of a model of the hub; download it if it is not in the cache.
+
+    `named` is the model's id, the value of `key`. `show` prints a console line.
 
     Raises ConfigError if the model is unknown or needs a login, the hub cannot be reached, the disk
     has too little space, or the download fails.

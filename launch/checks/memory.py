@@ -145,7 +145,7 @@ def batch_cache_bytes(run: RunSizes, devices: int) -> int:
 
 
 def sequences_in_cache(run: RunSizes, engine: Estimate, devices: int) -> int:
-    """Return how many sequences of full length fit into an engine's KV cache together."""
+    """Return how many sequences of full length fit into an engine's KV cache on `devices` GPUs."""
     shape = run.shape
     cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token

@@ -53,6 +53,7 @@ class ModelShape:
     intermediate: int
     heads: int
     kv_heads: int
+    """Number of heads of keys and values, in grouped-query attention."""
     head_dim: int
     vocabulary: int
     vision: VisionShape | None
@@ -158,6 +159,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a checkpoint's files, by name.
 
+    `key` is the configuration key that names the folder, for errors.
+
     Raises ConfigError for a damaged file, for weights that are stored as integers or in 8 bits,
     and the errors of `weight_files`.
     """
@@ -184,6 +187,8 @@ def read_headers(folder: Path, *, key: str = "model.path") -> dict[str, tuple[in
 
 def weight_files(folder: Path, *, key: str = "model.path") -> list[Path]:
     """Return the safetensors files of a checkpoint's folder that transformers and vLLM read.
+
+    `key` is the configuration key that names the folder, for errors.
 
     Raises ConfigError if the folder has no such file, if a file that the index names is missing,
     or if the two packages would read different files.

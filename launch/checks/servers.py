@@ -118,6 +118,8 @@ def teacher_problems(
     """Send the teacher the questions of starting environment actors, and yield problems.
 
     Args:
+        model_path: folder whose tokenizer the teacher must share.
+        max_length: tokens of the longest sequence that the teacher must accept.
         waits: a teacher that does not answer yet is not a problem.
 
     Raises:

@@ -155,7 +155,12 @@ def first_difference(
     *,
     has_logs: bool,
 ) -> Parting | None:
-    """Return the first difference between two runs, in the steps that both have; else None."""
+    """Return the first difference between two runs, in the steps that both have; else None.
+
+    Args:
+        metrics: lines of each run's metrics.jsonl.
+        has_logs: both runs have logs of their rollouts, which are compared too.
+    """
     for one, other in zip(*metrics, strict=False):
         step = one["step"]
         if has_logs:

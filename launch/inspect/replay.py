@@ -171,7 +171,7 @@ def learn_again(
         config: resumes the run before the first step, and writes no files.
         logs: folder of the run's rollouts.
         versions: weight version of the learner in each step, by step number.
-        examples: counts of the run's environment; None for a run without an environment.
+        examples: numbers of dataset rows of the run's environment; None without an environment.
 
     Raises:
         ConfigError, RecordError: the log lacks a requested rollout, or has another one; also

@@ -29,7 +29,7 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """End the package's run when everything is written or sent."""
+        """End the package's run, as failed if `failed`, when everything is written or sent."""
 
 
 class _RunId:

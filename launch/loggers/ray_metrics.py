@@ -43,7 +43,7 @@ class RayMetrics:
     def step_done(
         self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]
     ) -> None:
-        """Set every exported metric; `metrics` are the values for metrics.jsonl."""
+        """Set every metric after step `num_steps`; `metrics` are the values for metrics.jsonl."""
         self._step.set(num_steps)
         self._version.set(weight_version)
         for phase, name in PHASES.items():

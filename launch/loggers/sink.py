@@ -141,7 +141,7 @@ class Loggers:
             self._loggers.append(_LoggerClient(run, limit, warn))
 
     def step(self, number: int, values: Mapping[str, Scalar]) -> None:
-        """Log the metrics of a step, and for some steps a table of rollouts."""
+        """Log the metrics of step `number`, and for some steps a table of rollouts."""
         self._put(MetricsEvent(number, values))
         if self._rollouts is None or (number > 1 and number % TABLE_STEPS):
             return
@@ -154,7 +154,7 @@ class Loggers:
     def report(
         self, step: int, folder: Path, values: Mapping[str, Scalar], pictures: Sequence[Picture]
     ) -> None:
-        """Log the held-out report in `folder`: its metrics, images and answers."""
+        """Log the held-out report after `step`, in `folder`: metrics, images and answers."""
         self._put(MetricsEvent(step, values))
         if pictures:
             self._put(PicturesEvent(step, "held_out", tuple(pictures)))

@@ -358,7 +358,10 @@ def runner_settings(
     examples: ExampleCounts,
     index: int,
 ) -> RunnerSettings:
-    """Return the settings of one environment actor; `devices`: devices of each engine."""
+    """Return the settings of environment actor `index`.
+
+    `devices`: number of devices of each engine.
+    """
     # All actors together send as many requests as one engine decodes at a time.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(

@@ -211,7 +211,10 @@ class Fleet:
         self._replacements.lose(index, self.actors[index], error)
 
     def lose_dead(self, *, after_failed_sync: bool = False) -> None:
-        """Replace all actors that have ended, or do not answer although they are idle."""
+        """Replace all actors that have ended, or do not answer although they are idle.
+
+        `after_failed_sync`: see `lose_silent`.
+        """
         # Servers that are not replaced are asked too, so that one with other weights is reported.
         if self._replacements is not None or self.asks_next_on_failure:
             alive = [actor.check_alive.remote() for actor in self.actors]
@@ -220,7 +223,9 @@ class Fleet:
     def lose_silent(self, answers: Sequence[ObjectRef], *, after_failed_sync: bool = False) -> bool:
         """Replace every actor that fails to answer a check; return whether one was replaced.
 
-        `answers`: references to each actor's answer.
+        Args:
+            answers: references to each actor's answer.
+            after_failed_sync: wait longer, as an engine may stay in the sync for one more phase.
         """
         limit_s = ALIVE_S
         if after_failed_sync:

@@ -138,7 +138,7 @@ class RankExecutor(Protocol):
         """
 
     def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
-        """Run the task at once, even during another task; return a reference to its result."""
+        """Run the task on this rank at once, even during another; return its result's reference."""
 
     def put(self, value: object) -> object:
         """Store a value once for all ranks, and return a reference to it."""
@@ -147,7 +147,10 @@ class RankExecutor(Protocol):
         """Wait for (rank name, reference) pairs; return the results or raise the clearest error."""
 
     def close(self, timeout_s: float) -> None:
-        """End the engine or environment in each rank's process, if there is one."""
+        """End the engine or environment in each rank's process.
+
+        Ranks that are actors are waited for, at most `timeout_s`.
+        """
 
 
 class RayRanks:
@@ -177,7 +180,7 @@ class RayRanks:
         return wait_for_all(call, asked)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until the engines in the ranks' processes have ended. Actors are killed later."""
+        """Wait, at most `timeout_s`, until the ranks' engines end. Actors are killed later."""
         closing = [actor.run_at_once.remote(lambda rank: rank.close()) for actor in self._actors]
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
 
@@ -296,7 +299,10 @@ class LearnerClient:
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Return rank 0's offer of a weight sync. All ranks help, to gather a sharded model."""
+        """Return rank 0's offer of a weight sync. All ranks help, to gather a sharded model.
+
+        `again`: offer the current version, whose weights have not changed, once more.
+        """
         offers = self._all(
             "offer_weights",
             lambda rank: rank.learner.publisher.offer(again),

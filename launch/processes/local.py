@@ -77,7 +77,10 @@ class ThreadRank:
         return [answer.result()]
 
     def close(self, timeout_s: float) -> None:  # noqa: ARG002
-        """End the thread, the backend and the learner, even if one of them raises an error."""
+        """End the thread, the backend and the learner, even if one of them raises an error.
+
+        `timeout_s` has no effect.
+        """
         learner = self.rank.loaded
         with ExitStack() as ends:
             if learner is not None:

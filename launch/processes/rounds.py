@@ -48,6 +48,8 @@ class RoundSize:
     def chunk(self, devices: Sequence[int]) -> int:
         """Return the maximum number of requests of each learner rank in a round.
 
+        `devices`: number of each engine's devices.
+
         Raises ValueError if a round cannot have a request of every learner rank.
         """
         if self.in_one_round:
@@ -57,7 +59,10 @@ class RoundSize:
         return chunk // size
 
     def split(self, requests: PerRank, devices: Sequence[int]) -> list[PerRank]:
-        """Cut a step's rollout requests into as few rounds as the decode batches allow."""
+        """Cut a step's rollout requests into as few rounds as the decode batches allow.
+
+        `devices`: number of each engine's devices.
+        """
         return cut_rounds(requests, self.chunk(devices))
 
 

@@ -67,6 +67,7 @@ class Share:
     """The part of this machine that a trial has. Example: `Share(4.0, ("0", "1"))`."""
 
     cpus: float
+    """Number of CPU cores."""
     gpus: tuple[str, ...]
     """GPU names, as in `CUDA_VISIBLE_DEVICES`."""
 

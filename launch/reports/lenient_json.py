@@ -72,6 +72,7 @@ class Members:
     keys: list[str] = field(default_factory=list)
     needed: set[Leniency] = field(default_factory=set)
     closed: bool = False
+    """Whether the object's closing brace was found."""
     end: int = 0
     """Offset after the object. If it could not be read, the next search starts here."""
 

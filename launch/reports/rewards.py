@@ -48,7 +48,7 @@ class RewardReport:
 
     @property
     def reward(self) -> float | None:
-        """Return the mean reward (`TaskFigures.reward`)."""
+        """Return the mean reward (`TaskFigures.reward`); None if too many failed."""
         return self.figures.reward
 
     @property

@@ -111,7 +111,7 @@ class Checkpoints:
             self._keep(KeptCheckpoint(folder, num_steps, reasons=(reason,)))
 
     def after_report(self, num_steps: int, score: float | None) -> None:
-        """Save the weights of a held-out report if its score is among the best.
+        """Save the weights after step `num_steps` if their held-out `score` is among the best.
 
         Weights without a score are never among the best.
         """
@@ -127,7 +127,7 @@ class Checkpoints:
         self._keep(new)
 
     def at_end(self, num_steps: int) -> None:
-        """Save the final checkpoint, after the last update."""
+        """Save the final checkpoint, after the last step (`num_steps`)."""
         self._finish(wait=True)
         if self._config.checkpoint.save_final:
             self._save_lasting(num_steps, RetentionReason.FINAL)

@@ -62,10 +62,10 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def cut(self, step: int, *, reports_again: bool) -> int:
-        """Cut the folder's files back to their state directly after `step` optimizer updates.
+        """Cut the folder's files back to their state after step `step`; 0: before the first step.
 
         Args:
-            reports_again: the held-out report after these updates will be made again.
+            reports_again: remove the held-out report after this step too, as it will be made again.
 
         Returns:
             The last step whose metrics are in the files; 0 if there are no metrics.
@@ -109,6 +109,7 @@ class RunFolder:
         """Write the error with its traceback into a file, and return the file.
 
         Returns the text itself if neither this folder nor the temporary folder can be written.
+        `warn` prints a warning.
         """
         story = redacted("".join(traceback.format_exception(error)))
         try:

@@ -112,8 +112,8 @@ def write_held_out(
 def improvement(records: Sequence[EvaluationRecord], warmup_steps: int) -> str | None:
     """Return a line that compares the last held-out report with an earlier one.
 
-    The earlier one is the report after the warm-up, or else the first. None if there are fewer
-    than two reports.
+    The earlier one is the report after the warm-up (`warmup_steps`), or else the first. None if
+    there are fewer than two reports.
     """
     if len(records) < 2:
         return None

@@ -240,7 +240,7 @@ class Telemetry:
             self._loggers = Loggers(self._config, first_step=first_step, warn=self.warn)
 
     def has_written(self, number: int) -> bool:
-        """Return whether this step's metrics are in the run's folder."""
+        """Return whether the metrics of step `number` are in the run's folder."""
         return self._num_written >= number
 
     def write_step(self, plan: StepPlan, report: StepReport, sync: SyncReport | None) -> None:
@@ -289,7 +289,7 @@ class Telemetry:
         self.note(f"saved     {checkpoint}")
 
     def improvement(self) -> str | None:
-        """Compare the last of several held-out reports with an earlier one."""
+        """Compare the last held-out report with an earlier one, in a line; None without two."""
         return improvement(self._evaluations, self._config.warmup_steps)
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:

@@ -91,6 +91,8 @@ def coord_rows(
 ) -> torch.Tensor:
     """Return the initial embedding rows of the coordinate tokens, float32 [C, D].
 
+    `rows_VD` are the rows of all tokens, `digit_ids` the digits' token ids.
+
     spread: the digits' mean plus waves, whose size is the digits' distance from their mean. So each
     coordinate token is like a digit, and similar to its neighbours. mean: the mean of all tokens,
     for every bin.

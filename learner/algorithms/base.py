@@ -109,7 +109,7 @@ class Algorithm(ABC):
         """Return digests of the data, by configuration key. A resumed run must have the same."""
 
     def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
-        """Return this rank's share of the requests for answers to the held-out set, in order."""
+        """Return this rank's share of the held-out requests after `step`, in order."""
         return []
 
     def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002
@@ -133,7 +133,10 @@ def generation_span(
     rollouts: Sequence[Rollout] | Sequence[EnvironmentRollout],
     **counts: int,
 ) -> Span:
-    """Return a timeline span: when `actor` generated these rollouts."""
+    """Return a timeline span: when `actor` generated these rollouts of `step`.
+
+    `counts`: further numbers to show at the span.
+    """
     start_s = min(rollout.started_s for rollout in rollouts)
     end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
     first = rollouts[0].position

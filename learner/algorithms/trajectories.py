@@ -271,7 +271,10 @@ class TrajectoryBatch(AlgorithmStep):
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
-        """Yield one segment per training example that is learned. Failed rollouts have none."""
+        """Yield one segment per training example that is learned. Failed rollouts have none.
+
+        `version`: the learner's weight version, from which rollouts may differ by `max_staleness`.
+        """
         # The whole round is checked together, across all environments and engines.
         sampled = []
         for rollout in itertools.chain.from_iterable(answers):

@@ -76,7 +76,8 @@ class Parallel:
         """Yield this rank's packed rows in order, then None for each row that only others have.
 
         A sharded model needs a forward on all ranks. The second value says whether this rank must
-        run the vision tower only because another rank does.
+        run the vision tower only because another rank does. `shows_images` says whether a row has
+        images.
         """
         return ((row, False) for row in rows)
 

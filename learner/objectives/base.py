@@ -117,6 +117,7 @@ class LogitNeeds:
     coord_gate: float | None = None
     """Temperature of the gate at coord slots (`RowValues.coord_gate_S`). None: not needed."""
     coord_mass: bool = False
+    """Whether the total probability of the coordinate tokens is needed, at coord slots."""
     learned: bool = False
     """Whether the log-probabilities of sampled tokens with an advantage are needed."""
     reference: bool = False

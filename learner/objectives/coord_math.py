@@ -230,7 +230,8 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each position's token: [N].
 
-    The arguments are values of a `LogitReading`. The negative result is the cross-entropy.
+    The tensors are values of a `LogitReading`, whose normalizer has the same `temperature`. The
+    negative result is the cross-entropy.
     """
     return _fenced(token_logits_N, temperature) - log_normalizer_N
 
@@ -240,7 +241,8 @@ def mass_leak(
 ) -> torch.Tensor:
     """Return `-log p` of the total probability `p` of all coordinate tokens: [S], at least 0.
 
-    This "leak" is `logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`.
+    This "leak" is `logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`; T is the
+    `temperature`.
     """
     return (
         log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)
@@ -309,7 +311,10 @@ def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> 
 def soft_cross_entropy(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the cross-entropy with soft targets q, `-sum_k q_k log softmax(z / T)_k`: [S]."""
+    """Return the cross-entropy with soft targets q, `-sum_k q_k log softmax(z / T)_k`: [S].
+
+    T is the `temperature`.
+    """
     return -(targets_SC * torch.log_softmax(_fenced(coord_logits_SC, temperature), dim=-1)).sum(-1)
 
 

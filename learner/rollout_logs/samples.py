@@ -91,7 +91,7 @@ class DroppedEntry(TypedDict):
 
 
 class PairEntry(TypedDict):
-    """A predicted object and the ground-truth object that it was matched with."""
+    """A predicted object and the ground-truth object that it was matched with, by indices."""
 
     prediction: int
     ground_truth: int
@@ -174,6 +174,7 @@ class AugmentationEntry(TypedDict):
     crop: Annotated[tuple[int, int, int, int], Field(strict=False)]
     """Left, top, width and height of the kept part, in the image's pixels."""
     mirrored: bool
+    """Whether left and right are exchanged."""
     size: Annotated[tuple[int, int], Field(strict=False)]
     """Width and height in pixels after resizing."""
     colour: Annotated[tuple[float, float, float], Field(strict=False)]

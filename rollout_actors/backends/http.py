@@ -164,7 +164,7 @@ class HttpClient:
         return await self._call("POST", route, body, timeout_s)
 
     def error(self, message: str, phase: str) -> RolloutError:
-        """Build an error that names the server and its URL."""
+        """Build an error of this phase (such as `generate`) that names the server and its URL."""
         return RolloutError(self.with_url(message), actor=self.name, phase=phase)
 
     def with_url(self, message: str) -> str:

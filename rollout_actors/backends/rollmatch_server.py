@@ -40,6 +40,8 @@ def infer_calls(
 ) -> list[InferCall]:
     """Split rollout requests into as few HTTP calls as the server's limits allow, in order.
 
+    `version`: the weight version that must answer; None: any.
+
     Raises ValueError that names a sample too large for one call.
 
     Example:

@@ -171,7 +171,8 @@ def read_answer(
 ) -> Completion:
     """Convert a server's answer to a `Completion`.
 
-    Raises RolloutError if it is incomplete, or was sampled by weights with another label.
+    Raises RolloutError about `actor` if it is incomplete, or was sampled by weights with another
+    label than `label`.
     """
 
     def refuse(message: str) -> RolloutError:

@@ -224,7 +224,10 @@ class PausableTimeout:
         self.is_over = False
 
     def count(self, *, waiting: int, running: int) -> None:
-        """Add to the number of functions that wait for a thread, and of those that run in one."""
+        """Add to the number of functions that wait for a thread, and of those that run in one.
+
+        A negative number subtracts.
+        """
         self._waiting += waiting
         self._running += running
         stands_still = self._waiting > 0 and not self._running

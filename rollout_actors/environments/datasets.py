@@ -328,10 +328,11 @@ def build_dataset_from_outputs(
 ) -> Dataset:
     """Convert the results of `Environment.generate` to a Hugging Face `Dataset`, a row per rollout.
 
-    Columns: `id` (if any state has one) and `example_id`, `prompt` and `completion` (as returned by
-    `sanitize_messages`), `answer` and `info` if there are any, `task`, `reward`, one for each
-    metric, and one for each of `state_columns`: fields of the state, or nested ones such as
-    `timing.total_ms`. A column whose types or keys differ between rows is stored as JSON.
+    Columns: with `include_ids`, `id` (if any state has one) and `example_id`; `prompt` and
+    `completion` (as returned by `sanitize_messages`), `answer` and `info` if there are any, `task`,
+    `reward`, one for each metric, and one for each of `state_columns`: fields of the state, or
+    nested ones such as `timing.total_ms`. A column whose types or keys differ between rows is
+    stored as JSON.
 
     Raises:
         KeyError: no state has a state column.

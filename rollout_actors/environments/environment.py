@@ -310,7 +310,8 @@ class Environment(ABC):
     ) -> ModelResponse:
         """Call the model once and return its `ChatCompletion` or `Completion`.
 
-        The response's id is `overlong-prompt` if the prompt does not fit.
+        The response's id is `overlong-prompt` if the prompt does not fit. `oai_tools` are the
+        tools' schemas. `message_type` is `chat` or `completion`; None: the environment's.
         """
         return await ask(
             # A user's own `rollout` passes the client that it received, without a conversation.
@@ -415,6 +416,7 @@ class Environment(ABC):
             state_columns: fields of the state to save too, such as `timing.total_ms`. A field that
                 no rollout has is left out, with a warning.
             save_path: folder for the results, created before the first rollout.
+            use_tqdm: show a progress bar.
             on_rollout: called with the index and the state of each rollout when it is done.
             rollout_timeout_s: seconds after which a rollout is cancelled, cleaned up and failed;
                 None: no limit. Waiting for the model counts; scoring and waiting for a thread do

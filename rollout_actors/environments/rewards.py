@@ -113,9 +113,11 @@ class Reward:
     required: tuple[str, ...]
     """Names of the function's parameters without a default."""
     takes_all: bool
+    """Whether the function has `**kwargs`, and gets every object."""
     bound: frozenset[str]
     """Parameters bound by a `functools.partial`. They keep their values, with `**kwargs` too."""
     is_of_group: bool
+    """Whether one call gets all rollouts of a dataset row."""
 
     @classmethod
     def from_function(cls, function: RewardFunction, weight: float) -> Reward:
@@ -370,7 +372,8 @@ def give_to_steps(state: State) -> None:
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
     """Write the errors of a rollout's reward functions to its state, by function name.
 
-    `fatal` is the error that fails the rollout; None: there is none.
+    `failed` has an error for each function that failed. `fatal` is the error that fails the
+    rollout; None: there is none.
     """
     former = state.pop("reward_errors", None)
     if former and state.get("error") in former.values():

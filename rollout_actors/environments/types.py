@@ -69,6 +69,7 @@ class TrajectoryStepTokens(TypedDict):
 
     prompt_ids: list[int]
     prompt_mask: list[int]
+    """1 for a token that is trained, else 0; the same in `completion_mask`."""
     completion_ids: list[int]
     """The sampled tokens, including the stop token if one was sampled."""
     completion_mask: list[int]

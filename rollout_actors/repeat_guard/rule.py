@@ -46,7 +46,10 @@ def repeat_rule(
 
 
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
-    """Build the rule that says which repeating answers an engine of this checkpoint ends."""
+    """Build the rule that says which repeating answers an engine of this checkpoint ends.
+
+    None if `settings` is None.
+    """
 
     def load_tokenizer() -> PreTrainedTokenizerBase:
         # Imported here, because the import takes seconds. Every client of a server imports this

@@ -137,7 +137,11 @@ class InferCall(WireMessage):
         version: int | None = None,
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
-        """Build the call for these requests; `guard` None: repeating answers are not ended."""
+        """Build the call for these requests.
+
+        `version`: the weight version that must answer; None: any. `guard` None: repeating answers
+        are not ended.
+        """
         rule = {} if guard is None else {"enabled": True} | asdict(guard)
         return cls(
             requests=tuple(requests),

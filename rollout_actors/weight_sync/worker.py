@@ -130,7 +130,8 @@ class VerifyingWorker(GuardedWorker):
     def begin_verified_load(self, bucket_bytes: int) -> None:
         """Record the tensors of the next weight update, for `load_report`.
 
-        Call it before `start_weight_update`, while the model's parameters are in place.
+        `bucket_bytes`: size of the buckets for their checksums. Call it before
+        `start_weight_update`, while the model's parameters are in place.
         """
         engine = self.weight_transfer_engine
         self._loader = self.make_loader(engine.model, bucket_bytes)

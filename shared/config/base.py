@@ -68,6 +68,8 @@ def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomEr
     """Return the pydantic error that a validator of a key raises for an invalid value.
 
     Args:
+        wrong: what is wrong with the value.
+        remedy: what to do.
         key: the invalid key, if the value is a mapping.
     """
     # The message is a template. The texts go into its context, so their braces are not replaced.
@@ -105,7 +107,10 @@ def dotted(keys: tuple[str | int, ...]) -> str:
 
 
 def leaves(values: Mapping[str, object], prefix: tuple[str, ...] = ()) -> dict[str, object]:
-    """Flatten nested mappings: return all values that are not mappings, by their dotted keys."""
+    """Flatten nested mappings: return all values that are not mappings, by their dotted keys.
+
+    `prefix` is put before every key.
+    """
     found: dict[str, object] = {}
     for key, value in values.items():
         path = (*prefix, key)

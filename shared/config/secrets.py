@@ -66,6 +66,8 @@ def is_secret(key: str) -> bool:
 def masked(value: Any, *, in_secret: bool = False) -> Any:
     """Copy a JSON value with all secrets replaced by `MASK`.
 
+    `in_secret`: the value belongs to a secret key, so all of its texts and numbers are masked.
+
     Example:
         >>> masked({"mode": "ok", "api_key": "sk-1", "url": "https://me:pw@host/?token=1"})
         {'mode': 'ok', 'api_key': '<secret>', 'url': 'https://<secret>@host/?token=<secret>'}

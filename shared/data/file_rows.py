@@ -44,6 +44,7 @@ class RowRules:
     """How a row of a data file becomes a sample: arguments of `load_dataset`."""
 
     sort_objects: bool
+    """Sort objects in reading order; false: a row with another order is an error."""
     check_images: bool
     geometry: frozenset[GeometryKind] = DEFAULT_GEOMETRY
     source: str | None = None

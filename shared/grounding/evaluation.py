@@ -95,6 +95,8 @@ class NamedShape(Shape, Protocol):
 
 
 class Pair(NamedTuple):
+    """A predicted and a ground-truth object, by their indices, and the overlap of the two."""
+
     prediction: int
     ground_truth: int
     iou: float
@@ -257,7 +259,8 @@ def pair_scene(
 ) -> list[Pair]:
     """Pair the predictions of a scene with its ground truth as `summarise` does.
 
-    The objects of a pair may have different names.
+    The objects of a pair may have different names. Two points overlap by 0.5 at a distance of
+    `point_tolerance` bins.
     """
     return _Overlaps.of(scene, point_tolerance).pairs(iou_threshold)
 

@@ -116,6 +116,7 @@ class PictureResize:
     side: int
     """Side of an image token, in pixels."""
     min_pixels: int
+    """Least width times height; `max_pixels` is the most."""
     max_pixels: int
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:

@@ -64,7 +64,8 @@ def match_objects(
     `fn_cost`. Each prediction is compared only with its `candidate_top_k` nearest ground truths. A
     pair is possible only if its maskIoU is at least `maskiou_gate`. Two points use `point_overlap`
     instead of maskIoU; it is 0.5 at a distance of `point_tolerance` bins. A point never matches
-    another kind of shape. Raises ValueError for a top k under 1.
+    another kind of shape. Masks have `maskiou_resolution` pixels per axis. Raises ValueError for a
+    top k under 1.
     """
     if candidate_top_k < 1:
         raise ValueError(f"candidate_top_k is {candidate_top_k}; set it to at least 1")

@@ -164,7 +164,8 @@ def serialize_objects(
 ) -> str:
     """Write objects as JSON on one line: `{"object_1": {...}, ...}`.
 
-    The text is as `json.dumps(ensure_ascii=False)` writes it.
+    The text is as `json.dumps(ensure_ascii=False)` writes it. `start_index` is the first object's
+    number.
 
     Example: one cat is `{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`.
     """

@@ -60,6 +60,7 @@ class Leaf(NamedTuple):
     start: int
     end: int
     quoted: bool
+    """Whether it is a JSON string."""
     coord: int | None
     """Index of the coordinate token if the value is exactly one coordinate token, else None."""
 

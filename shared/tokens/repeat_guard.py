@@ -154,7 +154,7 @@ class RepeatRule:
         return RepeatGuard(self)
 
     def first_repetition(self, token_ids: Sequence[int]) -> int | None:
-        """Return the number of tokens after which the rule ends this answer, or None."""
+        """Return after how many tokens the rule ends this answer; None if it does not."""
         guard = self.guard()
         for number, token_id in enumerate(token_ids, 1):
             if guard.push(token_id):

@@ -300,7 +300,7 @@ class GlooReceiver:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address that this machine uses for connections to `host`."""
+    """Return the address that this machine uses for connections to `host` at `port`."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent

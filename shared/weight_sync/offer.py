@@ -161,7 +161,10 @@ def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tupl
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
-    """Return the byte offset of each tensor in a packed bucket, followed by the bucket's size."""
+    """Return the byte offset of each tensor in a packed bucket, followed by the bucket's size.
+
+    All are multiples of `alignment`.
+    """
     # Aligned, so that tensors of any dtype can follow each other.
     starts = [0]
     for tensor in bucket:

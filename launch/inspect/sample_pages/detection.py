@@ -57,6 +57,7 @@ class ShapeStyle(NamedTuple):
     """Text shown when the pointer is over the shape."""
     colour: str
     dashed: bool
+    """Whether the outline is dashed: a false negative that is appended and learned."""
 
 
 class DrawnShape(NamedTuple):

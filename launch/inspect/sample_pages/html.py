@@ -95,7 +95,7 @@ class LegendRow(NamedTuple):
 
 
 def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:
-    """Return a token's cell with its text, or its bytes if they are not valid UTF-8."""
+    """Return a token's cell: its text (bytes, if not valid UTF-8), and `facts` about it."""
     if not data:
         return TokenCell([*facts, "no text"], Markup('<b class="code">∅</b>'))
     try:

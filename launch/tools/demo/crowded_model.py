@@ -94,6 +94,8 @@ def make_crowded_model(
 ) -> bool:
     """Train the tower and write the checkpoint of crowded scenes to `out` with `make_once`.
 
+    Return whether the folder is new.
+
     Args:
         steps: updates of the tower, each with `BATCH` new scenes of training digits; may be 0.
         report: called with lines about the progress.

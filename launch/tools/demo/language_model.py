@@ -69,7 +69,7 @@ TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield texts with all words that the demo's tokenizer must know."""
+    """Yield texts with all words that the demo needs; `tools`: of the demo with a tool."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
@@ -83,7 +83,7 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer: special tokens, then a token per word of `tokenizer_texts`.
 
-    Any other word becomes the unknown token.
+    Any other word becomes the unknown token. `tools`: of the demo with a tool.
     """
     words = [piece for text in tokenizer_texts(tools=tools) for piece in re.findall(PIECES, text)]
     distinct = dict.fromkeys((*SPECIAL_TOKENS, *words))
@@ -130,7 +130,10 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
-    """Write the language model's checkpoint to the folder `out` with `make_once`."""
+    """Write the language model's checkpoint to the folder `out` with `make_once`.
+
+    `tools`: the model of the demo with a tool. Return whether the folder is new.
+    """
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(tools=tools)

@@ -227,7 +227,10 @@ def _order_coord_embeddings(
 
 
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
-    """Write the checkpoint of the demo's model to the folder `out` with `make_once`."""
+    """Write the checkpoint of the demo's model to the folder `out` with `make_once`.
+
+    Return whether the folder is new.
+    """
 
     def make(folder: Path) -> None:
         model, processor = random_model(seed, prompt, canvas=CANVAS)

@@ -278,7 +278,10 @@ def make_demo_data(
     num_val: int,
     geometry: DemoGeometry = DemoGeometry.BOXES,
 ) -> bool:
-    """Write demo scenes of training and validation to the folder `out` with `make_once`."""
+    """Write demo scenes of training and validation to the folder `out` with `make_once`.
+
+    Return whether the folder is new.
+    """
     counts = {"train": num_train, "val": num_val}
 
     def make(folder: Path) -> None:
@@ -307,6 +310,8 @@ def make_crowded_data(
 
     `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, a name in its scene,
     and its objects are only the digits of that name. The scenes are the same.
+
+    Return whether the folder is new.
     """
 
     def make(folder: Path) -> None:

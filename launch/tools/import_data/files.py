@@ -73,7 +73,10 @@ def require_folder(key: str, path: Path, holds: str) -> None:
 
 
 def read_bytes(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read a file like `read_file`, without its byte order mark. Raises RecordError."""
+    """Read a file like `read_file`, without its byte order mark. Raises RecordError.
+
+    `limit`: most bytes of the file; `name`: the limit's name, for the error.
+    """
     with readable(path):
         content = read_file(path, name, limit)
     require_utf8(content, path)

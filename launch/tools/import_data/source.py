@@ -142,14 +142,14 @@ class ImportReport:
     """Id of the first sample with each image."""
 
     def skip_image(self, reason: ImageSkip, num_objects: int, where: str) -> None:
-        """Count an image that is left out, with its annotations."""
+        """Count an image that is left out, with its annotations; `where` says which it is."""
         self.images_skipped[reason] += 1
         self.first.setdefault(reason, where)
         if reason is not ImageSkip.NO_OBJECTS:  # its annotations have their own reasons
             self.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += num_objects
 
     def skip_objects(self, reason: ObjectSkip, number: int, where: str) -> None:
-        """Count annotations that are left out."""
+        """Count `number` annotations that are left out; `where` says in which image."""
         if number:
             self.objects_skipped[reason] += number
             self.first.setdefault(reason, where)

@@ -51,6 +51,8 @@ files, 130 interrupted.
 def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[str, object]:
     """Check sampling arguments for model calls; return them with their names in OpenAI's API.
 
+    `message_type`: `chat` or `completion`, whose APIs differ.
+
     Raises ConfigError for names and values with which every call would fail.
     """
     create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
@@ -97,6 +99,7 @@ class EvalOptions:
     sampling_args: dict[str, object] | None
     """Sampling arguments: `-t`, `-T` and `-S`, merged."""
     tokens: bool
+    """Whether the endpoint is asked for the tokens of the answers."""
     state_columns: tuple[str, ...] | None
     max_concurrent: int
     max_concurrent_generation: int | None
@@ -106,8 +109,10 @@ class EvalOptions:
     scoring_timeout_s: float | None
     save: bool
     push: bool
+    """Whether the results are pushed to the hub, as the dataset `dataset_name`."""
     dataset_name: str | None
     solved_at: float
+    """Least reward of a solved rollout."""
     output: Path | None
     resume: Path | None
     verbose: bool

@@ -121,6 +121,7 @@ async def find_model(
 
     Args:
         model: None for the only model that the endpoint serves.
+        message_type: `chat` or `completion`: the API to sample with.
 
     Raises:
         UnreachableError: there is no answer, or it does not follow OpenAI's protocol.

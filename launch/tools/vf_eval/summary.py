@@ -37,6 +37,8 @@ def results_of(
 ) -> GenerateOutputs:
     """Return results as `Environment.evaluate` does, for rollouts of one or several calls.
 
+    `wall_s` is the duration in seconds, `date` the time of the evaluation, for the metadata.
+
     States contain only the fields that were kept.
     """
     states = [rollout.full_state() for rollout in rollouts]
@@ -121,7 +123,10 @@ def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
 def summary_tables(
     rollouts: Sequence[FinishedRollout], metadata: GenerateMetadata, *, solved_at: float
 ) -> list[Table]:
-    """Return a table of the scores of rollouts that did not fail, and a table of facts."""
+    """Return a table of the scores of rollouts that did not fail, and a table of facts.
+
+    `solved_at`: least reward of a solved rollout.
+    """
     groups: dict[int, list[FinishedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.example, []).append(rollout)

@@ -46,6 +46,8 @@ def is_cut(response: object) -> bool:
 async def parse_response_messages(response: ModelResponse, message_type: str) -> Messages:
     """Return the model's answer in a response: a list of one assistant message, or a text.
 
+    `message_type`: `chat` for a message, `completion` for a text.
+
     Raises:
         ValueError: the response has no choices, as from gateways whose backend fails.
     """
@@ -77,7 +79,8 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
 async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryStepTokens | None:
     """Return the tokens in a response that the engine read and sampled, with log-probabilities.
 
-    Return None if the response lacks some of them.
+    Return None if the response lacks some of them. `message_type`: `chat` or `completion`, which
+    have them in different fields.
 
     Raises:
         ValueError: the numbers of sampled tokens and log-probabilities differ, so that the tokens

@@ -70,7 +70,7 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """Return the messages as one text; if it `asks`, with the beginning of the next answer."""
+        """Return the messages as one text; if `asks`, with the beginning of the next answer."""
         text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
@@ -83,7 +83,8 @@ class ChatTemplate:
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text that contains special tokens.
 
-        `is_plain`: add the tokens with which the tokenizer begins a text.
+        `is_plain`: the text was not rendered by a chat template, so the tokens with which the
+        tokenizer begins a text are added.
         """
         # A chat template writes the first token itself, so it would occur twice.
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))

@@ -185,7 +185,7 @@ class Tool:
 def convert_tool_to_oai_format(
     tool: Callable[..., object], args_to_skip: Collection[str] = ()
 ) -> JsonObject:
-    """Return the OpenAI schema of a function; see `Tool.of`."""
+    """Return the OpenAI schema of a function without `args_to_skip`; see `Tool.of`."""
     return Tool.of(tool, args_to_skip).schema
 
 

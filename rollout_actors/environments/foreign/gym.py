@@ -167,7 +167,10 @@ class ActionSpace:
 
 
 def require_text(space: Any, owner: str) -> None:
-    """Raise ValueError if observations of this gymnasium space cannot be converted to text."""
+    """Raise ValueError if observations of this gymnasium space cannot be converted to text.
+
+    `owner`: the environment, for the message.
+    """
     kind = type(space).__name__
     if kind in ("Tuple", "Dict"):
         for part in space.spaces if kind == "Tuple" else space.spaces.values():

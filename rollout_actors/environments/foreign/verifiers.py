@@ -295,7 +295,7 @@ class BridgeProcess:
     def send(self, do: str, **request: object) -> _Asked:
         """Send a request to the process, and return a future with the answer.
 
-        Raises ConnectionError if the process has ended.
+        `do` is the name of the request. Raises ConnectionError if the process has ended.
         """
         asked = _Asked(next(self._numbers))
         with self._lock:
