@@ -150,8 +150,6 @@ class CanaryProbe:
 
     None: only the mean, and the share of large differences, have bounds.
     """
-    is_raised_by_noise: bool = False
-    """Whether `noise` may raise `tolerance`. False if the user has set the tolerance."""
     base_logprobs: tuple[float, ...] | None = None
     """The learner's log-probabilities without its adapter; None if no adapter is sent."""
     placeholder_ids: tuple[int, ...] = ()
@@ -162,6 +160,8 @@ class CanaryProbe:
     """
     noise: Differences | None = None
     """Differences at weight version 0, caused by rounding; None: not measured, or not needed."""
+    is_raised_by_noise: bool = False
+    """Whether `noise` may raise `tolerance`. False if the user has set the tolerance."""
 
     def __post_init__(self) -> None:
         for logprobs in (self.expected_logprobs, self.base_logprobs):

@@ -24,6 +24,7 @@ from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TokenRole
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, DecodeSettings
+from shared.weight_sync.canary import Differences
 
 NOTHING = torch.zeros(0)
 
@@ -158,6 +159,14 @@ def test_a_float32_run_ends_on_the_first_token_and_a_bfloat16_run_on_more_than_o
     assert tolerance.max_abs == max_abs
     assert tolerance.permits(Compared(num_tokens, most))
     assert not tolerance.permits(Compared(num_tokens, most + 1))
+
+
+def test_in_float32_the_canarys_noise_raises_the_tolerance_of_sampled_tokens():
+    exact = LogprobTolerance.of("float32", 1e-4)
+    assert exact.raised_by(None) == exact.raised_by(Differences(0.0, 1e-6)) == exact
+    assert exact.raised_by(Differences(1e-5, 9e-5)).max_abs == pytest.approx(9e-4)
+    rounded = LogprobTolerance.of("bfloat16", 1.0)
+    assert rounded.raised_by(Differences(0.1, 0.5)) == rounded
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class ShapeStyle(NamedTuple):
     """Text shown when the pointer is over the shape."""
     colour: str
     dashed: bool
-    """Whether the outline is dashed: a false negative that is appended and learned."""
+    """Whether the outline is dashed: a ground-truth object that is appended, or a predicted one
+    without a match."""
 
 
 class DrawnShape(NamedTuple):

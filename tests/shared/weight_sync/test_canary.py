@@ -68,6 +68,28 @@ def test_a_difference_names_the_actor_and_the_first_token(
     assert error.size == pytest.approx(size, nan_ok=True)
 
 
+def test_in_float32_the_noise_of_a_large_model_raises_the_tolerance_but_not_one_that_is_set() -> (
+    None
+):
+    probe = replace(PROBE, is_raised_by_noise=True)
+    assert probe.needs_noise and not PROBE.needs_noise
+    noise = probe.measure("actor", (IDS, (-1.0, -2.00009, -3.0)))
+    assert noise is not None and noise.largest == pytest.approx(9e-5)
+    raised = replace(probe, noise=noise)
+    assert not raised.needs_noise
+    raised.check("actor", IDS, (-1.0, -2.00026, -3.0))
+    for one, wrong in ((raised, 2.8e-4), (replace(probe, noise=Differences(0.0, 1e-6)), 1.1e-4)):
+        with pytest.raises(WeightSyncError, match="1 of 3 log-probabilities differ"):
+            one.check("actor", IDS, (-1.0, -2.0 - wrong, -3.0))
+
+
+def test_in_float32_more_than_rounding_is_no_noise() -> None:
+    """An engine with a wrong share has it from the start: the bound stays, and the sync fails."""
+    probe = replace(PROBE, is_raised_by_noise=True)
+    assert probe.measure("actor", (IDS, (-1.0, -2.0011, -3.0))) is None
+    assert probe.measure("actor", (IDS, (-1.0, math.nan, -3.0))) is None
+
+
 @pytest.mark.parametrize("field", ["expected_logprobs", "base_logprobs"])
 def test_a_probe_needs_one_log_probability_per_token_but_the_first(field: str) -> None:
     with pytest.raises(ValueError, match=r"4 canary tokens need 3 log-probabilities .*, not 1"):
