@@ -162,6 +162,9 @@ def run(config: RunConfig, console: Console) -> None:
         if config.rollout_matching.in_learner:
             verb = "generates" if len(rollouts.names) == 1 else "generate"
             who = f"{names}, which {verb} too,"
+        if learner.row_difference is not None:
+            within = f"a packed row equals its segments alone within {learner.row_difference:.1e}"
+            _print(console, [f"model     {within}"])
         wall_s = time.monotonic() - started_s
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])

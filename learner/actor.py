@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -86,6 +86,17 @@ class EngineHost:
         )
 
 
+class Started(NamedTuple):
+    """Facts about a learner rank that has loaded its model."""
+
+    num_threads: int
+    """Number of torch threads."""
+    offers_adapter: bool
+    """Whether the next weight sync sends only an adapter."""
+    row_difference: float | None
+    """As in `Learner`."""
+
+
 class LearnerRank:
     """The state of one learner rank's process: its learner, and possibly an engine (backend).
 
@@ -128,11 +139,8 @@ class LearnerRank:
         topology: RankTopology,
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
-    ) -> tuple[int, bool]:
-        """Load model and data, and start the engine if `make_backend` is given.
-
-        Return the number of torch threads, and whether the next weight sync sends only an adapter.
-        """
+    ) -> Started:
+        """Load model and data, and start the engine if `make_backend` is given."""
         # Not in the constructor: Ray turns its exceptions into a dead actor.
         import torch
 
@@ -142,7 +150,10 @@ class LearnerRank:
         self.loaded = Learner(config, topology, self._rendezvous, examples)
         if make_backend is not None:
             self.backend = make_backend(EngineHost(config, self.learner))
-        return torch.get_num_threads(), self.learner.publisher.offers_adapter
+        learner = self.learner
+        return Started(
+            torch.get_num_threads(), learner.publisher.offers_adapter, learner.row_difference
+        )
 
     def begin(self, requests: Sequence[Any]) -> int:
         """Store new requests for rollouts, which `requests` returns in parts; return their number.

@@ -20,7 +20,6 @@ are contiguous. A rank without requests or rollouts gets an empty list.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -53,8 +52,6 @@ from shared.metrics import RankReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class Learner:
@@ -130,8 +127,13 @@ class Learner:
             self.algorithm.fixed,
             self.algorithm.fixed_images,
         )
+        self.row_difference: float | None = None
+        """Largest difference of a log-probability, in nats, between a packed row and its segments
+        alone; None for a vision family, which tests check."""
         if self.loaded.is_text:
-            self._check_rows()
+            self.row_difference = check_packed_rows(
+                self.loaded.model, config.model.path, self.parallel.forward
+            )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
         """Number of finished steps. The weights are the result of their optimizer updates."""
@@ -372,17 +374,6 @@ class Learner:
         """Close the rollout log and the process groups that send weights to engines."""
         self.publisher.close()
         self.algorithm.close()
-
-    def _check_rows(self) -> None:
-        model, path = self.loaded.model, self._config.model.path
-        largest = check_packed_rows(model, path, self.parallel.forward)
-        if not self._ranks.rank:
-            _LOGGER.info(
-                "%s (%s): a packed row equals its segments alone, within %.1e nats",
-                path,
-                model.config.model_type,
-                largest,
-            )
 
     def _logprob_tolerance(self) -> LogprobTolerance:
         config = self._config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from learner.actor import LearnerRank
+from learner.actor import LearnerRank, Started
 from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from shared.config import RunConfig
 from shared.config.job import TimeoutsSection
@@ -197,6 +197,8 @@ class LearnerClient:
     """Whether full weights are sent after a failed sync of an adapter."""
     num_threads = 0
     """Number of torch threads in each rank's process, after the start."""
+    row_difference: float | None = None
+    """As in `learner.learner.Learner`, after the start."""
 
     def __init__(
         self,
@@ -256,14 +258,15 @@ class LearnerClient:
             (endpoint,) = self._wait("start", limit, [opening])
             topologies = [replace(rank, rendezvous=endpoint) for rank in topologies]
 
-        def start(rank: LearnerRank, topology: RankTopology) -> tuple[int, bool]:
+        def start(rank: LearnerRank, topology: RankTopology) -> Started:
             return rank.start(config, topology, make_backend, examples)
 
         starting = [
             self._ranks.ask(rank, "start", start, topology)
             for rank, topology in enumerate(topologies)
         ]
-        self.num_threads, self.offers_adapter = self._wait("start", limit, starting)[0]
+        started = self._wait("start", limit, starting)[0]
+        self.num_threads, self.offers_adapter, self.row_difference = started
 
     def next_requests(self, plan: StepPlan) -> PerRank:
         return self._begin("next_requests", lambda learner: learner.next_requests(plan))

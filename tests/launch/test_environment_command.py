@@ -10,8 +10,11 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
+import torch
 from command_support import commands
+from safetensors.torch import load_file
 from serve_process import serve_process
+from text_families import make_text_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.inspect.diff_runs import diff_runs
@@ -96,6 +99,30 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
         run.output.strip().splitlines()[-1],
     )
     AutoTokenizer.from_pretrained(run.run_dir / "checkpoint")
+    AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe"])
+def test_a_text_model_of_another_family_is_checked_served_synced_and_saved(
+    start_command, tmp_path, kind
+):
+    model = make_text_model(tmp_path / "model", kind)
+    changes = [
+        *("rollout_matching.vllm.actors.num_actors=1", "training.max_steps=2"),
+        *("training.eval_steps=null", "training.effective_batch_size=32"),
+    ]
+    run = start_command(tmp_path, model, None, *changes, experiment="env_3v1")
+    assert run.process.wait(timeout=300) == 0, run.output
+    (within,) = re.findall(r"its segments alone within (\S+)", run.output)
+    assert float(within) < 1e-5
+    steps = run.lines("metrics.jsonl")
+    assert [line["weight_version"] for line in steps] == [1, 2]
+    assert all(line["rollout/logprob_max_abs"] < 1e-4 for line in steps)
+    (before, after) = (
+        load_file(folder / "model.safetensors") for folder in (model, run.run_dir / "checkpoint")
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
     AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
 
 
