@@ -35,8 +35,8 @@ from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
 from learner.model.optimizer import Optimizer, update_metrics
+from learner.model.packed_rows import check_packed_rows
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
-from learner.model.row_check import check_packed_rows
 from learner.model.sharding import load_parallel, load_reference
 from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
-from learner.model.head import logits_of
 from learner.model.loading import LoadedModel
+from learner.model.packed_rows import logits_of
 from learner.model.sharding import Parallel, Reference
 from learner.objectives import coord_math
 from learner.objectives.base import ChannelObjectives, LogitNeeds, ReferenceValues, RowValues

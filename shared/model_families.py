@@ -2,7 +2,7 @@
 
 To add a family, add its types, placeholders, end of turn and parts here, and the inputs of its
 forward pass in learner/model/loading.py. No other module decides by a family's name. Text models
-need no entry: the learner checks each at its start (learner/model/row_check.py).
+need no entry: the learner checks each at its start (learner/model/packed_rows.py).
 """
 
 from __future__ import annotations

@@ -344,8 +344,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             # Without an accelerator, activations are in host memory, which cannot be pinned.
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
-    dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    if any(dropout) or getattr(model.config.get_text_config(), "attention_dropout", 0.0):
+    dropouts: list[float] = [
+        module.p for module in model.modules() if isinstance(module, nn.Dropout)
+    ]
+    dropouts.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
+    if any(dropouts):
         raise ConfigError(
             f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
         )

@@ -15,9 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from launch.checks.model_shape import ModelShape
 from launch.tools.demo.language_model import make_tokenizer
 from learner.model.checkpoint import CheckpointWeights, save_as_published
-from learner.model.head import logits_of
 from learner.model.loading import end_of_turn, load_model, model_type_problem
-from learner.model.row_check import check_packed_rows
+from learner.model.packed_rows import check_packed_rows, logits_of
 from shared.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
-"""Checks at the start that a packed row of a text model equals its segments, one at a time.
+"""A text model's packed rows: its logits without the rest of its forward, and a check at the start.
 
-Any text model of transformers may be trained, and some do not separate the segments of a packed row
+Any text model of transformers may be trained. Some do not separate the segments of a packed row
 (position embeddings of their own, layers with a state), or change logits after the head.
 """
 
@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
-from learner.model.head import logits_of
 from shared.errors import ConfigError
 
+_REMEDY = (
+    "try model.attention=eager or model.attention=sdpa; if it stays so, choose another model type,"
+    " such as llama or qwen3"
+)
 _LENGTHS = (7, 19, 12)
 _SEED = 20261129
 # Of a log-probability, in nats. Right models differ by 1e-6 in float32; a model whose segments see
@@ -25,6 +28,33 @@ _MEAN_BFLOAT16 = 0.1
 
 Forward = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 """Calls a function that runs one forward (`Parallel.forward`); a collective if it is sharded."""
+
+
+def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from hidden states [N, D] to logits [N, V] of a model of transformers.
+
+    It is the model's head, with the scale or the cap that some families apply to logits. Other
+    families may have others: `check_packed_rows` compares with the whole forward.
+    """
+    config = model.config.get_text_config()
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    factor = getattr(config, "logit_scale", None)  # Cohere
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
+    if divisor is None and factor is None and cap is None:
+        head: Callable[[torch.Tensor], torch.Tensor] = model.lm_head
+        return head
+
+    def logits(hidden_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = model.lm_head(hidden_ND)
+        if divisor is not None:
+            logits_NV = logits_NV / divisor
+        if factor is not None:
+            logits_NV = logits_NV * factor
+        if cap is not None:
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        return logits_NV
+
+    return logits
 
 
 def check_packed_rows(model: Any, path: str, forward: Forward) -> float:
@@ -81,9 +111,3 @@ def check_packed_rows(model: Any, path: str, forward: Forward) -> float:
             f" {sum(_LENGTHS)} a log-probability differs by {largest:.2g}; {_REMEDY}"
         )
     return largest
-
-
-_REMEDY = (
-    "try model.attention=eager or model.attention=sdpa; if it stays so, choose another model type,"
-    " such as llama or qwen3"
-)
