@@ -195,7 +195,7 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         assert found(url, waits=True) == []
         (problem,) = found(url)
         assert (
-            f"{url} does not answer (it is loading: HTTP 503: loading); start the server" in problem
+            f"{url} does not answer (it is loading: HTTP 503: loading); start the" in problem
         )
     assert teacher.bodies == []
     # The limit of what it scores is the run's own, and no other.

@@ -102,7 +102,7 @@ FIT = "has to fit one node, and the largest node of the cluster has"
         ),
         ({"learner__gpus": 5}, TWO_NODES, "learner.gpus", f"5 GPU {FIT} 4; lower it, or join"),
         ({"learner__cpus": 17}, TWO_NODES, "learner.cpus", f"rank of 17 CPU {FIT} 16; lower it"),
-        (NO_QUEUE | TP5, TWO_NODES, "rollout_matching.vllm.tensor_parallel_size", "an engine of 5"),
+        (NO_QUEUE | TP5, TWO_NODES, "rollout_matching.vllm.tensor_parallel_size", "is 5, "),
         (
             {**HF, "learner__cpus": 8},
             SPLIT,

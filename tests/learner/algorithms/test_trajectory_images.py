@@ -335,8 +335,8 @@ def with_placeholder(example, pad):
 @pytest.mark.parametrize(
     ("case", "counts"),
     [
-        ("placeholder in a text", "1 images, but it has 0"),
-        ("placeholder beside an image", "2 images, but it has 1"),
+        ("placeholder in a text", "1 images, but the example has 0"),
+        ("placeholder beside an image", "2 images, but the example has 1"),
     ],
 )
 def test_an_example_whose_placeholders_are_not_those_of_its_images_ends_the_run_with_the_example_and_what_to_do(

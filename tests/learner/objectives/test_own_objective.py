@@ -146,7 +146,7 @@ def test_one_that_needs_the_reference_is_refused_where_none_is_declared(own_modu
     (own_module / "focal_text.py").write_text(code)
     (line,) = problems()
     assert line.startswith(
-        f"{PATH}.name: own_package.focal_text:FocalText needs the reference, but no ref"
+        f"{PATH}.name: own_package.focal_text:FocalText needs the reference"
     )
     entry = {"name": "reference_kl", "enabled": True, "weight": 0.0, "channels": ["B"]}
     pipeline = yaml.safe_load(PIPELINE)

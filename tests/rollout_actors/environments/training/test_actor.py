@@ -344,8 +344,8 @@ def asked(actors: list[Any], limit: Timeout = LONG, *, outlived: bool = False) -
             "sleep",
             LIMIT,
             (
-                r"no answer from actor-1 after timeouts.generate_s = 0.5 s; check the engine's log,"
-                r" and whether max_new_tokens"
+                r"no answer from actor-1 after timeouts.generate_s = 0.5 s; check the engine's log;"
+                r" .*rollout_matching.max_new_tokens"
             ),
         ),
     ],
