@@ -215,7 +215,7 @@ def test_without_timeouts_a_start_has_no_limit_whatever_its_caller_asks_for():
 
         def wait(self, call, asked):
             limits.append(call.limit)
-            return [(1, False)]
+            return [(1, False, None)]
 
     limit = TimeoutsSection().limit("start_s")
     for timeouts in (None, TimeoutsSection()):

@@ -213,7 +213,7 @@ class EndingRanks:
     def get(self, refs: Any) -> Any:
         if isinstance(refs, int):
             raise ActorDiedError
-        return (1, False)
+        return (1, False, None)
 
 
 @pytest.mark.parametrize(
