@@ -194,9 +194,7 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []
         (problem,) = found(url)
-        assert (
-            f"{url} does not answer (it is loading: HTTP 503: loading); start the" in problem
-        )
+        assert f"{url} does not answer (it is loading: HTTP 503: loading); start the" in problem
     assert teacher.bodies == []
     # The limit of what it scores is the run's own, and no other.
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:

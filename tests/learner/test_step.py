@@ -232,5 +232,6 @@ class _Given:
     """A model with the hidden states it is given."""
 
     def __init__(self, hidden, model):
-        self.model, self.lm_head, self.dtype = lambda **_: self, model.lm_head, model.dtype
+        self.base_model, self.lm_head, self.dtype = lambda **_: self, model.lm_head, model.dtype
+        self.config = model.config
         self.last_hidden_state = hidden

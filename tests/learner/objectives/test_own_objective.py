@@ -145,9 +145,7 @@ def test_one_that_needs_the_reference_is_refused_where_none_is_declared(own_modu
     assert code != MODULE
     (own_module / "focal_text.py").write_text(code)
     (line,) = problems()
-    assert line.startswith(
-        f"{PATH}.name: own_package.focal_text:FocalText needs the reference"
-    )
+    assert line.startswith(f"{PATH}.name: own_package.focal_text:FocalText needs the reference")
     entry = {"name": "reference_kl", "enabled": True, "weight": 0.0, "channels": ["B"]}
     pipeline = yaml.safe_load(PIPELINE)
     pipeline["objective"].append(entry | {"config": {"estimator": "k3"}})

@@ -45,7 +45,9 @@ def test_a_folder_that_is_open_is_closed_and_one_that_is_a_link_is_refused(cache
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     file.parent.rename(tmp_path / "elsewhere")
     file.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"token: .*/servers is a link or belongs to another user; "):
+    with pytest.raises(
+        ConfigError, match=r"token: .*/servers is a link or belongs to another user; "
+    ):
         write_token(file)
 
 
