@@ -28,7 +28,7 @@ from learner.data.samples import image_size, load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
-from learner.rollout_logs.trajectories import TrajectoryRecord
+from learner.rollout_logs.trajectories import ExampleEntry, TrajectoryRecord
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -282,6 +282,12 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     return tuple(notes)
 
 
+def _has_relative(example: ExampleEntry) -> bool:
+    """Return whether the learner computed an advantage of the example from its group's rewards."""
+    marks = example.get("token_is_relative")
+    return marks is None or any(marks)
+
+
 def _rollout_notes(
     section: EnvironmentSection, pipeline: PipelineSection, line: TrajectoryRecord
 ) -> tuple[str, ...]:
@@ -294,7 +300,9 @@ def _rollout_notes(
     if section.teacher is not None:
         changes.append("the teacher's log-probabilities")
     notes = []
-    if changes:
+    if line["examples"] and not any(map(_has_relative, line["examples"])):
+        notes.append("The environment set the advantages shown. The learner used them unchanged.")
+    elif changes:
         names = ", ".join(changes)
         notes.append(
             f"The advantages shown are rewards minus their mean. The learner also applied {names}."

@@ -6,13 +6,13 @@ Every line comes from the schema (`shared/config`): key, type, default and descr
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from launch.cli import explained
@@ -35,6 +35,8 @@ WORDS = {
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 REQUIRED = "required"
 SECTION = "section"
+WIDTH = 80
+INDENT = 4 * " "
 COMMAND = "rollmatch keys --markdown docs/reference/keys"
 PAGES = {
     "model_and_data": ("model and data", ("model", "data", "global_max_length", "custom")),
@@ -207,7 +209,11 @@ def _value(option: JsonSchema) -> str:
 def _print(console: Console, keys: Sequence[Key]) -> None:
     for key in keys:
         console.print(Text.assemble((key.path, "bold"), f"  {key.kind}"))
-        console.print(Padding(key.description, (0, 0, 0, 4)), highlight=False, markup=False)
+        # The console does not wrap lines itself, and would cut a padded text at its width.
+        text = textwrap.fill(
+            key.description, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+        )
+        console.print(text, highlight=False, markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

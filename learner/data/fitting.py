@@ -179,17 +179,22 @@ def require_lengths(
     longest = int(np.argmax(total_K))
     total = int(total_K[longest])
     if total > global_max_length:
-        appended = ""
+        parts = f"prompt {measures.prompt_K[longest]}"
+        lower = ""
+        if max_new_tokens:
+            parts += f" + response {max_new_tokens} (rollout_matching.max_new_tokens)"
+            lower = " lower rollout_matching.max_new_tokens,"
         if taught:
-            append = measures.text_K[longest]
-            appended = f" + appended objects {append} + {_CUT_SLACK} for the cut"
+            kind = "appended objects" if max_new_tokens else "answer"
+            parts += f" + {kind} {measures.text_K[longest]} + {_CUT_SLACK} for the cut"
+        others = int((total_K > global_max_length).sum()) - 1
+        and_others, these = (
+            (f" and {others} others", "these samples") if others else ("", "the sample")
+        )
         raise ConfigError(
             f"global_max_length: {global_max_length} is too short for sample"
-            f" {samples[longest].sample_id} of {dataset.path}: prompt"
-            f" {measures.prompt_K[longest]} + response {max_new_tokens}"
-            f" (rollout_matching.max_new_tokens){appended} = {total} tokens; raise"
-            f" global_max_length to {total}, lower rollout_matching.max_new_tokens, or remove the"
-            " sample"
+            f" {samples[longest].sample_id} of {dataset.path}{and_others}: {parts} = {total}"
+            f" tokens; raise global_max_length to {total},{lower} or remove {these}"
         )
     return Fitting(samples, measures, taught)
 

@@ -218,6 +218,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
             f" {packed.get('quant_method')} in config.json), which cannot be trained; choose the"
             " model in full precision"
         )
+    if getattr(model_config.get_text_config(), "attention_dropout", 0.0):
+        raise ConfigError(_has_dropout(path))
     is_text = reads_only_text(model_config.to_dict())
     try:
         if is_text:
@@ -344,14 +346,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             # Without an accelerator, activations are in host memory, which cannot be pinned.
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
-    dropouts: list[float] = [
-        module.p for module in model.modules() if isinstance(module, nn.Dropout)
-    ]
-    dropouts.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
-    if any(dropouts):
-        raise ConfigError(
-            f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
-        )
+    if any(module.p for module in model.modules() if isinstance(module, nn.Dropout)):
+        raise ConfigError(_has_dropout(path))
     return LoadedModel(
         **{one.name: getattr(tokens, one.name) for one in fields(tokens)},
         model=model,
@@ -359,6 +355,10 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         fresh_tokens=fresh,
     )
+
+
+def _has_dropout(path: Path) -> str:
+    return f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
 
 
 def _attention(wanted: str, path: Path) -> tuple[str, bool]:

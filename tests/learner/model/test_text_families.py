@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from launch.checks.model_shape import ModelShape
 from launch.tools.demo.language_model import make_tokenizer
 from learner.model.checkpoint import CheckpointWeights, save_as_published
-from learner.model.loading import end_of_turn, load_model, model_type_problem
+from learner.model.loading import end_of_turn, load_model, load_tokens, model_type_problem
 from learner.model.packed_rows import check_packed_rows, logits_of
 from shared.errors import ConfigError
 
@@ -94,6 +95,15 @@ def test_capped_scores_of_attention_are_computed_by_eager_and_never_dropped(tmp_
     config = trajectory_config(folder, tmp_path / "run", model__attention="sdpa")
     with pytest.raises(ConfigError, match="attn_logit_softcapping"):
         load_model(config, torch.device("cpu"))
+
+
+def test_attention_with_dropout_is_refused_before_weights_are_loaded(tmp_path):
+    folder = make_text_model(tmp_path / "llama", "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
+    (folder / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ConfigError, match=r"has dropout, .* set it to 0 in config\.json"):
+        load_tokens(trajectory_config(folder, tmp_path / "run"))
 
 
 LLAMA = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|eot|>{% endfor %}"

@@ -281,3 +281,12 @@ def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(tmp_path, langua
     with pytest.raises(ConfigError, match=problem):
         run.page(0)
     assert "ValueError: no" in run.page(1)
+
+
+def test_advantages_that_the_environment_set_are_not_called_rewards_minus_their_mean(run):
+    example = run.example(("4<|im_end|>", 0.75))
+    marks = [0] * len(example.token_ids)
+    html = run.page_of(run.rollout(replace(example, token_is_relative=marks)))
+    assert "The environment set the advantages shown." in html
+    assert "minus their mean" not in html
+    assert "The environment set" not in run.page_of(run.rollout(example))
