@@ -132,7 +132,7 @@ class Learner:
         alone; None for a vision family, which tests check."""
         if self.loaded.is_text:
             self.row_difference = check_packed_rows(
-                self.loaded.model, config.model.path, self.parallel.forward
+                self.loaded.model, config.model.path, config.model.dtype, self.parallel.forward
             )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0

@@ -107,6 +107,7 @@ _PREFIXES = (
     ("model.", ModelPart.LANGUAGE_MODEL),
     ("transformer.", ModelPart.LANGUAGE_MODEL),
     ("gpt_neox.", ModelPart.LANGUAGE_MODEL),
+    ("embed_out.", ModelPart.LANGUAGE_MODEL),
 )
 
 

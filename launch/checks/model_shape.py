@@ -85,11 +85,11 @@ class ModelShape:
                 layers=text["num_hidden_layers"],
                 # Of experts, only those that a token passes through.
                 intermediate=max(
-                    text["intermediate_size"],
+                    text.get("intermediate_size") or 4 * text["hidden_size"],
                     text.get("num_experts_per_tok", 0) * text.get("moe_intermediate_size", 0),
                 ),
                 heads=text["num_attention_heads"],
-                kv_heads=text["num_key_value_heads"],
+                kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
                 vocabulary=text["vocab_size"],
                 vision=vision,

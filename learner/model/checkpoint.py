@@ -57,6 +57,8 @@ class CheckpointWeights:
         self._model = model
         self._turned = turned_in_files(model)
         config = getattr(model, "config", None)
+        # Some text models have other names in memory than in files, and fused experts, which files
+        # hold one by one. vLLM reads the names of the files.
         self._is_text = config is not None and reads_only_text(config.to_dict())
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
@@ -64,7 +66,7 @@ class CheckpointWeights:
             dtype, shape = stored_as(parameter)
             if name.endswith(self._turned):
                 shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
-            if self._is_split(name):
+            if self._is_text:
                 fused = torch.empty(shape, dtype=dtype, device="meta")
                 for part, tensor in revert_weight_conversion(self._model, {name: fused}).items():
                     yield part, tensor.dtype, tensor.shape
@@ -83,17 +85,13 @@ class CheckpointWeights:
                 yield name, merged_embedding(embeddings[adapted])
             elif name.endswith(self._turned):
                 yield name, parameter.detach().transpose(-1, -2).contiguous()
-            elif self._is_split(name):
+            elif self._is_text:
                 split = revert_weight_conversion(self._model, {name: in_full(parameter)})
-                # Views of one tensor cannot be saved as several.
-                yield from ((part, tensor.clone()) for part, tensor in split.items())
+                for part, tensor in split.items():
+                    # Views of one tensor cannot be saved as several.
+                    yield part, tensor if len(split) == 1 else tensor.clone()
             else:
                 yield name, in_full(parameter)
-
-    def _is_split(self, name: str) -> bool:
-        # transformers fuses the experts of a layer. Files of text models hold them one by one, and
-        # vLLM reads them so.
-        return self._is_text and ".experts." in name
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Yield each parameter's path in the model, its checkpoint name, and the parameter."""

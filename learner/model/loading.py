@@ -124,7 +124,10 @@ class LoadedModel(LoadedTokens):
     @property
     def is_text(self) -> bool:
         """Whether the model reads text only."""
-        return reads_only_text(self.model.config.to_dict())
+        # Read for each row, so without copying the configuration.
+        return reads_only_text(
+            {**vars(self.model.config), "model_type": self.model.config.model_type}
+        )
 
     @property
     def rope_index(self) -> RopeIndex | None:

@@ -26,7 +26,7 @@ def test_a_text_model_of_any_family_is_loaded_and_its_packed_rows_are_right(kind
     folder = make_text_model(tmp_path / kind, kind)
     loaded = load_model(trajectory_config(folder, tmp_path / "run"), torch.device("cpu"))
     assert loaded.is_text and loaded.rope_index is None
-    assert check_packed_rows(loaded.model, str(folder), lambda score: score()) < 1e-5
+    assert check_packed_rows(loaded.model, str(folder), "float32", lambda score: score()) < 1e-5
     ids_1T = torch.arange(3, 20)[None]
     with torch.no_grad():
         hidden_TD = loaded.model.base_model(input_ids=ids_1T).last_hidden_state[0]
@@ -48,7 +48,15 @@ def test_a_text_model_of_any_family_is_loaded_and_its_packed_rows_are_right(kind
 def test_a_model_whose_segments_see_each_other_is_refused_with_the_difference(kind):
     model = text_model(kind).eval()
     with pytest.raises(ConfigError, match=f"here is a {kind} model, .* differs by [0-9.]+;"):
-        check_packed_rows(model, "here", lambda score: score())
+        check_packed_rows(model, "here", "float32", lambda score: score())
+
+
+def test_rounding_to_bfloat16_is_permitted_and_segments_that_see_each_other_are_not():
+    check_packed_rows(text_model("llama").bfloat16(), "here", "bfloat16", lambda score: score())
+    with pytest.raises(ConfigError, match="here is a opt model"):
+        check_packed_rows(
+            text_model("opt").eval().bfloat16(), "here", "bfloat16", lambda score: score()
+        )
 
 
 def test_a_model_that_changes_logits_after_its_head_in_an_unknown_way_is_refused():
@@ -59,7 +67,7 @@ def test_a_model_that_changes_logits_after_its_head_in_an_unknown_way_is_refused
 
     model.register_forward_hook(halve)
     with pytest.raises(ConfigError, match="a packed row of three segments does not compute"):
-        check_packed_rows(model, "here", lambda score: score())
+        check_packed_rows(model, "here", "float32", lambda score: score())
 
 
 @pytest.mark.parametrize(
