@@ -1,71 +1,41 @@
-"""The pages of docs/project/requirements name modules and tests that exist, within their length."""
+"""docs/project/requirements.md names modules, tests and scenarios that exist."""
 
 import ast
 import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "project" / "requirements"
-PAGES = {page.stem: page.read_text() for page in FOLDER.glob("*.md") if page.stem != "index"}
-LINES = [line for page in PAGES.values() for line in page.splitlines() if line.startswith("- ")]
-TESTS = {test for line in LINES for test in re.findall(r"`(tests/[^`]+)`", line)}
+PAGE = (ROOT / "docs" / "project" / "requirements.md").read_text()
+SECTIONS = PAGE.split("\n### ")[1:]
+SCENARIOS = re.findall(r"^- `(tests/[^`]+)`$", PAGE, flags=re.MULTILINE)
 
 
-def scenarios(page):
-    """Return the lines of a page that are a test only: its name quotes a specification."""
-    return re.findall(r"^- `tests/[^`]+`$", PAGES[page], flags=re.MULTILINE)
+def test_every_specification_is_quoted():
+    # 67 scenarios of rollout matching and its step mode. Of trajectories eight points; of
+    # orchestration nine of its testing plan and four criteria.
+    environments = PAGE.split("\n## Environments")[1]
+    quoted = [scenario for scenario in SCENARIOS if scenario in environments]
+    assert len(quoted) >= 22
+    assert len(SCENARIOS) - len(quoted) >= 67
 
 
-def test_the_lists_were_found_and_their_lines_were_read():
-    assert len(LINES) > 500
-    assert len(TESTS) > 1000
-
-
-@pytest.mark.parametrize(
-    ("pages", "quoted"),
-    [
-        (["configuration_and_data", "answers", "engines", "weights_and_learner"], 67),
-        (["environments"], 22),
-    ],
-)
-def test_each_specification_is_quoted(pages, quoted):
-    # Of trajectories eight points, of orchestration nine of its testing plan and four criteria.
-    assert sum(len(scenarios(page)) for page in pages) >= quoted
-
-
-def test_every_line_has_a_test():
-    assert [line for line in LINES if "`tests/" not in line] == []
-
-
-def test_a_promise_has_at_most_twelve_words():
-    promises = [re.sub(r"`tests/.*", "", line.removeprefix("- ")) for line in LINES]
-    assert [promise for promise in promises if len(promise.split()) > 12] == []
-
-
-def test_every_section_names_modules_that_exist():
-    for page in PAGES.values():
-        for section in page.split("\n## ")[1:]:
-            (code,) = re.findall(r"^Code: (.+)$", section, flags=re.MULTILINE)
-            paths = re.findall(r"`([^`]+)`", code)
-            assert paths, section[:40]
-            assert [path for path in paths if not (ROOT / path).is_file()] == []
+def test_every_section_names_modules_and_tests_that_exist():
+    for section in SECTIONS:
+        (code,) = re.findall(r"^Code: (.+)$", section, flags=re.MULTILINE)
+        paths = re.findall(r"`([^`]+)`", code)
+        files = re.findall(r"`(tests/[^`:]+)", section)
+        assert paths and files, section[:40]
+        assert [path for path in paths + files if not (ROOT / path).is_file()] == []
 
 
 @cache
 def functions_of(file):
-    """Return the names of a file's functions, which many lines name."""
+    """Return the names of a file's functions, which many scenarios name."""
     nodes = ast.walk(ast.parse((ROOT / file).read_text()))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.slow
-def test_the_tests_exist():
-    absent = []
-    for test in sorted(TESTS):
-        file, name = test.split("::")
-        if not (ROOT / file).is_file() or name not in functions_of(file):
-            absent.append(test)
-    assert absent == []
+def test_the_scenarios_tests_exist():
+    tests = [scenario.split("::") for scenario in SCENARIOS]
+    assert [name for file, name in tests if name not in functions_of(file)] == []

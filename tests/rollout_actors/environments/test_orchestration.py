@@ -1,5 +1,5 @@
 """Rollout orchestration: the promises of its testing plan and acceptance criteria, in their own
-words (`docs/project/requirements`).
+words (`docs/project/requirements.md`).
 
 Seconds are counted here, not waited for: the loop's clock goes on to what is due next, so that a
 bound or a latency is the same on every machine.

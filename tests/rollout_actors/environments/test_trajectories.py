@@ -1,5 +1,5 @@
 """Trajectories: what the document's summary says that they achieve, in its own words
-(`docs/project/requirements`).
+(`docs/project/requirements.md`).
 """
 
 import asyncio
