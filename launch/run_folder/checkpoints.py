@@ -144,6 +144,9 @@ class Checkpoints:
             self._finish(wait=True)
         except KeyboardInterrupt:
             self._save_last_update(RetentionReason.INTERRUPTED)
+            if self._complete:
+                command = f"python -m launch.train resume={self._run_dir}"
+                self._telemetry.note(f"continue  with `{command}`")
             raise
         except (RolloutError, WeightSyncError, StorageError) as error:
             if isinstance(error, StorageError):

@@ -152,6 +152,7 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
     assert run.process.wait(timeout=60) == 130, run.output
     run.assert_nothing_left()
     assert f"saved     {run.run_dir / 'checkpoint_interrupted_000001'}" in run.output, run.output
+    assert f"resume={run.run_dir}`" in run.output
 
 
 @pytest.mark.long
