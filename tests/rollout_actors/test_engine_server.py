@@ -140,7 +140,7 @@ def test_a_stuck_engine_ends_its_server_with_a_message(
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.suspend()
         assert one.process.wait(180) == 1
-        assert "the engine has sampled no token and answered nothing" in one.errors.read_text()
+        assert "sampled no token" in one.errors.read_text()
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 

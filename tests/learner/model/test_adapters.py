@@ -308,16 +308,13 @@ def test_a_part_of_which_no_layer_is_named_is_refused_with_the_layers_of_each(de
     start = "model.adapter.target_modules: "
     with pytest.raises(ConfigError) as caught:
         adapted(demo_checkpoint, parts=parts)
-    assert str(caught.value) == (
-        f"{start}it names no linear layer of the vision tower in {demo_checkpoint}, but"
-        f" training.parts.vision_tower.adapted requires one; {has}"
-    )
+    refusal = str(caught.value)
+    assert refusal.startswith(start) and refusal.endswith(has)
+    assert str(demo_checkpoint) in refusal and "training.parts.vision_tower.adapted" in refusal
     with pytest.raises(ConfigError) as caught:
         adapted(demo_checkpoint, parts=parts, target_modules=("qkv", "wq"))
-    assert str(caught.value) == (
-        f"{start}no linear layer of the vision tower and the language model in {demo_checkpoint} is"
-        f" called wq; {has}"
-    )
+    refusal = str(caught.value)
+    assert refusal.startswith(start) and refusal.endswith(f" wq; {has}")
 
 
 FRESH = range(100, 131)

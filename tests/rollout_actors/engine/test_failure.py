@@ -78,7 +78,7 @@ def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_sta
         f"EngineCore: ValueError: {SMALL_CACHE} (gpu_memory_utilization is"
         " rollout_matching.vllm.gpu_memory_utilization, or "
     )
-    assert "max_model_len is rollout_matching.vllm.max_model_len, or global_max_length" in why
+    assert "rollout_matching.vllm.max_model_len, or global_max_length" in why
     assert story.startswith("Traceback") and f"ValueError: {SMALL_CACHE}" in story
 
 

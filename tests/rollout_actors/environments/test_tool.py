@@ -280,7 +280,7 @@ def test_a_tool_that_is_removed_is_neither_shown_nor_called_any_more():
     state = rolled_out(environment, ROW, client)
     assert contents(state) == ["there is no tool area; there are echo"]
     assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == ["echo"]
-    with pytest.raises(ValueError, match="tool area does not exist; there are echo"):
+    with pytest.raises(ValueError, match=r"area .*; .*echo"):
         environment.remove_tool(area)
 
 
