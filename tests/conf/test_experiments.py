@@ -177,20 +177,17 @@ def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_sam
     assert remarks(run) == ()
 
 
+def numbers(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", line)]
+
+
 def test_the_batch_algebra_of_trajectories_counts_examples():
     step, in_round, rows = batch_algebra(loaded("+experiment=env_3v1")).describe()[1:]
-    assert step == (
-        "channel-B step  256 raw rollouts = 32 examples x 8 rollouts, in 2 rounds (128 + 128);"
-        " per learner rank 256"
-    )
-    assert in_round == (
-        "round           at most 144 rollouts over 3 actors of 1 device, at most 48 per device"
-        " at a time; shares per actor 43+43+42 | 43+42+43"
-    )
-    assert rows == (
-        "rows            packed to at most 512 tokens, taken after every 8 segments and at the"
-        " step's end"
-    )
+    assert step.startswith("channel-B step ") and "32 examples x 8 rollouts" in step
+    assert numbers(step) == [256, 32, 8, 2, 128, 128, 256]
+    assert in_round.startswith("round ") and in_round.endswith(" 43+43+42 | 43+42+43")
+    assert numbers(in_round)[:4] == [144, 3, 1, 48]
+    assert rows.startswith("rows ") and numbers(rows) == [512, 8]
 
 
 @pytest.mark.slow

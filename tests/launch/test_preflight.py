@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -165,8 +166,8 @@ def test_an_environment_beside_the_engine_has_its_place_in_the_learner(demo_lm, 
     beside = {"rollout_matching__vllm": {"mode": "colocate"}}
     run = trajectory_config(demo_lm, tmp_path / "run", queue=False, **beside)
     text = "\n".join(preflight(run, **CPU_NODE).lines)
-    assert "CPU, with an engine of 1 device next to it" in text
-    assert "place     copy_digits: in the process of each learner rank" in text
+    assert re.search(r"^place +learner: .* CPU, .*engine of 1 device", text, re.MULTILINE)
+    assert re.search(r"^place +copy_digits: .*each learner rank$", text, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -194,7 +195,7 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     with serving(teacher.app()) as url:
         assert found(url, waits=True) == []
         (problem,) = found(url)
-        assert f"{url} does not answer (it is loading: HTTP 503: loading); start the" in problem
+        assert re.search(rf"^environment\.teacher\.base_url: {url} .*HTTP 503: loading", problem)
     assert teacher.bodies == []
     # The limit of what it scores is the run's own, and no other.
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:
@@ -314,10 +315,8 @@ def test_a_group_port_that_is_taken_is_named(config):
         (problem,) = port_problems(
             config(**in_server_mode(NOWHERE, group_port=port)).rollout_matching.servers.servers
         )
-    assert problem == (
-        f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
-        " choose another, or 0 for any free one"
-    )
+    assert problem.startswith(f"rollout_matching.vllm.server.servers[0].group_port: {port} ")
+    assert " 0 " in problem
 
 
 # Paths, packages, model and data
@@ -427,11 +426,9 @@ def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the
     modules = ["q_projj", "v_proj", "embed_tokens"]
     adapter = {"kind": "lora", "rank": 100_000, "target_modules": modules}
     names, rank = preflight(config(model__adapter=adapter), **CPU_NODE).problems
-    assert names == (
-        "model.adapter.target_modules: no linear layer of the language model in"
-        f" {demo_checkpoint} is called embed_tokens, q_projj; it has down_proj, gate_proj, k_proj,"
-        " o_proj, q_proj, up_proj, v_proj"
-    )
+    assert names.startswith("model.adapter.target_modules: ")
+    assert re.search(rf" {demo_checkpoint} .* embed_tokens, q_projj; ", names)
+    assert names.endswith(" down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
     assert rank.startswith("model.adapter.rank: 100000 is more") and rank.endswith("; lower it")
     assert preflight(config(model__adapter={"kind": "lora"}), **CPU_NODE).problems == []
 

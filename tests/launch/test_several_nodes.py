@@ -3,6 +3,7 @@ groups, several nodes), and what is seen of it there.
 """
 
 import json
+import re
 import signal
 import subprocess
 
@@ -70,10 +71,7 @@ def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(
     overrides = ["training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}"]
     command = start_command(tmp_path, warm_checkpoint, demo_data, *overrides)
     assert command.process.wait(timeout=120) == 2, command.output
-    assert (
-        "learner.cpus: a learner rank of 2 CPU has to fit one node, and the largest node of the"
-        " cluster has 1; lower it" in command.output
-    )
+    assert re.search(r"learner\.cpus: .* 2 CPU .*node.* 1; lower ", command.output)
 
 
 def test_what_reaches_servers_stays_on_the_driver_s_node(nodes):

@@ -1,6 +1,7 @@
 """A stock model's figures before anything is trained (issue 21, point 2)."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_answers_of_a_stock_model_have_the_figures_of_any_other(stock, demo_data
 
 
 def test_a_model_without_coord_tokens_is_told_of_the_format_that_needs_none(stock, demo_data):
-    with pytest.raises(ConfigError, match=r"or set data\.answer_format to .*: qwen3_vl"):
+    with pytest.raises(ConfigError, match=r"set data\.answer_format .*: qwen3_vl "):
         load_tokens(config_of(stock, demo_data))
 
 
@@ -96,7 +97,7 @@ def test_a_model_is_asked_within_its_positions_and_longer_sequences_are_refused(
     with pytest.raises(SystemExit, match="2"):
         main([*words, "data.answer_format=qwen3_vl", f"telemetry.run_dir={tmp_path}"])
     told = " ".join(capsys.readouterr().out.split())
-    assert f"global_max_length: 4097 tokens are more than the 4096 positions of {stock}" in told
+    assert re.search(rf"global_max_length: 4097 .* 4096 .*{stock}", told)
 
 
 @pytest.mark.skipif(device_here() is not Device.CPU, reason="a limit of vLLM's on CPU")

@@ -1,6 +1,7 @@
 """Bad input ends with a clear error before anything is started (issue 2)."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -96,12 +97,11 @@ def test_odd_rows_and_pictures_of_both_files_are_counted_and_the_first_is_named(
     told = "\n".join(check_data(checked).describe())
     assert "2 repeated objects of a row (first: line 5)" in told
     assert "1 boxes of one pixel (first: line 6)" in told
-    assert (
-        "1 rows with the images and question of an earlier row (first: line 8, as line 7)" in told
-    )
-    assert f"{data / 'val.jsonl'}: 1 image is in data.train too (first: " in told
+    assert re.search(r" 1 rows [^(]*earlier row \(first: line 8, as line 7\)", told)
+    assert re.search(rf"{data / 'val.jsonl'}: 1 image .*data\.train .*\(first: ", told)
     same = configuration(model, data, tmp_path / "run", data__val=str(data / "train.jsonl"))
-    assert "is in data.train and in data.val" in "".join(check_data(same).describe())
+    told = "\n".join(check_data(same).describe())
+    assert re.search(r"train\.jsonl .*data\.train .*data\.val$", told, re.MULTILINE)
 
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
@@ -205,9 +205,9 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(tmp_path, mode
     (data / "val" / "00000.png").unlink()
     facts = check_data(config)
     assert (facts.num_train_skipped, facts.num_val_skipped) == (4, 1)
-    assert facts.describe() == [
-        "data      skipped 4 bad rows of data.train and 1 of data.val (data.on_bad_row: skip)"
-    ]
+    (line,) = facts.describe()
+    assert re.search(r"^data .* 4 .*data\.train .* 1 .*data\.val ", line)
+    assert "data.on_bad_row: skip" in line
     loaded = [sample.sample_id for sample in load_samples(config, *config.data.sources("train"))]
     assert loaded[:6] == [f"train:{line}" for line in (1, 2, 3, 5, 7, 9)]
 
@@ -250,9 +250,8 @@ def test_a_missing_checkpoint_is_named_with_its_key(
 def test_an_environments_examples_are_counted_and_told(of_environment):
     facts = of_environment()
     assert facts == DataFacts(ImageNeeds(0), 0, 0, COUNTS)
-    assert facts.describe() == [
-        "data      the environment has 6 examples to train on, 3 are held out"
-    ]
+    (line,) = facts.describe()
+    assert re.search(r"^data .* 6 .*train.* 3 .*held out", line)
     assert of_environment(num_eval_examples=2).examples == ExampleCounts(6, 2)
     sizes = {"num_examples": 30, "num_eval_examples": 8}
     assert of_environment("copy_digits", args=sizes).examples == ExampleCounts(30, 8)
@@ -405,7 +404,7 @@ def test_a_text_model_is_shown_no_images(of_environment, model, kind):
     (model / "config.json").write_text(json.dumps({"model_type": kind}))
     problem = refused(of_environment, max_images_per_prompt=1)
     assert problem.startswith("environment.max_images_per_prompt: ")
-    assert f"model is a {kind} model, which reads no images; set it to 0, or choose " in problem
+    assert re.search(rf"/model .*\b{kind} .*; .* 0, ", problem)
     assert problem.endswith("(qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, internvl)")
     assert of_environment().images == ImageNeeds(0)
 

@@ -153,9 +153,7 @@ def test_what_can_be_no_hubs_id_is_told(cache: Path, path: str) -> None:
 
 def test_a_disk_that_is_too_small_is_told_before(hub: Any) -> None:
     asked = hub(10**18)
-    with pytest.raises(
-        ConfigError, match=r"some/model needs 1000000000.00 GB, .* free in .*HF_HOME"
-    ):
+    with pytest.raises(ConfigError, match=r"some/model .*1000000000\.00 GB.* HF_HOME"):
         fetch_model("some/model", print)
     assert not asked
 

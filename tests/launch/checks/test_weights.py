@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -150,7 +151,7 @@ def test_names_that_transformers_completes_and_engines_do_not_are_refused(change
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
     folder = changed(of_base_model)
-    assert "holds embed_tokens.weight, which is not a tensor name" in refusal(folder)
+    assert re.search(r" holds embed_tokens\.weight, .*save_pretrained", refusal(folder))
     shutil.rmtree(folder)
 
     def head_alone(tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -63,9 +64,7 @@ def test_a_resumed_run_is_equal_to_one_that_was_not_interrupted_and_a_longer_one
     resumed = run("resumed", training__max_steps=4)
     lines, parts = diff_runs(whole, resumed)
     assert not parts
-    assert lines[-1] == (
-        "equal     3 steps, to the bit; B continues to step 4, which is not compared"
-    )
+    assert re.search(r"^equal +3 steps, .* B .* 4\b", lines[-1])
     assert "changed   training.max_steps: A 3, B 4" in lines
 
 

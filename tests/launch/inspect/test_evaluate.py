@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,7 +84,7 @@ def refused(run, *overrides, **options):
 def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
     wrong = ("training.lerning_rate=0.1", "rollout_matching.decode_batch_size=six")
     output = in_a_process(f"run={run}", *wrong, "checkpoint=nowhere")
-    assert "training.lerning_rate: is not a known key; did you mean" in output
+    assert re.search(r"training\.lerning_rate: .*known.*'learning_rate'", output)
     assert "rollout_matching.decode_batch_size" in output
     imported = set(output.split("imported ")[1].split())
     assert "pydantic" in imported
@@ -166,7 +167,7 @@ def test_an_evaluation_asks_for_its_actors_alone(run):
     config = evaluation_config(EvaluateOptions(run=run), [])
     placement = plan_placement(config, [Resources(cpus=8, gpus=3)], learns=False)
     assert placement.bundles == [Resources(cpus=1, gpus=1)] * 3
-    with pytest.raises(ConfigError, match="3 actors of 1 GPU need 3 GPU, but the cluster has 2"):
+    with pytest.raises(ConfigError, match=r"3 actors of 1 GPU .*3 GPU, .* 2\b"):
         plan_placement(config, [Resources(cpus=8, gpus=2)], learns=False)
 
 
@@ -250,7 +251,7 @@ def test_a_report_is_not_overwritten(run):
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "", "/tmp", "x.partial"])
 def test_a_report_stays_in_the_runs_folder(run, name):
-    with pytest.raises(ValueError, match="must be the name of one folder"):
+    with pytest.raises(ValueError, match=rf"one folder, .*{re.escape(repr(name))}"):
         EvaluateOptions(run=run, name=name)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,10 +191,7 @@ def test_a_logger_that_is_late_is_given_up_and_what_it_missed_is_counted(package
         "telemetry.loggers: wandb failed (no answer after timeouts.logger_s = 0.5 s), and the run"
         " continues without it; run `wandb login`"
     )
-    assert missed == (
-        "telemetry.loggers: 3 of 3 events (metrics of a step, images, tables) did not reach wandb;"
-        " metrics.jsonl has all metrics"
-    )
+    assert re.search(r"^telemetry\.loggers: 3 of 3 events .* wandb; metrics\.jsonl ", missed)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +243,7 @@ def test_a_run_that_fails_waits_for_a_hanging_logger_a_short_time(
     with pytest.raises(ZeroDivisionError), telemetry:
         raise ZeroDivisionError
     unfinished, missed = warnings(output)
-    assert "wandb failed (it had not logged everything within the time" in unfinished
+    assert re.search(r"wandb failed \(.*timeouts\.logger_s = .* at most 0\.2 s", unfinished)
     assert "1 of 1 events" in missed
     assert_nothing_runs()
 
@@ -256,7 +254,7 @@ def test_a_logger_that_cannot_be_started_costs_the_run_nothing(begin, output):
         (config.telemetry.run_dir / "loggers").write_text("in the way")
         take_steps(config, telemetry, 1)
     failed, missed = warnings(output)
-    assert "wandb failed (its process cannot be started ([Errno 17] File exists" in failed
+    assert re.search(r"wandb failed \(.*started \(\[Errno 17\]", failed)
     assert "1 of 1 events" in missed
 
 
@@ -297,10 +295,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs
 
     monkeypatch.setattr(sink, "version", nothing_is)
     problems = list(missing_packages(("jsonl", *PACKAGES)))
-    assert problems[0] == (
-        "telemetry.loggers: tensorboard is not installed; run `pip install"
-        " 'rollmatch[tensorboard]'`, or leave tensorboard out"
-    )
+    assert problems[0].startswith("telemetry.loggers: tensorboard ")
+    assert "`pip install 'rollmatch[tensorboard]'`" in problems[0]
     assert len(problems) == 4
 
     def only_skinny_is(name: str) -> str:

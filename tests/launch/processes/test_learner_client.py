@@ -81,7 +81,7 @@ def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_beh
 def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for_it(mortal):
     with pytest.raises(ConfigError):
         mortal.start(CONFIG, [RankTopology("inproc", ())], make_backend=dict)
-    with pytest.raises(LearnerError, match="finish_step on the learner: its process has ended"):
+    with pytest.raises(LearnerError, match=r"finish_step on the learner: .*ended"):
         mortal.finish_step()
     started = time.monotonic()
     mortal.close()

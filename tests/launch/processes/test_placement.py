@@ -2,6 +2,7 @@
 rank; transport by device).
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -138,9 +139,9 @@ def test_too_few_resources_say_what_was_asked_and_what_the_cluster_has(config):
     with pytest.raises(ConfigError) as caught:
         plan_placement(config(), [Resources(cpus=2, gpus=2)])
     gpu, cpu = caught.value.problems
-    assert "3 actors of 1 GPU and a learner of 1 need 4 GPU, but the cluster has 2" in gpu
+    assert re.search(r"3 actors of 1 GPU .*learner of 1 .*4 GPU, .* 2; ", gpu)
     assert "lower num_actors" in gpu
-    assert "need 4 CPU, but the cluster has 2" in cpu
+    assert re.search(r" 4 CPU, .* 2; ", cpu)
 
 
 @pytest.mark.parametrize(

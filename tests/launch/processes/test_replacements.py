@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +175,7 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     assert [name for name, _ in answers(generating.future.result(timeout=60))] == ["actor-0"] * 4
     pool.join_replacements()
     (replaced,) = pool.pop_replaced()
-    assert "no answer from actor-1 after timeouts.stall_s = 1.5 s" in replaced.reason
+    assert re.search(r"no answer .*actor-1 .*timeouts\.stall_s = 1\.5 s", replaced.reason)
     psutil.wait_procs([psutil.Process(pids[1])] if psutil.pid_exists(pids[1]) else [], timeout=30)
     assert not psutil.pid_exists(pids[1])
     assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
@@ -194,10 +195,7 @@ def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_s
     pool = client(("check_alive", "sleep"), GOOD, stall_s=soon["stall_s"], sync_phase_s=600.0)
     assert pool.join_replacements()
     (replaced,) = pool.pop_replaced()
-    assert replaced.reason == (
-        "generate on actor-0: no answer in 2 s; check whether its process, or its engine's, is"
-        " stopped or stuck"
-    )
+    assert re.search(r"^generate on actor-0: no answer .*2 s; check ", replaced.reason)
 
 
 @pytest.mark.ray
@@ -244,7 +242,7 @@ def test_an_actor_that_is_killed_while_the_run_starts_is_replaced(client):
     assert run.devices == (1, 1)
     assert who_answers(run) == ["actor-0"] * 2 + ["actor-1"] * 2
     (replaced,) = run.pop_replaced()
-    assert "start on actor-1: its process has ended" in replaced.reason
+    assert re.search(r"start on actor-1: .*ended", replaced.reason)
 
 
 @pytest.mark.ray
@@ -265,7 +263,7 @@ def test_an_actor_that_is_killed_in_every_start_does_not_have_the_job_started_ag
     lost = LostStartError("its process has ended", actor="actor-1", phase="start")
     budget = RestartBudget(ActorsSection(max_restarts=0))
     replacements = Replacements(lambda *_: None, NAMES, LIMITS.start, budget)
-    with pytest.raises(RolloutError, match=r"its process has ended; it is not replaced") as caught:
+    with pytest.raises(RolloutError, match=r"ended; .*max_restarts permits 0 ") as caught:
         replacements.lose(1, None, lost)
     assert type(caught.value) is RolloutError
 

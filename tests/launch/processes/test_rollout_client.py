@@ -223,7 +223,7 @@ def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(
 def test_an_actor_that_dies_is_reported_at_once(ray_cluster: None) -> None:
     client = own_client(("", ""), ("generate", "die"), limit_s=600.0)
     started = time.monotonic()
-    with pytest.raises(RolloutError, match="generate on actor-1: its process has ended"):
+    with pytest.raises(RolloutError, match=r"generate on actor-1: .*ended"):
         client.generate(refs(2)).result()
     assert time.monotonic() - started < 60
     client.close()
@@ -250,7 +250,7 @@ def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told
     with pytest.raises(WeightSyncError, match="wire on actor-1: told to fail"):
         client.receive_weights(offer(1)).result()
     ray.get(fake_actors[1].become.remote())
-    with pytest.raises(WeightSyncError, match=r"wire on actor-0: .*Connection closed by peer"):
+    with pytest.raises(WeightSyncError, match=r"wire on actor-0: .*closed by peer"):
         client.receive_weights(offer(2)).result()
 
 
@@ -272,7 +272,7 @@ def unreadable() -> None:
 
 
 def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_client: MakeClient) -> None:
-    with pytest.raises(RecordError, match=r"images: cannot read a\.png: gone; restore the file"):
+    with pytest.raises(RecordError, match=r"images: .*a\.png: gone; restore the file"):
         make_client().generate([[RequestRef(unreadable.remote(), 0)]]).result()
 
 

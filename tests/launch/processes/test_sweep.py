@@ -68,12 +68,12 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     assert "trial     0: failed with exit status 2" in first.output
     assert re.search(r"trial     1: no held-out report, loss \d+\.\d{4}, ", first.output)
     assert "trial     2: interrupted, " in first.output
-    assert "sweep     1 of 3 trials finished; resume=auto continues the others" in first.output
+    assert re.search(r"sweep +1 of 3 trials finished; resume=auto ", first.output)
     assert "Traceback" not in first.output
 
     again = start()
     assert again.process.wait(timeout=60) == 2
-    assert f"{first.run_dir} holds a sweep already; continue it with resume=auto" in again.output
+    assert re.search(rf"{first.run_dir} .*already; .*resume=auto", again.output)
 
     written = (folders[1] / "metrics.jsonl").read_bytes()
     rest = start("resume=auto")
@@ -200,11 +200,15 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
     ]
     lines, failed = summary(tmp_path, capsys, trials)
     assert failed == 1
-    assert lines[:-1] == [
-        "trial     0: mean reward 0.250, 61 s, out/trial_0",
-        "trial     1: mean reward 0.750, 61 s, out/trial_1",
-        "trial     2: failed with exit status 2, 61 s, out/trial_2",
-        "trial     3: no mean reward: too many rollouts of the last report failed, 61 s, out/trial_3",
+    shown = [
+        "mean reward 0.250",
+        "mean reward 0.750",
+        ".*exit status 2",
+        "no mean reward.* failed",
+    ]
+    for number, (line, end) in enumerate(zip(lines[:4], shown, strict=True)):
+        assert re.fullmatch(f"trial +{number}: {end}, 61 s, out/trial_{number}", line)
+    assert lines[4:-1] == [
         "trial  training.learning_rate  steps  mean reward",
         "0      1e-3                    80     0.250",
         "1      2e-3                    80     0.750 (best)",
@@ -241,9 +245,9 @@ def test_neither_of_two_equal_results_nor_the_only_one_is_the_best(tmp_path, cap
 def test_a_sweep_without_held_out_reports_compares_the_last_losses(tmp_path, capsys):
     trials = [trial(i, f"rate={i}") | {"step": 8, "loss": 1.5 - i} for i in range(2)]
     lines, _ = summary(tmp_path, capsys, trials)
-    assert lines[:-1] == [
-        "trial     0: no held-out report, loss 1.5000, 61 s, out/trial_0",
-        "trial     1: no held-out report, loss 0.5000, 61 s, out/trial_1",
+    for number, (line, loss) in enumerate(zip(lines[:2], ("1.5000", "0.5000"), strict=True)):
+        assert re.fullmatch(f"trial +{number}: .*loss {loss}, 61 s, out/trial_{number}", line)
+    assert lines[2:-1] == [
         "trial  training.rate  steps  loss",
         "0      0              8      1.5000",
         "1      1              8      0.5000 (best)",

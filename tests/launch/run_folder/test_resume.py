@@ -172,7 +172,7 @@ def test_a_failed_rollout_costs_a_round_that_was_generated_ahead_and_the_resumpt
     at, point = resumed(config)
     assert point is not None
     assert (point.state.has_answers_ahead, point.state.lost_answers_ahead) == (False, True)
-    assert "a round that was generated ahead was lost with the run" in point.describe(at)[-1]
+    assert re.search("^warning .* ahead .*lost", point.describe(at)[-1])
     start(config)
     assert [line["step"] for line in ledger(tmp_path)["metrics.jsonl"]] == [1, 2, 3, 4, 5, 6]
 
@@ -204,7 +204,7 @@ def test_what_changes_the_computation_is_refused_by_its_key(saved, config_of):
         "training.learning_rate",
         "training.seed",
     ]
-    assert "was 17 when the checkpoint was saved, and is 18" in str(caught.value)
+    assert re.search(r"training\.seed: was 17 .* is 18 ", str(caught.value))
     assert "resume.allow=[training.seed]" in str(caught.value)
     allowed = {"run": "auto", "allow": ["training"]}
     _, point = resumed(config_of("channels A and B", saved, resume=allowed, **changes))
@@ -226,7 +226,7 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(saved, config
     _, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and "point_tolerance" not in point.state.config["rollout_matching"]
     changed = {"rollout_matching__trim_trailing_false_positives": True}
-    with pytest.raises(ConfigError, match="was False when the checkpoint was saved, and is True"):
+    with pytest.raises(ConfigError, match=r"trim_trailing_false_positives: .* False .* True "):
         resumed(config_of("channels A and B", run, resume={"run": "auto"}, **changed))
 
 
@@ -336,15 +336,11 @@ def test_auto_never_begins_anew_over_weights_and_no_run_ends_before_its_checkpoi
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     short = config_of("channels A and B", run, resume={"run": "auto"}, training__max_steps=1)
-    with pytest.raises(
-        ConfigError, match=r"training\.max_steps: is 1, but .* was saved after 3 steps"
-    ):
+    with pytest.raises(ConfigError, match=r"training\.max_steps: is 1, .* after 3 steps"):
         resumed(short)
     for state in run.glob("**/run_state"):
         shutil.rmtree(state)
-    with pytest.raises(
-        ConfigError, match="is not a full checkpoint, so auto cannot continue from it"
-    ):
+    with pytest.raises(ConfigError, match=r"not a full checkpoint, .*auto .*run_dir"):
         resumed(config_of("channels A and B", run, resume={"run": "auto"}))
 
 
@@ -368,10 +364,7 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_s
     at, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
     assert point is not None and point.checkpoint == sound
     told = point.describe(at)
-    assert any(
-        f"warning   {newest} is damaged (files changed since they were saved" in line
-        for line in told
-    )
+    assert any(re.search(rf"^warning +{newest} is damaged \(.*changed ", line) for line in told)
     assert newest.is_dir() and interrupted.is_dir(), "nothing has started yet"
     again = start(config_of("channels A and B", run, resume={"run": "auto"}))
     assert_same(weights, again)
@@ -458,7 +451,7 @@ def test_where_no_checkpoint_is_sound_auto_does_not_begin_anew(saved, config_of,
     for state in run.glob("**/run_state"):
         flip_a_bit(state / "rank_0.json")
     auto = config_of("channels A and B", run, resume={"run": "auto"})
-    with pytest.raises(ConfigError, match=r"all checkpoints of .* are damaged .*rank_0\.json"):
+    with pytest.raises(ConfigError, match=r"all checkpoints .* damaged .*rank_0\.json"):
         resumed(auto)
 
 
@@ -475,7 +468,7 @@ def test_a_whole_checkpoint_of_another_run_is_told_by_the_ledger(saved, config_o
     insists = {"run": str(newest), "allow": ["training.seed"]}
     left = tree(run)
     config = config_of("channels A and B", run, resume=insists)
-    with pytest.raises(ConfigError, match=r"is not of this run.*weights of step 3 differ from"):
+    with pytest.raises(ConfigError, match=r"of this run.*weights of step 3 "):
         start(config)
     # What the attempt says about itself, and nothing else.
     changed = [name for name, content in tree(run).items() if left.get(name) != content]
@@ -495,7 +488,7 @@ def test_weights_that_are_not_those_of_the_step_are_refused_whatever_the_sums_sa
     tensors[master].view(-1)[0] += 1.0
     save_file(tensors, file)
     seal(newest)
-    with pytest.raises(ConfigError, match="does not contain the weights of its step"):
+    with pytest.raises(ConfigError, match=rf"{newest} .* weights .*checksum"):
         start(config_of("channels A and B", run, resume={"run": str(newest)}))
 
 

@@ -1,6 +1,7 @@
 """The configuration of a run that has ended, as later commands read it."""
 
 import json
+import re
 
 import pytest
 from config_support import configuration, trajectory_config
@@ -41,7 +42,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, is_file):
     run = tmp_path / "x"
     if is_file:
         run.write_text("")
-    assert f"run: {run} holds no run (no config.json); give the folder" in refused(run)
+    assert re.search(rf"run: {run} holds no run .*config\.json", refused(run))
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{"])
@@ -89,7 +90,7 @@ def test_a_secret_is_not_kept_and_the_environment_asks_for_it_again(with_secret,
     again = config_of_run(folder, ["++environment.args.api_key=${oc.env:MY_KEY}"])
     assert again.environment.args == {"api_key": "sk-LEAK6", "num_examples": 3}
     monkeypatch.delenv("MY_KEY")
-    with pytest.raises(ConfigError, match=r"environment\.args\.api_key: .*MY_KEY.* set the"):
+    with pytest.raises(ConfigError, match=r"args\.api_key: .*MY_KEY.* set "):
         config_of_run(folder, ["++environment.args.api_key=${oc.env:MY_KEY}"])
 
 

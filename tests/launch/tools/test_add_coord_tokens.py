@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -116,10 +117,7 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, made,
     else:
         assert (images.size.shortest_edge, images.size.longest_edge) == (64 * 64, SCENE)
     assert FreshTokens.of(out) == FreshTokens(first, NUM_BINS)
-    assert lines[1] == (
-        f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, also"
-        " inside JSON quotes"
-    )
+    assert re.search(rf"^tokens +1,000 .* ids {first} to {first + 999}; .*JSON", lines[1])
     free = (
         f"100 of {old_rows.shape[0]} embedding rows had no token, 1000 are needed: now {num_rows}"
     )
@@ -192,12 +190,11 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(stock, tmp_pat
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError) as caught:
         make_coord_model(options(folder, folder, min_pixels=10, max_pixels=9))
-    assert caught.value.problems == (
-        f"out: {folder} exists; remove it, or choose another folder",
-        f"model: {folder} already has the coord tokens; use it as model.path",
-        "max_pixels: 9 is less than one image token (256 pixels); raise it",
-        "min_pixels: 10 is more than max_pixels, 9; lower it, or raise max_pixels",
-    )
+    out, model, largest, smallest = caught.value.problems
+    assert out.startswith(f"out: {folder} exists; ")
+    assert re.search(rf"^model: {folder} already .*; .*model\.path", model)
+    assert re.search(r"^max_pixels: 9 .*256 pixels.*; raise ", largest)
+    assert re.search(r"^min_pixels: 10 .*max_pixels, 9; lower ", smallest)
     none = (
         r"model: .*nowhere holds no checkpoint \(no config\.json\); give the folder of a downloaded"
     )
@@ -233,7 +230,7 @@ def test_the_command_says_what_it_did(stock, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     words = [line.split()[0] for line in printed]
     assert words == ["model", "tokens", "rows", "init", "images", "saved"]
-    assert printed[4] == "images    4,096 to 9,216 pixels, so at most 36 tokens each"
+    assert re.search(r"^images +4,096 to 9,216 pixels, .* 36 tokens", printed[4])
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)

