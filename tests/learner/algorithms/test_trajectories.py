@@ -418,7 +418,7 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
     metrics = finish_step(learner).metrics
     assert metrics["rollout/num_compared_tokens"] == metrics["rollout/num_tokens"]
     assert metrics["policy/logprob_difference"] < 1e-5
-    with pytest.raises(RolloutError, match=r"has log-probability .* in the engine and .* in the"):
+    with pytest.raises(RolloutError, match=r"log-probability .* engine .* learner"):
         learned_of(settings, lambda groups: groups)
 
 
@@ -578,9 +578,7 @@ def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
 
 def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
     teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
-    with pytest.raises(
-        RolloutError, match=r"no teacher has scored it, although environment\.teacher"
-    ):
+    with pytest.raises(RolloutError, match=r"no teacher .*environment\.teacher"):
         Learned(config(environment__teacher=teacher))
 
 

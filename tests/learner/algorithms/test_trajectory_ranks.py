@@ -5,6 +5,8 @@ The tolerance is that of `test_learner_ranks`: float sums over other rows are al
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import trajectory_jobs
 from config_support import GROUP, trajectory_config
@@ -104,7 +106,5 @@ def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_t
     )
     assert type(first) is type(second) is RolloutError
     for position, error in ((0, first), (2 * GROUP, second)):
-        assert (
-            f"all 12 rollouts of step 1 failed, the one at position {position} with:"
-            " ZeroDivisionError: no such luck; check the environment" in str(error)
-        )
+        message = rf"all 12 .*step 1 .*position {position} .*ZeroDivisionError: no such luck; "
+        assert re.search(message, str(error))

@@ -4,6 +4,7 @@ kept.
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,19 +59,20 @@ def test_objects_that_are_shown_under_8_pixels_are_counted_with_the_worst_pictur
     polygon = truth(0, 0, 500, 0, 500, 14)  # 14 and 6.7
     train = fits("a.jsonl", picture("plain", wide), picture("thin", *[thin_in_file] * 3, wide))
     other = fits("b.jsonl", picture("worst", wide, halved, thin_in_file), picture("one", polygon))
-    assert describe_small_objects("data.train", [train, other], RESIZE) == (
-        "6 of 9 objects of data.train are shown with a side under 8 pixels, 2 of them because"
-        " images are resized to at most 500,000 pixels; most in worst.png (sample worst): 2 of 3,"
-        " shown as 992 x 480 of 2000 x 1000"
+    assert re.fullmatch(
+        r"6 of 9 .*data\.train .* 8 pixels, 2 .* 500,000 pixels; .*worst\.png \(sample worst\):"
+        r" 2 of 3, .*992 x 480 of 2000 x 1000",
+        describe_small_objects("data.train", [train, other], RESIZE),
     )
     # Where resizing costs none, the picture with most of them.
-    assert describe_small_objects("data.val", [train], RESIZE) == (
-        "3 of 5 objects of data.val are shown with a side under 8 pixels; most in thin.png (sample"
-        " thin): 3 of 4, shown as 992 x 480 of 2000 x 1000"
+    assert re.fullmatch(
+        r"3 of 5 .*data\.val .* 8 pixels; .*thin\.png \(sample thin\): 3 of 4, .*992 x 480 of"
+        r" 2000 x 1000",
+        describe_small_objects("data.val", [train], RESIZE),
     )
     sound = fits("a.jsonl", picture("plain", wide), picture("empty"))
-    assert describe_small_objects("data.val", [sound], RESIZE) == (
-        "no object of data.val (1) is shown with a side under 8 pixels"
+    assert re.fullmatch(
+        r"no .*data\.val \(1\) .* 8 pixels", describe_small_objects("data.val", [sound], RESIZE)
     )
 
 
