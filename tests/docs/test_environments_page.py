@@ -77,7 +77,7 @@ def test_the_file_of_the_page_is_an_environment(folder):
     assert results.metadata.num_errors == 0
     assert results.metrics["all_right"] == [1.0] * 20
     hints = [message["content"] for message in results.completion[0] if message["role"] == "user"]
-    assert hints[0] == "I see no answer. Write it as <answer>first second third ...</answer>."
+    assert "<answer>first second third ...</answer>" in hints[0]
     assert re.fullmatch(r"\d of the words stand right\. Try again\.", hints[1])
 
 
@@ -107,7 +107,8 @@ def test_the_tools_of_the_page_can_be_called(folder):
     client = ScriptedClient([Answer(None, tool_calls=calls), "It is 91.44 cm."])
     results = generated(environment, environment.get_dataset(), client)
     answers = [message["content"] for message in results.completion[0] if message["role"] == "tool"]
-    assert answers == ["no unit mile; there are inch, foot, yard", "91.44"]
+    assert re.search("mile; .*inch, foot, yard", answers[0])
+    assert answers[1:] == ["91.44"]
     assert results.reward == [1.0]
     assert results.metadata.avg_metrics["num_tool_errors"] == 1.0
 

@@ -213,14 +213,13 @@ def test_the_longest_sequence_is_prompt_response_append_behind_the_longest_key_a
     append = longest_append(codec, longer)
     needed = PROMPT + 20 + append + CUT_SLACK
     require(codec, shorter, longer, global_max_length=needed)
-    with pytest.raises(ConfigError) as caught:
-        require(codec, shorter, longer, shorter, global_max_length=needed - 1)
-    assert re.search(
-        rf"^global_max_length: {needed - 1} .* sample longer of data/train\.jsonl: .* {PROMPT} \+"
-        rf" .* 20 .* \+ .* {append} \+ {CUT_SLACK} .* = {needed} .*global_max_length to {needed},"
-        r" .*rollout_matching\.max_new_tokens",
-        str(caught.value),
+    message = (
+        rf"^global_max_length: {needed - 1} .* longer of data/train\.jsonl: .* {PROMPT} \+ .* 20"
+        rf" \(rollout_matching\.max_new_tokens\) \+ .* {append} \+ {CUT_SLACK} .* = {needed} tokens;"
+        rf" .*global_max_length to {needed}, .*rollout_matching\.max_new_tokens, .*the sample$"
     )
+    with pytest.raises(ConfigError, match=message):
+        require(codec, shorter, longer, shorter, global_max_length=needed - 1)
 
 
 @pytest.mark.parametrize("taught", [True, False])
@@ -235,8 +234,8 @@ def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec, 
         )
 
     assert remark(needed) is None
-    assert re.search(
-        rf"^rollout_matching\.max_new_tokens: {needed - 1} .* 1 of the 4 .* data/train\.jsonl, .*"
+    assert re.match(
+        rf"rollout_matching\.max_new_tokens: {needed - 1} .* 1 of the 4 .*data/train\.jsonl, .*"
         rf" {needed} tokens; .* {needed}, ",
         remark(needed - 1),
     )
@@ -254,12 +253,12 @@ def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_an
     assert fitting.measures.rows_K.tolist() == [0, 3]
     before, of_thin, of_token = fitting.samples.skipped
     assert before == "a row"
-    assert of_thin == "data/train.jsonl: images: sample thin has a picture of 3 x 5; crop it"
+    assert re.fullmatch(r"data/train\.jsonl: images: .* thin .* 3 x 5; crop it", of_thin)
     assert "sample token" in of_token
     assert caplog.text.count("bad row skipped: data/train.jsonl") == 2
     first = require(codec, *samples, on_bad_row="skip", most=1)
     assert [kept.sample_id for kept in first.samples] == ["scene"]
-    with pytest.raises(RecordError, match="has no usable row: 2 are bad, the first: a row"):
+    with pytest.raises(RecordError, match=r"no usable row: 2 .*: a row"):
         require(codec, thin, on_bad_row="skip")
 
 
@@ -330,7 +329,7 @@ def test_text_that_resembles_a_token_is_text(codec, desc):
 
 @pytest.mark.parametrize("descs", [(), ("cat",)])
 def test_a_tokenizer_that_changes_the_structure_is_the_checkpoints_fault(descs):
-    with pytest.raises(ConfigError, match=r"model\.path: the tokenizer changes the text"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*tokenizer changes"):
         require(make_codec(add_prefix_space=True), sample(*descs))
 
 

@@ -7,6 +7,7 @@ differs.
 """
 
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -220,7 +221,7 @@ def test_ranks_that_drifted_apart_stop_at_the_next_sync_and_name_the_parameter(
 ):
     for rank, error in enumerate(two_ranks.outcomes(rank_jobs.drifts, ddp_config)):
         assert type(error) is LearnerError
-        assert f"rank {rank} of 2: " in str(error)
+        assert re.search(rf"rank {rank} of 2: .* same weights", str(error))
         assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
@@ -249,7 +250,7 @@ def test_ranks_that_read_other_data_do_not_start(
     for other in (other_data, boxes):
         for error in two_ranks.outcomes(rank_jobs.own_config, [ddp_config, other]):
             assert type(error) is ConfigError
-            assert "data.train: " in str(error)
+            assert re.search(r"data\.train: .* different samples", str(error))
 
 
 IN_THE_ROUND = {"training__packing": False}
@@ -339,8 +340,8 @@ def test_ranks_of_another_model_do_not_start_and_their_weights_are_compared_to_t
         [rank_config(**parallel), rank_config(**parallel, model__path=str(other))],
     ):
         assert type(error) is LearnerError
-        assert "model.language_model.embed_tokens.weight" in str(error)
-        assert "model.path" in str(error)
+        message = r"model\.language_model\.embed_tokens\.weight\. .*model\.path .*every node"
+        assert re.search(message, str(error))
 
 
 @pytest.mark.parametrize(("parallel", "rows"), [(DDP, [6, 1]), (FSDP, [1, 1])], ids=["ddp", "fsdp"])

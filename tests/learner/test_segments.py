@@ -55,14 +55,11 @@ def test_other_images_than_those_of_the_tokens_are_refused_with_both_counts(
     processor, encoder, images, brought, counts
 ):
     two, _ = prompt_of(processor, images[:2])
-    message = (
-        rf"the engine has \[24, 35\] tokens for its images, the learner \[{counts}\]; engines and"
-        r" learner must load the same checkpoint, with the same image size limits"
-    )
+    message = rf"engine .*\[24, 35\] .*learner \[{counts}\]; .*checkpoint, .*image size limits"
     with pytest.raises(ValueError, match=message):
         encoder.encode([images[index] for index in brought], two)
     text = [token_id for token_id in two if not encoder.num_images([token_id])]
-    with pytest.raises(ValueError, match=r"the engine has \[\] tokens for its images, the learner"):
+    with pytest.raises(ValueError, match=r"engine .*\[\] tokens .*images, .*learner"):
         encoder.encode([images[index] for index in brought], text)
 
 

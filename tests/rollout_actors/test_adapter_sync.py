@@ -197,9 +197,8 @@ def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_toke
     assert sync(learner, fresh).mode == "adapter"
     ray.get(fresh.actors["actor-0"].trouble_adapters.remote(IdleAdapter))
     learner.learn(62)
-    with pytest.raises(
-        WeightSyncError, match=r"canary on actor-0: .*effect .* is -?0\.00 times the learner's"
-    ) as caught:
+    message = r"canary on actor-0: .*effect .* -?0\.00 times"
+    with pytest.raises(WeightSyncError, match=message) as caught:
         sync(learner, fresh)
     assert caught.value.quantity == "effect of the adapter"
     ray.get(fresh.actors["actor-0"].trouble_adapters.remote(None))
@@ -214,7 +213,6 @@ def test_an_engine_without_lora_says_what_to_set(
     learner.version = engine_pool.pool.version
     offer = learner.offer_weights()
     assert offer.sends_adapter
-    with pytest.raises(
-        WeightSyncError, match=r"started without LoRA; set rollout_matching.vllm.enable_lora: true"
-    ):
+    message = r"without LoRA; .*rollout_matching\.vllm\.enable_lora: true"
+    with pytest.raises(WeightSyncError, match=message):
         engine_pool.over("actor-0").receive_weights(offer).result()

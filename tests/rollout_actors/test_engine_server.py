@@ -4,6 +4,7 @@ leaves nothing.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -103,9 +104,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     terms = offer.terms
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
         pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=2.0))).result(timeout=30)
-    with pytest.raises(
-        RolloutError, match=r"its sync to version \d+ is running, or did not complete"
-    ):
+    with pytest.raises(RolloutError, match=r"sync to version \d+ .*not complete"):
         pool.generate([learner.request(0)])
     learner.sender.close()  # a sender whose broadcast failed does so itself
     sync_weights(learner, pool)
@@ -124,7 +123,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
         assert one.process.wait(30) == 1
-        assert "has ended (EngineCore was ended by SIGKILL" in one.errors.read_text()
+        assert re.search(r"ended \(EngineCore .*SIGKILL", one.errors.read_text())
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 
@@ -140,7 +139,7 @@ def test_a_stuck_engine_ends_its_server_with_a_message(
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.suspend()
         assert one.process.wait(180) == 1
-        assert "sampled no token" in one.errors.read_text()
+        assert re.search("sampled no token .*stall_s = 10 s", one.errors.read_text())
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 

@@ -123,13 +123,7 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
         sync_weights(learner, pool)
     another = OneServer(StockClient("server-0", server.address(), index=0, expected=settings))
     assert another.start() == 1
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"another run"
-            r" \(rollmatch-unverified\)"
-        ),
-    ):
+    with pytest.raises(RolloutError, match=r"serves no rollouts: .*\(rollmatch-unverified\)"):
         another.generate([request])
     for one in (another, pool):
         learner.sender.close()

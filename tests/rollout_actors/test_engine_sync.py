@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import traceback
@@ -77,10 +78,8 @@ def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(
 ) -> None:
     learner.learn(31)
     engine_pool.arm("actor-0", "corrupt", LANGUAGE_TENSOR)
-    with pytest.raises(
-        WeightSyncError,
-        match=r"verify on actor-0: buckets \[\d+\] of \d+ did not arrive as they were sent",
-    ) as caught:
+    message = r"verify on actor-0: buckets \[\d+\] of \d+ "
+    with pytest.raises(WeightSyncError, match=message) as caught:
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
         "actor-0",
@@ -209,9 +208,8 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_a_new_one_
     assert time.monotonic() - begun_s < timeouts.sync_phase.seconds / 2
     first, second = tries
     assert isinstance(first.exception(), WeightSyncError)
-    assert "pause on doomed: its process has ended (EngineCore was ended by SIGKILL" in str(
-        first.exception()
-    )
+    message = r"pause on doomed: .*ended \(EngineCore .*SIGKILL"
+    assert re.search(message, str(first.exception()))
     assert second.exception() is None
     (rollout,) = generated(pool, [learner.request(1)])
     assert rollout.response_token_ids == learner.greedy(learner.request(1))[0]

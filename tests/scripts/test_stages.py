@@ -25,7 +25,7 @@ def test_stages_are_named_as_they_begin_and_what_is_left_out_at_the_end():
         "stage 2 of 2: two",
     ]
     assert lines.index("first") < lines.index("second")
-    assert lines[-1] == "   left out: the rest: make test-all"
+    assert lines[-1].endswith(": the rest: make test-all")
 
 
 def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_the_end():

@@ -31,13 +31,13 @@ def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
     """decode_batch_size 1, S = 2 and W = 4, on one server or two: guidance to add devices, to use
     fewer ranks or to raise the cap.
     """
+    message = (
+        "decode_batch_size 1 x 2 rollout devices .* 4 learner ranks; .*decode_batch_size to at"
+        " least 2, .*devices, .*fewer learner ranks$"
+    )
     for world_sizes in ([2], [1, 1]):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             chunk_size(1, world_sizes, 4)
-        assert re.search(
-            "^decode_batch_size 1 x 2 .* 4 .*; .*decode_batch_size to at least 2, .*devices, .*ranks$",
-            str(error.value),
-        )
 
 
 def test_a_rank_asks_for_its_part_of_what_the_devices_decode_at_a_time():
@@ -99,7 +99,7 @@ def test_the_shares_of_the_ranks_have_whole_groups_and_the_first_have_one_more()
 
 def test_a_total_that_is_no_whole_groups_is_a_programmers_error():
     """The configuration is refused before (`shared.config.checks.algorithm`)."""
-    with pytest.raises(AssertionError, match=r"30 .* group size 8"):
+    with pytest.raises(AssertionError, match=r"30 .*multiple .* 8"):
         rank_share(30, 2, 0, together=8)
 
 
@@ -172,7 +172,7 @@ def test_a_rank_asks_for_as_many_whole_groups_as_there_is_room_for_and_for_one_a
 
 
 def test_a_group_does_not_make_up_for_devices_that_are_fewer_than_the_learner_ranks():
-    with pytest.raises(ValueError, match=r"decode_batch_size 1 x 2 .* 4 "):
+    with pytest.raises(ValueError, match=r"decode_batch_size 1 x 2 .* 4 learner"):
         round_chunk(1, [2], 4, together=8)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import struct
 import zlib
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from learner.data.samples import header_size, image_size
-from shared.data.limits import MAX_LINE_BYTES, MAX_PIXELS, FileLine, file_lines, read_file
+from shared.data.limits import MAX_LINE_BYTES, MAX_PIXELS, file_lines, read_file
 from shared.dataset import load_dataset
 from shared.errors import MAX_SHOWN, RecordError
 from shared.prompts import open_picture
@@ -50,11 +51,17 @@ def test_a_line_that_is_too_long_is_refused_with_its_place_size_and_limit(load):
 def test_a_line_at_the_limit_is_read_and_places_are_those_of_the_file(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"a" * 8 + b"\r\n\n" + b"b" * 20 + b"\n" + b"c" * 9)
-    assert list(file_lines(path, "LIMIT", 8)) == [
-        FileLine(1, 0, b"a" * 8, 10, None),
-        FileLine(3, 11, b"b" * 10, 21, "has 21 bytes, more than LIMIT = 8 (shared/data/limits.py)"),
-        FileLine(4, 32, b"c" * 9, 9, "has 9 bytes, more than LIMIT = 8 (shared/data/limits.py)"),
+    lines = list(file_lines(path, "LIMIT", 8))
+    assert [line[:-1] for line in lines] == [
+        (1, 0, b"a" * 8, 10),
+        (3, 11, b"b" * 10, 21),
+        (4, 32, b"c" * 9, 9),
     ]
+    assert lines[0].problem is None
+    for line in lines[1:]:
+        assert re.search(
+            rf" {line.size} bytes, .*LIMIT = 8 \(shared/data/limits\.py\)", line.problem
+        )
 
 
 @pytest.mark.parametrize(

@@ -232,15 +232,13 @@ def test_an_image_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> N
 def test_a_pipe_in_place_of_a_picture_is_refused_and_not_opened(tmp_path: Path) -> None:
     """Nobody writes into it: whoever opened it would wait for ever."""
     os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(
-        RecordError, match=r"^images\[0\]: cannot read .*a\.png: it is a named pipe, .*; correct"
-    ):
+    with pytest.raises(RecordError, match=r"^images\[0\]: .*a\.png: .*named pipe, .*; correct"):
         load_record(row(), root=tmp_path)
     unchecked = load_record(row(), root=tmp_path, require_images=False)
-    with pytest.raises(RecordError, match=r"a\.png: it is a named pipe, not a file; restore the"):
+    with pytest.raises(RecordError, match=r"a\.png: .*named pipe, .*; restore"):
         unchecked.with_image_data()
     (tmp_path / "device.png").symlink_to("/dev/zero")
-    with pytest.raises(RecordError, match=r"device\.png: it is a device, not a file"):
+    with pytest.raises(RecordError, match=r"device\.png: .* a device, "):
         load_record(row(images=["device.png"]), root=tmp_path)
 
 

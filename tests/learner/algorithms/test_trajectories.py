@@ -578,7 +578,7 @@ def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
 
 def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
     teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
-    with pytest.raises(RolloutError, match=r"teacher .*environment\.teacher"):
+    with pytest.raises(RolloutError, match=r"no teacher .*environment\.teacher"):
         Learned(config(environment__teacher=teacher))
 
 

@@ -106,7 +106,5 @@ def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_t
     )
     assert type(first) is type(second) is RolloutError
     for position, error in ((0, first), (2 * GROUP, second)):
-        assert re.search(
-            rf"all 12 rollouts of step 1 .* position {position} .*ZeroDivisionError: no such luck;",
-            str(error),
-        )
+        message = rf"all 12 .*step 1 .*position {position} .*ZeroDivisionError: no such luck; "
+        assert re.search(message, str(error))

@@ -59,21 +59,20 @@ def test_objects_that_are_shown_under_8_pixels_are_counted_with_the_worst_pictur
     polygon = truth(0, 0, 500, 0, 500, 14)  # 14 and 6.7
     train = fits("a.jsonl", picture("plain", wide), picture("thin", *[thin_in_file] * 3, wide))
     other = fits("b.jsonl", picture("worst", wide, halved, thin_in_file), picture("one", polygon))
-    line = describe_small_objects("data.train", [train, other], RESIZE)
-    assert re.search(
-        r"^6 of 9 .* data\.train .* 8 pixels, 2 .* 500,000 pixels; .* worst\.png .*: 2 of 3,"
-        " .* 992 x 480 of 2000 x 1000$",
-        line,
+    assert re.fullmatch(
+        r"6 of 9 .*data\.train .* 8 pixels, 2 .* 500,000 pixels; .*worst\.png \(sample worst\):"
+        r" 2 of 3, .*992 x 480 of 2000 x 1000",
+        describe_small_objects("data.train", [train, other], RESIZE),
     )
     # Where resizing costs none, the picture with most of them.
-    line = describe_small_objects("data.val", [train], RESIZE)
-    assert re.search(
-        r"^3 of 5 .* data\.val .* 8 pixels; .* thin\.png .*: 3 of 4, .* 992 x 480 of 2000 x 1000$",
-        line,
+    assert re.fullmatch(
+        r"3 of 5 .*data\.val .* 8 pixels; .*thin\.png \(sample thin\): 3 of 4, .*992 x 480 of"
+        r" 2000 x 1000",
+        describe_small_objects("data.val", [train], RESIZE),
     )
     sound = fits("a.jsonl", picture("plain", wide), picture("empty"))
-    assert describe_small_objects("data.val", [sound], RESIZE).startswith(
-        "no object of data.val (1)"
+    assert re.fullmatch(
+        r"no .*data\.val \(1\) .* 8 pixels", describe_small_objects("data.val", [sound], RESIZE)
     )
 
 

@@ -187,7 +187,7 @@ def test_kept_rows_are_those_that_fit(folder):
     ]
     assert (part.skipped, part.path) == (("a row",), dataset.path)
     assert isinstance(replace(part)[0], Sample)
-    with pytest.raises(RecordError, match="has no usable row: 1 are bad, the first: a row"):
+    with pytest.raises(RecordError, match=r"no usable row: 1 .*: a row"):
         dataset.keep(np.array([], dtype=int), ("a row",))
 
 

@@ -19,17 +19,12 @@ def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
     monkeypatch.chdir(tmp_path)
     name = Path("Qwen/Qwen3-VL-4B-Instruct")
     (problem,) = checkpoint_problems(name if given == "relative" else tmp_path / name)
-    assert problem.startswith(
-        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and this command does not"
-        " download models; "
-    )
+    assert problem.startswith("model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, ")
     download = (
         "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"
     )
-    assert (
-        f"download it ({download}) and set model.path=models/Qwen3-VL-4B-Instruct, else set"
-        " model.path to a folder" in problem
-    )
+    assert download in problem
+    assert " model.path=models/Qwen3-VL-4B-Instruct, " in problem
     (problem,) = checkpoint_problems(Path("Qwen/some@v1.0"))
     assert "hf download Qwen/some --revision v1.0 --local-dir models/some`" in problem
 
@@ -105,5 +100,5 @@ def test_every_end_token_that_the_files_name_ends_an_answer(tmp_path, config, ge
 def test_an_end_token_outside_the_vocabulary_is_refused_with_its_file(tmp_path, value):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ConfigError, match=r"model\.path: .*generation_config\.json has eos_token"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*generation_config\.json .*eos_token"):
         end_token_ids(tmp_path, num_tokens=10, special_ids={0, 2})

@@ -2,6 +2,7 @@
 (decision 14).
 """
 
+import re
 import socket
 
 import pytest
@@ -104,4 +105,4 @@ def test_errors_of_several_ranks_say_which_rank_they_are_of(two_ranks, rank_conf
             "the sum is the same on every rank, and so is what becomes of it"
         )
         assert error.phase == "update"
-        assert f"rank {rank} of 2: step 2: the gradient norm is nan" in str(error)
+        assert re.search(rf"rank {rank} of 2: step 2: .*norm is nan\b", str(error))

@@ -66,7 +66,7 @@ def test_a_model_that_changes_logits_after_its_head_in_an_unknown_way_is_refused
         output.logits = output.logits / 2
 
     model.register_forward_hook(halve)
-    with pytest.raises(ConfigError, match="a packed row of three segments does not compute"):
+    with pytest.raises(ConfigError, match=r"packed row .*model\.attention=eager"):
         check_packed_rows(model, "here", "float32", lambda score: score())
 
 
@@ -92,7 +92,7 @@ def test_other_models_are_refused_by_their_type_with_the_reason(kind, reason):
 
 def test_a_text_model_is_refused_where_images_are_read():
     problem = model_type_problem(Path("here"), CONFIG_MAPPING["llama"]())
-    assert problem is not None and "qwen2_5_vl, " in problem
+    assert problem is not None and re.search("llama .* no images; .*qwen2_5_vl, ", problem)
 
 
 def test_capped_scores_of_attention_are_computed_by_eager_and_never_dropped(tmp_path):
@@ -110,7 +110,7 @@ def test_attention_with_dropout_is_refused_before_weights_are_loaded(tmp_path):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
     (folder / "model.safetensors").write_bytes(b"not read")
-    with pytest.raises(ConfigError, match=r"has dropout, .* set it to 0 in config\.json"):
+    with pytest.raises(ConfigError, match=r"dropout, .* 0 in config\.json"):
         load_tokens(trajectory_config(folder, tmp_path / "run"))
 
 

@@ -169,13 +169,8 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         sender = make_sender(ReceiverGroup(1), ReceiverGroup(1, port))
-        with pytest.raises(
-            ConfigError,
-            match=(
-                rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of"
-                r" 127.0.0.1 cannot be opened"
-            ),
-        ):
+        key = r"rollout_matching\.vllm\.server\.servers\[1\]\.group_port"
+        with pytest.raises(ConfigError, match=rf"{key}: port {port} of 127\.0\.0\.1 "):
             sender.offer(1, QUESTION, score)
     assert sender.offer(1, QUESTION, score).terms.groups[1].port == port, "free again"
 
@@ -373,10 +368,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason(
     offer = sender.offer(1, QUESTION, fail)
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(receive, offer.terms)
-        with pytest.raises(
-            LearnerError,
-            match="canary on the learner: the canary failed: RuntimeError: out of memory",
-        ):
+        with pytest.raises(LearnerError, match=r"canary .*learner: .*RuntimeError: out of memory"):
             sender.send(offer)
         with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
             receiving.result(timeout=60)
@@ -394,13 +386,8 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
     offer = sender.offer(1, QUESTION, score_slowly)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(receive, offer.terms)
-        with pytest.raises(
-            WeightSyncError,
-            match=(
-                r"canary on learner: the learner's canary took [1-9]\d*\.\d s, but"
-                r" timeouts.sync_phase_s = 2 s"
-            ),
-        ):
+        message = r"canary on learner: .* [1-9]\d*\.\d s, .*timeouts\.sync_phase_s = 2 s"
+        with pytest.raises(WeightSyncError, match=message):
             sender.send(offer)
 
 

@@ -314,8 +314,6 @@ def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
 ) -> None:
     """vLLM's communicator does nothing then, and the engines would wait for it."""
     monkeypatch.setattr(FakeCommunicator, "has_nccl", False)
-    with pytest.raises(
-        WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"
-    ):
+    with pytest.raises(WeightSyncError, match=r"rendezvous .*learner: .*VLLM_NCCL_SO_PATH"):
         sender.send(sender.offer(1, QUESTION, lambda: LOGPROBS))
     assert [each.sent for each in opened] == [[]]

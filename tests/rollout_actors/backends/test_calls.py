@@ -198,7 +198,7 @@ def test_the_end_of_a_round_ends_the_wait_and_nobody_is_heard_outside_of_one() -
         batch = round_.batch()
         round_.calls.close()
         assert await batch == []
-        with pytest.raises(RolloutError, match=r"sample sample .*round"):
+        with pytest.raises(RolloutError, match=r"sample sample .*outside of a round"):
             await round_.ask(0)
 
     played(play())

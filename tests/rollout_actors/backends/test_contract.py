@@ -474,7 +474,7 @@ def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(und
     assert caught.value.size > 1e-4
     assert under.backend.version == served
     (request,) = requests_of(under, [0])
-    with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
+    with pytest.raises(RolloutError, match=r"serves no rollouts: .*sync to version"):
         under.backend.generate([request])
     assert under.sync().version == under.learner.version
     (rollout,) = under.backend.generate([request])

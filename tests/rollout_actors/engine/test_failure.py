@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_sta
         f"EngineCore: ValueError: {SMALL_CACHE} (gpu_memory_utilization is"
         " rollout_matching.vllm.gpu_memory_utilization, or "
     )
-    assert "rollout_matching.vllm.max_model_len, or global_max_length" in why
+    keys = r"max_model_len is rollout_matching\.vllm\.max_model_len, .*global_max_length"
+    assert re.search(keys, why)
     assert story.startswith("Traceback") and f"ValueError: {SMALL_CACHE}" in story
 
 
@@ -227,5 +229,4 @@ def test_the_run_is_told_why_the_engine_has_ended_and_its_whole_story(kind):
     raised = RayTaskError("generate", "Traceback ...", cause)
     error = RayCall("generate", None, "", kind).translate_error("rollout-actor-1", raised)
     assert isinstance(error, kind)
-    reason = "its process has ended (EngineCore: ValueError: no room)"
-    assert error.message == f"{reason}; check its log and the machine's memory"
+    assert re.search(r"ended \(EngineCore: ValueError: no room\); .*log .*memory", error.message)

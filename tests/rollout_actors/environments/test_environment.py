@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 import json
+import re
 
 import openai
 import pytest
@@ -211,7 +212,7 @@ def test_an_evaluation_is_saved_by_row_with_its_metadata_and_without_columns_tha
     columns = ["timing.total_ms", "timing.totl_ms"]
     env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(said_the_answer))
     evaluated(env, save_path=folder, state_columns=columns, rollouts_per_example=3)
-    assert "timing.totl_ms" in caplog.text
+    assert re.search(r"state_columns: .* timing\.totl_ms; ", caplog.text)
     saved = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert [row["example_id"] for row in saved] == [0, 0, 0, 1, 1, 1]
     assert all("timing.total_ms" in row and "timing.totl_ms" not in row for row in saved)
@@ -270,5 +271,5 @@ def test_a_dataset_has_columns_by_name():
     assert examples.column_names == ["prompt", "example_id", "task", "answer"]
     assert (examples["answer"], examples["example_id"]) == (["q0", "q1"], [0, 1])
     assert examples["prompt"][1][0] == {"role": "system", "content": "Hi."}
-    with pytest.raises(KeyError, match="no column 'question'; there are prompt, example_id"):
+    with pytest.raises(KeyError, match=r"no column 'question'; .*prompt, example_id"):
         examples["question"]

@@ -227,9 +227,7 @@ def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_cou
     assert (metadata.avg_metrics["one_point"], metadata.avg_metrics["picky"]) == (1.0, 1.0)
     assert results.metrics["picky"] == [1.0, None]
     assert metadata.num_reward_errors == {"picky": 1}
-    assert re.search(
-        "picky failed for 1 of 2 rollouts, .* example 1: RuntimeError: no idea", caplog.text
-    )
+    assert re.search("picky .* 1 of 2 .*example 1: RuntimeError: no idea", caplog.text)
 
 
 # What an environment of a user's may get wrong, or do otherwise

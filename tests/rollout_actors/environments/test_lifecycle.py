@@ -291,7 +291,7 @@ def test_a_group_whose_own_marked_method_nobody_would_call_is_refused(mark):
         def own(self, state):
             return False
 
-    with pytest.raises(TypeError, match=r"own: .*EnvGroup .*@stop or @cleanup"):
+    with pytest.raises(TypeError, match=r"^own: .*EnvGroup .*@stop or @cleanup"):
         Marked([Talk()])
 
 
@@ -444,7 +444,7 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
 
     first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(says_a)).state
     assert first["error"] is None
-    assert re.search(r"TimeoutError: cleanup .* cleanup_timeout_s = 0\.1 s", second["error"])
+    assert re.search(r"TimeoutError: cleanup .*cleanup_timeout_s = 0\.1 s; ", second["error"])
 
 
 @pytest.mark.slow

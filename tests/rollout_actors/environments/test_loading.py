@@ -93,14 +93,13 @@ def test_an_installed_entry_point_is_loaded_by_its_name(here, value):
 
 
 def test_a_wrong_name_lists_what_there_is():
-    with pytest.raises(ValueError) as caught:
-        load_environment("aritmetic")
-    assert str(caught.value) == (
-        "no environment 'aritmetic' (did you mean arithmetic?); use arithmetic,"
-        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, a module or .py"
-        " file that has load_environment(**args), or an environment of another library by its"
-        " prefix: gym:NAME, openenv:URL, verifiers:NAME"
+    names = "arithmetic, copy_digits, grounding, guess_number, hidden_digit, key_value_store"
+    message = (
+        rf"no environment 'aritmetic' \(.* arithmetic\?\); .*{names}, .*\.py .*load_environment\("
+        r".* gym:NAME, openenv:URL, verifiers:NAME$"
     )
+    with pytest.raises(ValueError, match=message):
+        load_environment("aritmetic")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,5 @@ def test_what_is_no_environment_is_refused(here, name, source, problem):
 
 def test_wrong_arguments_are_named_with_those_that_there_are(here):
     (here / "mine.py").write_text(FILE)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^mine: .*'stop'; .*\(size, step=1\)$"):
         load_environment("mine", size=3, stop=1)
-    assert str(caught.value) == (
-        "mine: got an unexpected keyword argument 'stop'; load_environment takes (size, step=1)"
-    )

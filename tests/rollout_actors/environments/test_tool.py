@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from functools import partial, update_wrapper
 from typing import Annotated, Any, Literal
@@ -263,10 +264,9 @@ def test_a_partial_is_told_as_what_it_wraps_without_what_it_binds():
 )
 def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
     both = {"width": 2, "height": 1}
-    assert contents_after([("area", {"width": 2}), ("area", both)], tools=[tool]) == [
-        "10",
-        "the arguments of area are wrong: height: Extra inputs are not permitted",
-    ]
+    right, wrong = contents_after([("area", {"width": 2}), ("area", both)], tools=[tool])
+    assert right == "10"
+    assert re.search("arguments of area .*: height: Extra inputs", wrong)
 
 
 # Turns
@@ -278,9 +278,10 @@ def test_a_tool_that_is_removed_is_neither_shown_nor_called_any_more():
     assert environment.tool_map == {"echo": echo}
     client = calls(("area", {"width": 2}))
     state = rolled_out(environment, ROW, client)
-    assert contents(state) == ["there is no tool area; there are echo"]
+    (content,) = contents(state)
+    assert re.search("no tool area; .*echo", content)
     assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == ["echo"]
-    with pytest.raises(ValueError, match=r"area .*; .*echo"):
+    with pytest.raises(ValueError, match=r"tool area .*exist; .*echo"):
         environment.remove_tool(area)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from functools import partial
@@ -191,10 +192,9 @@ class TestBodies:
             # To the end, which the server makes.
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"no more of the body arrived within 0.2 s after 4 bytes; send it again" in answer
-        assert [record.getMessage() for record in caplog.records] == [
-            "a caller of '/infer/' stalled for 0.2 s after 4 bytes of its body"
-        ]
+        assert re.search(rb"body .* 0\.2 s .* 4 bytes; send it again", answer)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert re.search(r"'/infer/' stalled .* 0\.2 s .* 4 bytes", line)
 
     @pytest.mark.slow
     def test_a_body_that_ends_half_sent_is_a_line_in_the_log_and_no_error_of_the_server(
@@ -231,9 +231,9 @@ class TestBodies:
             return [message["status"] for message in sent if "status" in message]
 
         assert [asyncio.run(call()) for _ in range(3)] == [[499]] * 3
-        assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [
-            ("a caller of '/infer/' disconnected after 4 bytes of its body", None)
-        ] * 3
+        assert [record.exc_info for record in caplog.records] == [None] * 3
+        for record in caplog.records:
+            assert re.search("'/infer/' disconnected .* 4 bytes", record.getMessage())
 
 
 def connect(caller):

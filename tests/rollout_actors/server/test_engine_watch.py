@@ -99,7 +99,7 @@ def given_up_s(tmp_path):
 
     yield watch
     for message in told:
-        assert "stall_s = 60 s" in message
+        assert " stall_s = 60 s; " in message
 
 
 def test_an_engine_that_neither_samples_nor_answers_is_given_up_after_the_limit(given_up_s):

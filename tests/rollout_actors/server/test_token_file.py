@@ -45,15 +45,13 @@ def test_a_folder_that_is_open_is_closed_and_one_that_is_a_link_is_refused(cache
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     file.parent.rename(tmp_path / "elsewhere")
     file.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(
-        ConfigError, match=r"token: .*/servers is a link or belongs to another user; "
-    ):
+    with pytest.raises(ConfigError, match=r"token: .*/servers .*link .*XDG_CACHE_HOME"):
         write_token(file)
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(cache):
     cache.write_text("a file")
-    with pytest.raises(ConfigError, match=r"token: cannot write .*\(Not a directory\); set XDG_"):
+    with pytest.raises(ConfigError, match=r"token: .*\(Not a directory\); .*XDG_CACHE_HOME"):
         write_token(token_file("127.0.0.1", 8000))
 
 

@@ -7,6 +7,7 @@ config".
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 import pytest
@@ -131,15 +132,10 @@ def test_a_config_without_one_of_its_keys_is_refused(name, key):
 def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indices(name):
     changed = ENTRIES[name] | {"wieght": 1.0, "config": CONFIGS[name] | {"unknown": 1.0}}
     keys = [*CONFIGS[name], *OPTIONAL.get(name, [])]
-    known = (
-        f"the keys here are {', '.join(keys)}"
-        if keys
-        else "remove it, because there are no keys here"
-    )
-    assert sorted(problems(lists_with(name, changed))) == [
-        f"{path(name)}.config.unknown: is not a known key; {known}",
-        f"{path(name)}.wieght: is not a known key; did you mean 'weight'?",
-    ]
+    known = f" {', '.join(keys)}$" if keys else "remove it"
+    in_config, in_entry = sorted(problems(lists_with(name, changed)))
+    assert re.match(rf"{re.escape(path(name))}\.config\.unknown: .*known key; .*{known}", in_config)
+    assert re.match(rf"{re.escape(path(name))}\.wieght: .*known key; .*'weight'", in_entry)
 
 
 @pytest.mark.parametrize(

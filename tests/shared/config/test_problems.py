@@ -22,13 +22,11 @@ from shared.errors import ConfigError
 def test_a_problem_quotes_what_a_key_means_its_default_and_the_keys_of_a_section():
     """The table of cases leaves these out."""
     (line,) = problems({"timeouts.learn_s": 0})
-    assert "; change it (Seconds for learning one round" in line
+    assert "(Seconds for learning one round" in line
     assert line.endswith("; without the key it is 600.0)")
-    assert (
-        "; add it, for example `seed: 17` (Seed of the run" in problems({"training.seed": ...})[0]
-    )
-    assert "; write its keys (seed, max_steps, " in problems({"training": []})[0]
-    assert "; the keys here are pipeline, rollout_backend, " in problems({f"{MATCHING}.abc": 1})[0]
+    assert "`seed: 17` (Seed of the run" in problems({"training.seed": ...})[0]
+    assert "(seed, max_steps, " in problems({"training": []})[0]
+    assert " pipeline, rollout_backend, " in problems({f"{MATCHING}.abc": 1})[0]
 
 
 def overlaps(a: str, b: str) -> bool:

@@ -142,15 +142,15 @@ print("imported:", *sorted(set({SLOW_MODULES!r}.split()) & set(sys.modules)))
         check=True,
     )
     lines = done.stdout.splitlines()
-    assert f"{MATCHING}.unknown_rollout_key: is not a known key; the keys here are " in done.stdout
+    message = rf"{MATCHING}\.unknown_rollout_key: .*known key; .*pipeline, "
+    assert re.search(message, done.stdout)
     assert lines[-1] == "imported:"
 
 
 def test_unknown_nested_decoding_key_fails_before_execution():
     path = f"{MATCHING}.decoding.unknown_decoding_key"
-    assert problems({path: 1}) == [
-        f"{path}: is not a known key; the keys here are temperature, top_p, top_k, stop"
-    ]
+    (line,) = problems({path: 1})
+    assert re.match(rf"{path}: .*known key; .* temperature, top_p, top_k, stop$", line)
 
 
 PAIRS = {

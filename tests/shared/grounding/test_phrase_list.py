@@ -229,7 +229,7 @@ def test_an_append_goes_on_in_the_phrase_that_is_open_or_closes_it(prefix, added
 
 @pytest.mark.parametrize("prefix", [CAT, f"{OPEN_CAT},", "{", phrase("cat")[:-11]])
 def test_nothing_is_appended_where_no_phrase_is_open(prefix: str) -> None:
-    with pytest.raises(ValueError, match="open phrase"):
+    with pytest.raises(ValueError, match=r"open phrase; .*ParsedRollout\.prefix_text"):
         REX.layout_append(prefix, [], start_index=1)
 
 

@@ -133,7 +133,7 @@ def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token
         probe.check("actor", ids, engines(everywhere=1.01 * mean))
     with pytest.raises(
         WeightSyncError,
-        match=rf"3 of 100 .*differ .*{beyond:g}, first at token 1 ",
+        match=rf"3 of 100 .* more than {beyond:g}, .*token 1 ",
     ):
         probe.check("actor", ids, engines(some=1.01 * beyond, num_some=3))
 
@@ -143,9 +143,7 @@ def test_of_a_short_probe_too_two_tokens_may_be_anything() -> None:
     short = CanaryProbe(ids, (), ids, LEARNERS[:39], tolerance=None)
     found = short.check("actor", ids, engines(some=0.6, num_some=2)[:39])
     assert found.largest == pytest.approx(0.6)
-    with pytest.raises(
-        WeightSyncError, match=r"3 of 39 log-probabilities differ by more than 0\.5"
-    ):
+    with pytest.raises(WeightSyncError, match=r"3 of 39 .* more than 0\.5"):
         short.check("actor", ids, engines(some=0.6, num_some=3)[:39])
 
 

@@ -340,13 +340,8 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
             ended.set_exception(error)
 
     threading.Thread(target=in_a_thread, daemon=True).start()
-    with pytest.raises(
-        WeightSyncError,
-        match=(
-            rf"wire on {who}: no answer from the {who} after the limits of all phases"
-            r" \(timeouts\.sync_phase_s\)"
-        ),
-    ):
+    message = rf"wire on {who}: .*all phases \(timeouts\.sync_phase_s\)"
+    with pytest.raises(WeightSyncError, match=message):
         ended.result(timeout=60)  # which only ends a test that hangs
     assert side.num_done == 0
 

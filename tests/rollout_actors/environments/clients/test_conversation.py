@@ -260,7 +260,7 @@ def test_plain_text_behind_a_stop_token_is_a_split():
 def test_a_plain_prompt_that_is_overlong_or_no_text_is_told():
     create = conversation_over(ScriptedEngines([]), TOKENIZER, max_model_len=1).completions.create
     assert asyncio.run(create(model="m", prompt="Once upon")).id == OVERLONG
-    with pytest.raises(ValueError, match="prompt: must be one text, got list"):
+    with pytest.raises(ValueError, match=r"^prompt: .*text, .*list"):
         asyncio.run(create(model="m", prompt=["Once"]))
 
 

@@ -161,13 +161,8 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(en
     )
 
     async def late() -> None:
-        with pytest.raises(
-            RolloutError,
-            match=(
-                r"generate on actor-1: no answer from actor-1 after timeouts.generate_s = 0.1 s;"
-                r" check the engine's log"
-            ),
-        ):
+        message = r"generate on actor-1: .*timeouts\.generate_s = 0\.1 s; .*log"
+        with pytest.raises(RolloutError, match=message):
             await engines.generate(0, request)
         await until(lambda: ray.get(actor.requests_and_tokens.remote())[0] == 0)
 

@@ -164,7 +164,7 @@ def test_what_an_engine_that_cannot_be_reached_was_asked_is_asked_of_the_next_on
     _, (_, first), (_, again), (_, last) = engines.requests
     assert first == again == last
     assert last.seed == request_seed(7, 3, 5, 1)
-    assert re.search("failed 2 times; .* sample 0", caplog.text)
+    assert re.search("failed 2 times; .*next engine .*sample 0", caplog.text)
 
 
 def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_so():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from environment_support import assistant, generated, user
@@ -56,15 +57,10 @@ def test_a_rollout_is_a_session_whose_rewards_are_summed(url):
 @pytest.mark.long
 def test_an_action_that_the_server_refuses_is_told_and_one_that_fails_fails_the_rollout(url):
     state, calls = played(url, ["x" * 1001, "a", "fail"])
-    assert calls[1].text == (
-        "The environment does not take this action: text: String should have at most 1000"
-        f" characters. {FORM}"
-    )
+    assert re.search(rf"action: text: .* 1000 .*{re.escape(FORM)}$", calls[1].text)
     assert len(calls) == 3
-    assert state["error"] == (
-        f"RuntimeError: openenv:{url}: step failed with EXECUTION_ERROR: told to fail; read"
-        " the server's log"
-    )
+    message = rf"RuntimeError: openenv:{url}: step .*EXECUTION_ERROR: told to fail; .*server's log"
+    assert re.match(message, state["error"])
 
 
 @pytest.mark.long
@@ -93,7 +89,7 @@ def test_a_server_without_a_session_left_is_named_with_what_to_set(url):
             for episode in episodes:
                 await episode.close()
 
-    with pytest.raises(ConnectionError, match=r"has no free session .*max_concurrent_envs"):
+    with pytest.raises(ConnectionError, match=r"no free session .*max_concurrent_envs"):
         asyncio.run(open_too_many())
     assert played(url, ["a", "b"])[0]["error"] is None, "all were given back"
 
@@ -105,7 +101,7 @@ def test_an_answer_that_is_late_is_named_with_its_key(url):
         episode = OpenEnvEpisode(server)
         await episode.reset(0)
         server.timeout_s = 0.1
-        late = r"no answer to step after environment.args.timeout_s = 0.1 s; read the server"
+        late = r"step .*environment\.args\.timeout_s = 0\.1 s; .*server"
         with pytest.raises(TimeoutError, match=late):
             await episode.step("sleep")
         with pytest.raises(TimeoutError, match=r"has not closed the session"):

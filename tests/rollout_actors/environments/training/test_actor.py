@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -306,7 +307,7 @@ def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_co
     assert mended.join_replacements()
     first, second = mended.pop_replaced()
     assert [first.actor, second.actor] == ENGINES
-    assert "no answer from rollout-actor-1 after timeouts.stall_s = 2 s" in second.reason
+    assert re.search(r"rollout-actor-1 .*timeouts\.stall_s = 2 s", second.reason)
     assert_answers(mended, settings)
     assert not mended.join_replacements(), "environments ask the new ones"
 

@@ -48,7 +48,7 @@ def test_only_a_bounded_number_of_batches_is_ahead_and_a_result_makes_room():
     with batches_by(max_ahead=1) as batches:
         batches.submit(0, rows(1))
         batches.submit(1, rows(1))
-        full = "batch 2: 2 are submitted and max_ahead is 1; fetch the result of 0 first"
+        full = "batch 2: 2 .*max_ahead is 1; .*result of 0"
         with pytest.raises(RuntimeError, match=full):
             batches.submit(2, rows(1))
         with pytest.raises(ValueError, match="batch 0 is submitted already"):
@@ -56,7 +56,7 @@ def test_only_a_bounded_number_of_batches_is_ahead_and_a_result_makes_room():
         batches.result(0, 60)
         batches.submit(2, rows(1))
         assert batches.result(2, 60).reward == [1.0]
-    with pytest.raises(ValueError, match="max_ahead: must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"max_ahead: .* 0 or more, .*-1"):
         batches_by(max_ahead=-1)
 
 
@@ -67,7 +67,7 @@ def test_an_error_of_a_batch_is_delivered_with_its_result_and_the_next_one_goes_
         with pytest.raises(ValueError, match="neither prompt nor question"):
             batches.result(0, 60)
         assert batches.result(1, 60).reward == [1.0]
-        with pytest.raises(ValueError, match="batch 0 "):
+        with pytest.raises(ValueError, match=r"batch 0 is not submitted; .*none"):
             batches.result(0, 60)
 
 
@@ -94,7 +94,7 @@ def test_closing_cancels_what_is_under_way_and_its_rollouts_clean_up():
     batches.close(timeout_s=60)
     thread.join(60)
     assert (sorted(released), client.num_cancelled, refused) == ([0, 1], 2, [True])
-    with pytest.raises(RuntimeError, match=r"batch 0 .*closed"):
+    with pytest.raises(RuntimeError, match=r"batch 0 .*not generated: .*closed"):
         batches.result(0)
     with pytest.raises(RuntimeError, match="batch 1: the generator is closed"):
         batches.submit(1, rows(1))

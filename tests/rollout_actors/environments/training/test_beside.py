@@ -201,7 +201,7 @@ def test_a_round_that_is_under_way_when_the_run_ends_cleans_up_first(
         assert round_.is_alive()
     backend.close()
     round_.join(60)
-    assert "closed before" in str(ended[0])
+    assert "was closed" in str(ended[0])
     assert noted(log)[-1] == "torn down"
     assert len(noted(log)) == 9
     assert engine.is_closed

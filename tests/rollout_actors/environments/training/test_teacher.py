@@ -198,14 +198,14 @@ def test_it_is_asked_for_each_example_as_far_as_it_is_learned_and_so_many_at_a_t
 def test_an_answer_that_fails_is_asked_for_once_more_and_then_ends_the_run() -> None:
     assert score(FakeTeacher(TOKENIZER, troubles=[500]), EXAMPLE)[0].teacher_logprobs is not None
     again = FakeTeacher(TOKENIZER, troubles=[500, 500])
-    problem = "score on teacher: http://.* failed 2 times, last with: HTTP 500: no such luck; check"
+    problem = "score on teacher: http://.* 2 times, .*HTTP 500: no such luck; "
     with pytest.raises(RolloutError, match=problem):
         score(again, EXAMPLE)
     refused = FakeTeacher(TOKENIZER, troubles=[404])
-    with pytest.raises(RolloutError, match="refused 3 token ids: HTTP 404: no such luck; check"):
+    with pytest.raises(RolloutError, match="3 token ids: HTTP 404: no such luck; "):
         score(refused, EXAMPLE)
     assert [len(one.bodies) for one in (again, refused)] == [2, 1]
-    with pytest.raises(RolloutError, match=r"HTTP 401: .* key in environment\.teacher\.token_env$"):
+    with pytest.raises(RolloutError, match=r"HTTP 401: .*environment\.teacher\.token_env$"):
         score(FakeTeacher(TOKENIZER, troubles=[401]), EXAMPLE)
 
 
@@ -293,14 +293,14 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_first_token_that_di
     problem = r"Token id \d+ is out of vocabulary; .*environment\.teacher\.model has the vocabulary of model\.path"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER) - 1)))
-    problem = r"reads token id .* as .*, but model\.path as .*: a teacher needs the student's vocab"
+    problem = r"token id .* as .*, .*model\.path as .*: .*vocabulary"
     with pytest.raises(RolloutError, match=problem):
         start(FakeTeacher(Other(size=len(TOKENIZER), shift=1)))
 
 
 def test_a_token_that_is_not_exported_is_named() -> None:
     section = TeacherSection(base_url="http://h:1", model="m", token_env="NOBODY_SET_THIS")
-    with pytest.raises(ConfigError, match=r"environment\.teacher\.token_env: the environment var"):
+    with pytest.raises(ConfigError, match=r"\.teacher\.token_env: .*NOBODY_SET_THIS"):
         TeacherSettings.from_section(section)
 
 
