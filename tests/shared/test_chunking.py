@@ -4,7 +4,6 @@ mode derives per-rank request chunking").
 
 from __future__ import annotations
 
-import re
 from itertools import product
 
 import pytest
