@@ -104,7 +104,7 @@ def test_what_cannot_be_replayed_is_told(copy):
     ):
         replayed(copy, 2)
     log.unlink()
-    with pytest.raises(ConfigError, match=r"step_000002.jsonl is not there, .*rollouts=true"):
+    with pytest.raises(ConfigError, match=r"step_000002.jsonl does not exist, .*rollouts=true"):
         replayed(copy, 2)
     with pytest.raises(ConfigError, match="has the metrics of 4 steps"):
         replayed(copy, 7)

@@ -66,7 +66,7 @@ def test_a_model_that_changes_logits_after_its_head_in_an_unknown_way_is_refused
         output.logits = output.logits / 2
 
     model.register_forward_hook(halve)
-    with pytest.raises(ConfigError, match="a packed row of three segments does not compute"):
+    with pytest.raises(ConfigError, match="a packed row of three segments gives other results"):
         check_packed_rows(model, "here", "float32", lambda score: score())
 
 
@@ -110,7 +110,7 @@ def test_attention_with_dropout_is_refused_before_weights_are_loaded(tmp_path):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
     (folder / "model.safetensors").write_bytes(b"not read")
-    with pytest.raises(ConfigError, match=r"has dropout, .* set it to 0 in config\.json"):
+    with pytest.raises(ConfigError, match=r"has dropout, .* set dropout to 0 in config\.json"):
         load_tokens(trajectory_config(folder, tmp_path / "run"))
 
 

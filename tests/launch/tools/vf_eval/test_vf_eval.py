@@ -320,7 +320,10 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
         "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
         " scoring_timeout_s = 1 s"
     )
-    assert cell(done.stdout, "given up") == "1 x slow: plain functions that exceeded a time limit"
+    assert (
+        cell(done.stdout, "given up")
+        == "1 x slow: functions without async that exceeded a time limit"
+    )
     assert "plain function slow was given up" in done.stderr
 
 
@@ -334,8 +337,8 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
         first += (line := process.stderr.readline())
         assert line, first
     assert (
-        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for running plain"
-        " functions (slow)" in first
+        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for functions"
+        " without async (slow)" in first
     )
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
